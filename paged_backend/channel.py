@@ -1,0 +1,51 @@
+"""One request's way back to its client: Triton's response sender, with the promise of exactly one FINAL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_backend.request import ErrorCode, RequestError
+
+log = logging.getLogger("paged_llm")
+
+_CODES = {  # our classes by the names of Triton's codes
+    ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.INTERNAL: "INTERNAL",
+}
+
+
+class Channel:
+    """Owned by one thread at a time: the one that admits the request, then the responder's."""
+
+    def __init__(self, pb_utils: Any, request: Any):
+        self._pb_utils = pb_utils
+        self._sender = request.get_response_sender()
+        self.closed = False
+
+    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
+        """A round trip to the server process: never on the engine's thread."""
+        tensors = [self._pb_utils.Tensor(name, value) for name, value in outputs.items()]
+        self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), final)
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error. Does nothing where it has ended already."""
+        if not self.closed:
+            code = getattr(self._pb_utils.TritonError, _CODES[error.code])
+            failure = self._pb_utils.TritonError(str(error), code)
+            self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client is gone or has called the request off. A round trip, like `send`."""
+        return self._sender.is_cancelled()
+
+    def _send(self, response: Any, final: bool) -> None:
+        assert not self.closed, "a response after FINAL"
+        self.closed = final
+        flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)

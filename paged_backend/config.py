@@ -1,0 +1,154 @@
+"""Engine options: one frozen dataclass, validated in one place.
+
+The names are those that vLLM's users know, so that a `model.json` moves over. An option that is not
+known, has the wrong type or lies outside its range stops the load with a message that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+
+
+class ConfigError(ValueError):
+    """An engine option that cannot be used; the message names the option, its value and the limit."""
+
+
+Check = Callable[[Any], str | None]  # None, or what the value must be
+
+
+def _text(value: Any) -> str | None:
+    return None if isinstance(value, str) and value else "must be a non-empty string"
+
+
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _whole(low: int, high: int | None = None) -> Check:
+    limit = f"must be a whole number of at least {low}" if high is None else f"must be a whole number {low}..{high}"
+
+    def check(value: Any) -> str | None:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return None if whole and value >= low and (high is None or value <= high) else limit
+
+    return check
+
+
+def _fraction(value: Any) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if number and 0 < value <= 1 else "must be a number above 0 and at most 1"
+
+
+def _one_of(*allowed: Any) -> Check:
+    limit = "must be " + " or ".join(json.dumps(value) for value in allowed)
+    return lambda value: None if any(value == a and type(value) is type(a) for a in allowed) else limit
+
+
+def _power_of_two(value: Any) -> str | None:
+    sizes = [1 << shift for shift in range(9)]
+    return None if type(value) is int and value in sizes else f"must be one of {sizes}"
+
+
+def option(check: Check, help: str, default: Any = MISSING, *, optional: bool = False) -> Any:
+    return field(default=default, metadata={"check": check, "help": help, "optional": optional})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
+
+    model: str = option(_text, "Hugging Face model directory; a relative path starts at the repository's root")
+    tokenizer: str | None = option(_text, "tokenizer directory, if not the model's", None, optional=True)
+    trust_remote_code: bool = option(_flag, "run Python code found in the model directory", False)
+    load_format: str = option(
+        _one_of("auto", "safetensors", "dummy"), '`dummy` fills the weights at random from `config.json` alone', "auto"
+    )
+    dtype: str = option(
+        _one_of(*DTYPES),
+        "weights and activations; `auto`: the model's own, or float32 on a CPU without bf16 instructions",
+        "auto",
+    )
+    device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")
+    seed: int = option(_whole(0, 2**63 - 1), "seeds dummy weights and the requests that bring no seed of their own", 0)
+    block_size: int = option(_power_of_two, "tokens per block", 16)
+    max_model_len: int | None = option(
+        _whole(2), "longest prompt plus output; default: the model's own limit", None, optional=True
+    )
+    max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
+    max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
+    gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
+    kv_cache_memory_bytes: int | None = option(
+        _whole(1),
+        "bytes for the pool; default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of what is"
+        " available but 4 GiB at the most",
+        None,
+        optional=True,
+    )
+    num_gpu_blocks_override: int | None = option(
+        _whole(1), "blocks in the pool, whatever memory there is", None, optional=True
+    )
+    enable_prefix_caching: bool = option(_one_of(False), "sharing across requests is not built yet: only `false`", False)
+    kv_cache_dtype: str = option(_one_of("auto"), "keys and values are kept in `dtype`: only `auto`", "auto")
+    swap_space: float = option(_one_of(0, 0.0), "GiB of host memory for preempted requests: not built yet, only `0`", 0)
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if value is None and spec.metadata["optional"]:
+                continue
+            if limit := spec.metadata["check"](value):
+                raise ConfigError(f"{spec.name}={json.dumps(value, default=str)}: {limit}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least"
+                f" max_num_seqs={self.max_num_seqs}, so that every running sequence can decode in one step"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Raises ConfigError for an option that is unknown, missing, or has a bad value."""
+        known = [spec.name for spec in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known options are {', '.join(known)}"
+                raise ConfigError(f"{name}: unknown engine option; {hint}")
+        if "model" not in options:
+            raise ConfigError("model: missing; give a Hugging Face model directory")
+        return cls(**options)
+
+    @classmethod
+    def from_file(cls, path: Path) -> EngineConfig:
+        """Read a `model.json`. Raises ConfigError naming the file."""
+        try:
+            options = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(options, dict):
+            raise ConfigError(f"{path}: must hold one JSON object of engine options")
+        try:
+            return cls.from_options(options)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def directory(self, name: str, root: Path) -> Path:
+        """A model or tokenizer directory, with a relative path taken from `root`. Raises ConfigError."""
+        path = Path(name).expanduser()
+        path = path if path.is_absolute() else root / path
+        if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
+            raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
+        return path

@@ -1,0 +1,87 @@
+"""Token ids to text as they come: never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+CONTEXT = 5  # prompt tokens decoded along, so that the first output token gets the space it has in context
+INCOMPLETE = "\ufffd"  # what a decoder puts where bytes of a character are still missing
+
+
+class Detokenizer:
+    """The text of one request.
+
+    ids    | prompt's last few | generated .................. |
+                 ^ prefix          ^ sent up to here    ^ ids whose text is not yet a whole character
+    text   ... sent | held back: it may be the start of a stop string |
+
+    Owned by the responder's thread.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ):
+        self._decode = decode
+        self._ids = list(prompt_ids[-CONTEXT:])
+        self._prefix = 0
+        self._read = len(self._ids)
+        self._prefix_text = decode(self._ids)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._held = ""
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that this token made certain. Sets `stopped` where a stop string is complete."""
+        assert not self.stopped
+        self.num_tokens += 1
+        self._ids.append(token)
+        text = self._decode(self._ids[self._prefix :])
+        if text.endswith(INCOMPLETE):
+            return ""
+        return self._release(self._advance(text))
+
+    def flush(self) -> str:
+        """What is left at the end: held back text, and bytes that never became a character."""
+        text = self._advance(self._decode(self._ids[self._prefix :]))
+        released = self._release(text)
+        held, self._held = self._held, ""
+        return released if self.stopped else released + held
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._prefix_text) :]
+        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix_text = self._decode(self._ids[self._prefix :])
+        return new
+
+    def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        if self.num_tokens > self._min_tokens and (end := self._find_stop(text)) is not None:
+            self.stopped, self._held = True, ""
+            return text[:end]
+        keep = self._could_begin_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _find_stop(self, text: str) -> int | None:
+        """Where the output ends: at the stop string that begins first."""
+        found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
+        if not found:
+            return None
+        start, length = min(found)
+        return start + length if self._include_stop else start
+
+    def _could_begin_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = min(len(text), max(len(stop) for stop in self._stop) - 1)
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

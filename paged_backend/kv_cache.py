@@ -1,0 +1,108 @@
+"""The pool's tensors, and how many blocks of them fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paged_backend.config import ConfigError, EngineConfig
+
+GIB = 2**30
+CPU_POOL_LIMIT = 4 * GIB
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps for a token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of every layer, in blocks.
+
+    `keys[layer]`, `values[layer]`: [num_blocks, num_kv_heads, block_size, head_dim]. A block has the same number
+    in all layers, so one block table serves the whole model.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        def pool() -> tuple[Tensor, ...]:
+            shapes = [(num_blocks, layer.num_kv_heads, block_size, layer.head_dim) for layer in layers]
+            return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+
+        return cls(pool(), pool())
+
+
+def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of `block_size` tokens in all layers."""
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * block_size * dtype.itemsize
+
+
+def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks the pool gets. Raises ConfigError where not even one fits."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    block = bytes_per_block(layers, config.block_size, dtype)
+    budget = config.kv_cache_memory_bytes
+    if budget is None:
+        budget = _free_on_gpu(config.gpu_memory_utilization, device) if device.type == "cuda" else _free_on_cpu()
+    if budget < block:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
+            " give the pool more memory"
+        )
+    return budget // block
+
+
+def _free_on_gpu(utilization: float, device: torch.device) -> int:
+    """What remains of the allowed share now that weights and a full step's activations have had theirs."""
+    free, total = torch.cuda.mem_get_info(device)
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return max(0, int(total * utilization) - (total - free) - activations)
+
+
+def _free_on_cpu() -> int:
+    return min(CPU_POOL_LIMIT, available_memory() // 2)
+
+
+def available_memory() -> int:
+    """Bytes this process can still take: the machine's free memory, or less under a cgroup limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    return min([free, *_cgroup_room()])
+
+
+def _cgroup_room() -> list[int]:
+    rooms = []
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            ceiling, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue
+        if ceiling.isdigit():
+            rooms.append(max(0, int(ceiling) - taken))
+    return rooms

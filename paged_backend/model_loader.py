@@ -1,0 +1,311 @@
+"""From a Hugging Face directory to a model on the device, proven to compute the same through pages.
+
+The proof, at every load: one forward pass of the model as it comes records what each layer asks of attention
+(heads, head size, window) and which masks the model builds; then two short prompts are prefilled in chunks and
+decoded through shuffled pages, and their logits are compared with those of the model's own eager attention. A
+model that fails is refused by name. A window longer than the prompts cannot show in the logits, so windows are
+read from the masks instead and must be the ones that the layers passed on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from paged_backend.attention import ATTENTION, UnsupportedModel, paged_logits
+from paged_backend.batch import PackedBatch, pack
+from paged_backend.config import DTYPES, ConfigError, EngineConfig
+from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.scheduler import Chunk, Plan
+from paged_backend.sequence import Sequence
+
+PROBE = "paged_llm_probe"
+# Root mean square of the difference over that of the (centred) logits. Rounding of 16-bit types grows with depth;
+# a wrong window, scale or mask is an error of the order of 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the rest of the engine needs to know of a model."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    """Raises ConfigError where a GPU is asked for and there is none."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError('device="cuda": no usable GPU; use "auto" or "cpu"')
+    return torch.device("cuda", torch.cuda.current_device()) if config.device != "cpu" and available else torch.device("cpu")
+
+
+def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
+    """Raises ConfigError for a directory or option that cannot be used, UnsupportedModel for a model that fails
+    the proof."""
+    directory = config.directory(config.model, root)
+    hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    text_config = hf_config.get_text_config()
+    dtype = pick_dtype(config.dtype, text_config.dtype, device)
+    max_model_len = pick_max_model_len(config.max_model_len, text_config)
+    tokenizer = _load_tokenizer(config, root, directory)
+    model = _load_weights(config, hf_config, directory, dtype).to(device).eval()
+    spec = ModelSpec(
+        layers=prove(model, block_size=config.block_size),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=text_config.vocab_size,
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+    return LoadedModel(model, tokenizer, spec)
+
+
+def pick_dtype(wanted: str, own: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """`auto` is the model's own type; on a CPU a 16-bit model runs in bfloat16 where the machine multiplies it."""
+    if DTYPES[wanted] != "auto":
+        return getattr(torch, DTYPES[wanted])
+    if own is None or own == torch.float32:
+        return torch.float32
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return own
+
+
+def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int:
+    """Raises ConfigError for a length that the model's positions do not reach."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+        # These change the angles of every position once one sequence grows past the original length.
+        limit = rope.get("original_max_position_embeddings") or limit
+    if limit is None and wanted is None:
+        raise ConfigError("max_model_len: the model names no limit; give one")
+    if limit is not None and wanted is not None and wanted > limit:
+        raise ConfigError(f"max_model_len={wanted}: must be at most {limit}, the model's own limit")
+    return wanted or limit
+
+
+def _load_tokenizer(config: EngineConfig, root: Path, directory: Path) -> PreTrainedTokenizerBase:
+    place = config.directory(config.tokenizer, root) if config.tokenizer else directory
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer
+        raise ConfigError(f"tokenizer: none that can be loaded in {place}: {error}") from error
+
+
+def _load_weights(
+    config: EngineConfig, hf_config: PretrainedConfig, directory: Path, dtype: torch.dtype
+) -> PreTrainedModel:
+    if config.load_format == "dummy":
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            return AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+            )
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model={json.dumps(config.model)}: no *.safetensors file in {directory}")
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation="eager",
+        use_safetensors=True,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that the model's files name as an end: generation_config may list several, the tokenizer one more."""
+    named = [model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id]
+    flat = [one for ids in named for one in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(one for one in flat if one is not None)
+
+
+# --- the proof -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Probe:
+    """What one plain forward pass asked of attention."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    layer_windows: set[int | None] = field(default_factory=set)
+    mask_windows: set[int | None] = field(default_factory=set)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        sliding_window: int | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or layer in self.shapes:
+            raise UnsupportedModel(f"{type(module).__name__}: layer_idx={layer} does not name one attention layer")
+        if key.shape != value.shape:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
+            )
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        self.layer_windows.add(sliding_window)
+        return query.transpose(1, 2), None  # only shapes matter here
+
+    def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
+        self.mask_windows.add(_window_of(mask_function))
+
+
+def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
+    """How far back a mask lets a query see; None for all the way. Raises UnsupportedModel for other shapes."""
+    windows = set()
+    for query in (99_991, 131_071):  # two far positions that share no divisor, so that chunked masks differ
+        zero = torch.tensor(0)
+        seen = mask_function(zero, zero, torch.tensor(query), torch.arange(query + 1)).nonzero()
+        first = int(seen[0]) if len(seen) else query + 1
+        if len(seen) != query + 1 - first:
+            raise UnsupportedModel("a mask with holes")
+        windows.add(query + 1 - first if first else None)
+    if len(windows) > 1:
+        raise UnsupportedModel("a mask that is neither causal nor a sliding window (chunked attention?)")
+    return windows.pop()
+
+
+def prove(model: PreTrainedModel, *, block_size: int) -> tuple[LayerShape, ...]:
+    """The shapes of the model's attention layers, once it has shown equal logits through pages.
+
+    Leaves the model on paged attention. Raises UnsupportedModel, with the model's name, otherwise.
+    """
+    try:
+        layers = _probe(model)
+        _compare(model, layers, block_size)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served through pages: {error}") from error
+    return layers
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+    probe = _Probe()
+    AttentionInterface.register(PROBE, probe.attend)
+    AttentionMaskInterface.register(PROBE, probe.mask)
+    model.set_attn_implementation(PROBE)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=ids, position_ids=torch.arange(4, device=model.device)[None], use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
+    layers = model.config.get_text_config().num_hidden_layers
+    if sorted(probe.shapes) != list(range(layers)):
+        raise UnsupportedModel(
+            f"{len(probe.shapes)} of {layers} layers call the attention interface; the others keep another state"
+        )
+    if probe.layer_windows - {None} != probe.mask_windows - {None}:
+        raise UnsupportedModel(
+            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass on {_shown(probe.layer_windows)}"
+        )
+    return tuple(probe.shapes[layer] for layer in range(layers))
+
+
+def _shown(windows: set[int | None]) -> str:
+    return ", ".join(str(one) for one in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def _compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], block_size: int) -> None:
+    vocab = model.config.get_text_config().vocab_size
+    drawn = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = (drawn[0], drawn[1][:10])
+    model.set_attn_implementation("eager")
+    expected = [_eager_logits(model, ids) for ids in prompts]
+    model.set_attn_implementation(ATTENTION)
+    try:
+        found = _paged_logits_of(model, layers, block_size, prompts)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"its layers cannot be paged: {type(error).__name__}: {error}") from error
+    tolerance = TOLERANCE[model.dtype]
+    for (prompt, position), logits in found.items():
+        error = _relative_error(logits, expected[prompt][position])
+        if not error <= tolerance:
+            raise UnsupportedModel(
+                f"logits at position {position} differ from its eager attention by {error:.2g} (allowed: {tolerance:g})"
+            )
+
+
+def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [len(ids), vocab]
+    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    found, expected = found - found.mean(), expected - expected.mean()
+    return float((found - expected).norm() / expected.norm())
+
+
+def _paged_logits_of(
+    model: PreTrainedModel, layers: tuple[LayerShape, ...], block_size: int, prompts: tuple[list[int], list[int]]
+) -> dict[tuple[int, int], Tensor]:
+    """Logits by (prompt, position): the long prompt in two chunks, the short one beside it, then both decode."""
+    width = -(-len(prompts[0]) // block_size)
+    kv = KVCache.allocate(
+        layers, num_blocks=2 * width + 1, block_size=block_size, dtype=model.dtype, device=model.device
+    )
+    long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
+    long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
+    found: dict[tuple[int, int], Tensor] = {}
+
+    def step(*lengths: tuple[Sequence, int]) -> None:
+        chunks = tuple(Chunk(seq, seq.computed, n, samples=n == seq.pending) for seq, n in lengths)
+        logits = iter(paged_logits(model, _pack(chunks, block_size, model.device), kv))
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.length
+            if chunk.samples:
+                found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
+
+    step((long, 11), (short, short.pending))
+    step((long, long.pending))
+    for sequence in (long, short):
+        sequence.tokens.append(prompts[sequence.key][-1])
+    step((long, 1), (short, 1))
+    return found
+
+
+def _pack(chunks: tuple[Chunk, ...], block_size: int, device: torch.device) -> PackedBatch:
+    return pack(Plan(chunks), block_size=block_size, device=device)
+
+
+def _proof_sequence(key: int, ids: list[int]) -> Sequence:
+    return Sequence.of(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset()))

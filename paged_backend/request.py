@@ -1,0 +1,248 @@
+"""What a client asks for and what it gets, free of tensors and of the wire."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+
+class ErrorCode(Enum):
+    """The stable classes that an error text starts with; the values are gRPC's names."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """Ends one request. `str()` is what the client reads: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`."""
+
+    def __init__(self, code: ErrorCode, message: str):
+        super().__init__(f"{code.value}: {message}")
+        self.code = code
+
+
+def invalid(field_name: str, value: Any, limit: str) -> RequestError:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{field_name}={shown}: {limit}")
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
+    LENGTH = "length"  # max_tokens
+    TIMEOUT = "timeout"  # the request's own time limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the loaded model and pool allow."""
+
+    max_model_len: int
+    vocab_size: int
+    pool_tokens: int  # slots in the whole pool
+
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 256
+
+_REFUSED = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
+    "n": (1,),
+    "best_of": (1, None),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "guided_decoding": (None,),
+    "lora_name": (None,),
+}
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number; a numeric string counts, as request parameters may carry one."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise invalid(name, value, "must be a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid(name, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise invalid(name, str(value), "must be a finite number") from None
+    if not math.isfinite(number):
+        raise invalid(name, str(value), "must be a finite number")
+    return number
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    limit = f"must be {low}..{high}"
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            raise invalid(name, value, limit) from None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid(name, value, limit)
+    return value
+
+
+def _between(low: float, high: float, *, above: bool = False) -> Callable[[str, Any, Limits], float]:
+    limit = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
+
+    def read(name: str, value: Any, limits: Limits) -> float:
+        number = _number(name, value)
+        if not low <= number <= high or (above and number == low):
+            raise invalid(name, value, limit)
+        return number
+
+    return read
+
+
+def _flag(name: str, value: Any, limits: Limits) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise invalid(name, value, "must be true or false")
+    return value
+
+
+def _top_k(name: str, value: Any, limits: Limits) -> int:
+    """0 and -1 both mean off, as in vLLM."""
+    return max(0, _whole(name, value, -1, 2**31 - 1))
+
+
+def _seed(name: str, value: Any, limits: Limits) -> int | None:
+    return None if value is None else _whole(name, value, -(2**63), 2**64 - 1)
+
+
+def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise invalid(name, value, "must be a non-empty string or a list of them")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise invalid(name, f"{len(strings)} strings", f"must be at most {MAX_STOP_STRINGS} strings")
+    for text in strings:
+        if len(text.encode(errors="replace")) > MAX_STOP_BYTES:
+            raise invalid(name, text, f"must be at most {MAX_STOP_BYTES} bytes a string")
+    return tuple(strings)
+
+
+def _stop_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int]:
+    ids = [] if value is None else value
+    if not isinstance(ids, list | tuple):
+        raise invalid(name, value, "must be a list of token ids")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid(name, f"{len(ids)} ids", f"must be at most {MAX_STOP_TOKEN_IDS} ids")
+    return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in ids)
+
+
+def _tokens_from(low: int) -> Callable[[str, Any, Limits], int]:
+    return lambda name, value, limits: _whole(name, value, low, limits.max_model_len)
+
+
+def _param(read: Callable[[str, Any, Limits], Any], default: Any) -> Any:
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens and when to stop; names, meanings and defaults are vLLM's."""
+
+    max_tokens: int = _param(_tokens_from(1), 16)
+    min_tokens: int = _param(_tokens_from(0), 0)
+    temperature: float = _param(_between(0, 100), 1.0)  # 0: greedy
+    top_k: int = _param(_top_k, 0)
+    top_p: float = _param(_between(0, 1, above=True), 1.0)
+    min_p: float = _param(_between(0, 1), 0.0)
+    seed: int | None = _param(_seed, None)
+    stop: tuple[str, ...] = _param(_stop, ())
+    stop_token_ids: frozenset[int] = _param(_stop_token_ids, frozenset())
+    ignore_eos: bool = _param(_flag, False)
+    repetition_penalty: float = _param(_between(0, 100, above=True), 1.0)
+    presence_penalty: float = _param(_between(-2, 2), 0.0)
+    frequency_penalty: float = _param(_between(-2, 2), 0.0)
+    skip_special_tokens: bool = _param(_flag, True)
+    include_stop_str_in_output: bool = _param(_flag, False)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], limits: Limits) -> SamplingParams:
+        """Raises RequestError that names the first parameter that is unknown, of a wrong type or out of range."""
+        readers = {spec.name: spec.metadata["read"] for spec in fields(cls)}
+        read = {}
+        for name, value in values.items():
+            if name in _REFUSED:
+                if value not in _REFUSED[name] or isinstance(value, bool):
+                    raise invalid(name, value, "not supported yet; leave it out")
+            elif name in readers:
+                read[name] = readers[name](name, value, limits)
+            else:
+                near = difflib.get_close_matches(str(name), readers, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
+                raise invalid(name, value, f"unknown sampling parameter; {hint}")
+        params = cls(**read)
+        if params.min_tokens > params.max_tokens:
+            raise invalid("min_tokens", params.min_tokens, f"must be 0..max_tokens={params.max_tokens}")
+        return params
+
+
+PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(_REFUSED)
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One validated request. `key` is ours and unique; the client's request id need not be."""
+
+    key: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int  # the request's own, or one drawn for it
+    stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
+
+    @classmethod
+    def admit(
+        cls, key: int, tokens: list[int], sampling: SamplingParams, seed: int, eos: frozenset[int], limits: Limits
+    ) -> GenerateRequest:
+        """Raises RequestError for a prompt that is empty or a request that can never fit the model or the pool."""
+        prompt, output = len(tokens), sampling.max_tokens
+        if prompt == 0:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
+        if prompt >= limits.max_model_len:
+            raise invalid("prompt_tokens", prompt, f"must be 1..{limits.max_model_len - 1} (max_model_len is"
+                          f" {limits.max_model_len}, and one token must be left to generate)")  # fmt: skip
+        if prompt + output > limits.max_model_len:
+            room = limits.max_model_len - prompt
+            raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
+                          f" (max_model_len is {limits.max_model_len})")  # fmt: skip
+        stored = prompt + output - 1  # the last token's keys and values are never needed
+        if stored > limits.pool_tokens:
+            raise invalid("max_tokens", output, f"prompt and output need {stored} slots of the key/value pool,"
+                          f" which has {limits.pool_tokens}")  # fmt: skip
+        stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
+        return cls(key, tuple(tokens), sampling, seed, stop_ids)
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """What one step gave one request. Exactly one delta of a request has `finish` or `error` set, its last."""
+
+    key: int
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None

@@ -1,0 +1,234 @@
+"""Owns every open stream: turns tokens to text, sends it, and notices who has gone.
+
+Sending and asking about cancellation are round trips to the server process, so none of it happens on the engine's
+thread. Tokens that pile up for a stream while others are served go out as one response.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from paged_backend import wire
+from paged_backend.channel import Channel
+from paged_backend.detokenizer import Detokenizer
+from paged_backend.engine import EngineDied, StepOutput
+from paged_backend.metrics import Metrics
+from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
+
+log = logging.getLogger("paged_llm")
+
+POLL_SECONDS = 0.02  # how often open streams are asked whether they were cancelled
+
+
+class Aborts(Protocol):
+    def abort(self, key: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Stream:
+    """One open request, on its way out."""
+
+    request: GenerateRequest
+    call: wire.Call
+    channel: Channel
+    detokenizer: Detokenizer
+    arrived: float  # time.monotonic()
+    text: str = ""  # not sent yet
+    unsent_tokens: int = 0
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+    first_token: float | None = field(default=None, init=False)
+    last_token: float | None = field(default=None, init=False)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def overdue(self) -> bool:
+        limit = self.call.timeout_us
+        return limit > 0 and time.monotonic() - self.arrived > limit / 1e6
+
+    def take(self, delta: TokenDelta, when: float) -> None:
+        """Book what a step gave. A stop string may end the stream before the engine does."""
+        if delta.token_ids:
+            self.first_token = self.first_token or when
+            self.last_token = when
+        silent = delta.finish is FinishReason.STOP and not self.request.sampling.include_stop_str_in_output
+        for index, token in enumerate(delta.token_ids):
+            self.unsent_tokens += 1
+            if silent and index == len(delta.token_ids) - 1:
+                break  # the token that ends the output is counted, but its text is not output
+            self.text += self.detokenizer.push(token)
+            if self.detokenizer.stopped:
+                self.finish = FinishReason.STOP
+                return
+        self.error = delta.error
+        if delta.finish:
+            self.end(delta.finish)
+
+    def end(self, finish: FinishReason) -> None:
+        self.text += self.detokenizer.flush()
+        self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+
+
+class Responder:
+    """A thread between the engine and the clients. `open` and `emit` may be called from any thread."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._engine: Aborts | None = None
+        self._inbox: SimpleQueue[Stream | StepOutput | EngineDied | None] = SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._next_poll = 0.0
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+
+    def start(self, engine: Aborts) -> None:
+        self._engine = engine
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once everything that was put before is out."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def open(self, stream: Stream) -> None:
+        """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
+        self._inbox.put(stream)
+
+    def emit(self, output: StepOutput | EngineDied) -> None:
+        self._inbox.put(output)
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            touched: dict[int, Stream] = {}
+            stats = None
+            for message in self._collect():
+                if message is None:
+                    running = False
+                elif isinstance(message, Stream):
+                    self._streams[message.request.key] = message
+                    self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
+                elif isinstance(message, StepOutput):
+                    stats = message.stats
+                    touched |= self._book(message)
+                else:
+                    touched |= self._fail_all(message.reason)
+            if stats:
+                self._metrics.show(stats)
+            for stream in touched.values():
+                self._guarded(stream, self._deliver)
+            self._poll()
+
+    def _collect(self) -> list[Stream | StepOutput | EngineDied | None]:
+        """All that has piled up; waits for the next message, but not past the next poll."""
+        messages = []
+        try:
+            wait = max(0.0, self._next_poll - time.monotonic()) if self._streams else None
+            messages.append(self._inbox.get(timeout=wait))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except Empty:
+            return messages
+
+    def _book(self, output: StepOutput) -> dict[int, Stream]:
+        touched = {}
+        for delta in output.deltas:
+            stream = self._streams.get(delta.key)
+            if stream and not stream.ended:  # else it was cancelled or met its stop string a moment ago
+                self._guarded(stream, lambda one, delta=delta: one.take(delta, output.when))
+                touched[delta.key] = stream
+                if stream.ended and not delta.last:
+                    self._abort(delta.key)
+        return touched
+
+    def _fail_all(self, reason: str) -> dict[int, Stream]:
+        for stream in self._streams.values():
+            stream.error = RequestError(ErrorCode.INTERNAL, reason)
+        return dict(self._streams)
+
+    def _guarded(self, stream: Stream, action) -> None:  # type: ignore[no-untyped-def]
+        """One stream's trouble, whatever it is, must not reach another's."""
+        try:
+            action(stream)
+        except Exception as error:
+            log.exception("request %d: could not answer", stream.request.key)
+            self._abort(stream.request.key)
+            stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+            self._drop(stream)
+
+    def _drop(self, stream: Stream) -> None:
+        """Give up on a stream whose answer failed, with an error if even that still goes out."""
+        self._streams.pop(stream.request.key, None)
+        self._metrics.ended("error")
+        try:
+            stream.channel.fail(stream.error or RequestError(ErrorCode.INTERNAL, "unknown"))
+        except Exception:
+            log.exception("request %d: its error could not be sent", stream.request.key)
+
+    def _deliver(self, stream: Stream) -> None:
+        if stream.channel.closed:
+            return
+        if stream.error:
+            self._close(stream, "cancelled" if stream.error.code is ErrorCode.CANCELLED else "error")
+            stream.channel.fail(stream.error)
+        elif stream.finish:
+            self._close(stream, stream.finish.value)
+            self._send(stream)
+        elif stream.call.stream and stream.text:
+            self._send(stream)
+
+    def _send(self, stream: Stream) -> None:
+        text, tokens = stream.text, stream.unsent_tokens
+        stream.text, stream.unsent_tokens = "", 0
+        if stream.call.echo and stream.call.prompt is not None:
+            text = stream.call.prompt + text
+        outputs = wire.write(
+            stream.call,
+            text=text,
+            finish_reason=stream.finish.value if stream.finish else None,
+            num_input_tokens=len(stream.request.prompt_token_ids),
+            num_output_tokens=tokens,
+        )
+        stream.channel.send(outputs, final=stream.finish is not None)
+
+    def _close(self, stream: Stream, outcome: str) -> None:
+        """Forget the stream, and book what it took."""
+        del self._streams[stream.request.key]
+        self._metrics.ended(outcome)
+        generated = stream.detokenizer.num_tokens
+        if stream.first_token is None or stream.last_token is None:
+            return
+        self._metrics.generated_tokens.increment(generated)
+        self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
+        self._metrics.latency.observe(stream.last_token - stream.arrived)
+        if generated > 1:
+            self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (generated - 1))
+
+    def _poll(self) -> None:
+        """Ask about every open stream, queued and prefilling ones too."""
+        if time.monotonic() < self._next_poll:
+            return
+        for stream in list(self._streams.values()):
+            self._guarded(stream, self._check)
+        self._next_poll = time.monotonic() + POLL_SECONDS
+
+    def _check(self, stream: Stream) -> None:
+        if stream.channel.is_cancelled():
+            stream.error = RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
+        elif stream.overdue:
+            stream.end(FinishReason.TIMEOUT)
+        else:
+            return
+        self._abort(stream.request.key)
+        self._deliver(stream)
+
+    def _abort(self, key: int) -> None:
+        assert self._engine is not None
+        self._engine.abort(key)

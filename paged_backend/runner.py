@@ -1,0 +1,24 @@
+"""Runs one packed step on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from paged_backend.attention import paged_logits
+from paged_backend.batch import PackedBatch
+from paged_backend.kv_cache import KVCache
+from paged_backend.sampler import sample
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    model: PreTrainedModel
+    kv: KVCache
+
+    @torch.inference_mode()
+    def run(self, batch: PackedBatch) -> list[int]:
+        """The drawn token ids, one per sampling row, in order."""
+        return sample(paged_logits(self.model, batch, self.kv), batch.sampling).tolist()

@@ -1,0 +1,201 @@
+"""Triton's tensors and parameters to a request, and back. The only place that spells a tensor's name.
+
+The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged_backend.request import PARAMETER_NAMES, ErrorCode, RequestError, invalid
+
+
+class TensorSpec(NamedTuple):
+    """As in config.pbtxt."""
+
+    data_type: str
+    dims: tuple[int, ...]
+
+
+_STRING, _BOOL = TensorSpec("TYPE_STRING", (1,)), TensorSpec("TYPE_BOOL", (1,))
+
+INPUTS = {
+    "text_input": _STRING,
+    "messages": _STRING,
+    "image": TensorSpec("TYPE_STRING", (-1,)),
+    "stream": _BOOL,
+    "sampling_parameters": _STRING,
+    "exclude_input_in_output": _BOOL,
+    "return_finish_reason": _BOOL,
+    "return_cumulative_logprob": _BOOL,
+    "return_logprobs": _BOOL,
+    "return_num_input_tokens": _BOOL,
+    "return_num_output_tokens": _BOOL,
+    "embedding_request": _STRING,
+}
+OUTPUTS = {
+    "text_output": TensorSpec("TYPE_STRING", (-1,)),
+    "finish_reason": TensorSpec("TYPE_STRING", (-1,)),
+    "cumulative_logprob": TensorSpec("TYPE_FP32", (-1,)),
+    "logprobs": TensorSpec("TYPE_STRING", (-1,)),
+    "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
+    "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,)),
+}
+NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
+
+_NOT_YET = ("image", "embedding_request")
+_NOT_YET_FLAGS = ("return_cumulative_logprob", "return_logprobs")
+_NOT_YET_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end", "priority")
+# Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
+_HEADERS = frozenset(
+    "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
+    " upgrade via".split()
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as it was sent: read and typed, not yet tokenized or held against the model's limits."""
+
+    prompt: str | None  # either this
+    messages: list[dict[str, Any]] | None  # or a conversation, for the model's chat template
+    sampling: dict[str, Any]
+    stream: bool
+    echo: bool  # put the prompt before the output
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+    timeout_us: int
+
+
+def read(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], timeout_us: int = 0) -> Call:
+    """Raises RequestError for what is missing, malformed, contradictory or not supported yet."""
+    for name in _NOT_YET:
+        if name in tensors:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
+    for name in _NOT_YET_FLAGS:
+        if _bool(tensors, name, False):
+            raise invalid(name, True, "not supported yet; leave it out")
+    stream = _bool(tensors, "stream", False)
+    prompt, messages = _prompt(tensors)
+    from_parameters, timeout_us = _parameters(parameters, timeout_us)
+    return Call(
+        prompt=prompt,
+        messages=messages,
+        sampling=from_parameters | _sampling_parameters(tensors),
+        stream=stream,
+        echo=_echo(tensors, stream=stream, chat=messages is not None),
+        return_finish_reason=_bool(tensors, "return_finish_reason", False),
+        return_num_input_tokens=_bool(tensors, "return_num_input_tokens", False),
+        return_num_output_tokens=_bool(tensors, "return_num_output_tokens", False),
+        timeout_us=timeout_us,
+    )
+
+
+def write(
+    call: Call, *, text: str, finish_reason: str | None, num_input_tokens: int, num_output_tokens: int
+) -> dict[str, np.ndarray]:
+    """The output tensors of one response; the optional ones only where the call asked for them."""
+    values: dict[str, Any] = {"text_output": [text.encode()]}
+    if call.return_finish_reason:
+        values["finish_reason"] = [str(finish_reason).encode()]  # "None" until the last response
+    if call.return_num_input_tokens:
+        values["num_input_tokens"] = [num_input_tokens]
+    if call.return_num_output_tokens:
+        values["num_output_tokens"] = [num_output_tokens]
+    return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
+
+
+def _one(tensors: Mapping[str, np.ndarray], name: str) -> Any:
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.size != 1:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {tensor.size} elements; must have 1")
+    return tensor.reshape(-1)[0]
+
+
+def _bool(tensors: Mapping[str, np.ndarray], name: str, default: bool) -> bool:
+    value = _one(tensors, name)
+    return default if value is None else bool(value)
+
+
+def _text(tensors: Mapping[str, np.ndarray], name: str) -> str | None:
+    value = _one(tensors, name)
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT, f"{name}: byte {error.start} is not valid UTF-8; send UTF-8 text"
+        ) from None
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None
+
+
+def _prompt(tensors: Mapping[str, np.ndarray]) -> tuple[str | None, list[dict[str, Any]] | None]:
+    prompt, messages = _text(tensors, "text_input"), _text(tensors, "messages")
+    if (prompt is None) == (messages is None):
+        given = "neither is given" if prompt is None else "both are given"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages: {given}; give exactly one")
+    if messages is None:
+        return prompt, None
+    turns = _json("messages", messages)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT, 'messages: must be a JSON list of objects like {"role": "user", "content": "…"}'
+        )
+    for index, turn in enumerate(turns):
+        if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"messages[{index}]: must have a string `role` and a string `content`"
+            )
+    return None, turns
+
+
+def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    text = _text(tensors, "sampling_parameters")
+    values = {} if text is None or not text.strip() else _json("sampling_parameters", text)
+    if not isinstance(values, dict):
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
+    return values
+
+
+def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[str, Any], int]:
+    """Request parameters that are ours. Headers that the server forwards are none of our business; any other
+    unknown name is refused rather than ignored."""
+    sampling: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if name in PARAMETER_NAMES:
+            sampling[name] = value
+        elif name == "timeout":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise invalid(name, value, "must be a whole number of microseconds, at least 0")
+            timeout_us = value
+        elif name in _NOT_YET_PARAMETERS:
+            if value not in (0, False, ""):
+                raise invalid(name, value, "not supported yet; leave it out")
+        elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
+            raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(PARAMETER_NAMES))}")
+    return sampling, timeout_us
+
+
+def _echo(tensors: Mapping[str, np.ndarray], *, stream: bool, chat: bool) -> bool:
+    """The prompt comes back before the output unless streaming; an explicit wish that cannot be met is refused."""
+    exclude = _bool(tensors, "exclude_input_in_output", stream or chat)
+    if stream and not exclude:
+        raise invalid("exclude_input_in_output", False, "must be true when streaming")
+    if chat and not exclude:
+        raise invalid("exclude_input_in_output", False, "must be true with messages")
+    return not exclude

@@ -1,0 +1,126 @@
+"""The engine without a server, and tiny models with random weights to put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from paged_backend.config import EngineConfig
+from paged_backend.engine import Engine, EngineDied, StepOutput
+from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams
+from paged_backend.service import Assembly, assemble
+
+WAIT = 120  # seconds after which a step that never comes fails the test
+
+
+@dataclass
+class Output:
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+
+
+@dataclass
+class InProcess:
+    """Requests in, tokens out, through the real loop on its own thread."""
+
+    assembly: Assembly
+    engine: Engine
+    steps: SimpleQueue[StepOutput | EngineDied]
+    outputs: dict[int, Output] = field(default_factory=dict)
+    history: list[StepOutput] = field(default_factory=list)
+    next_key: int = 0
+
+    def submit(self, prompt: Sequence[int], **sampling: Any) -> int:
+        params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
+        key, self.next_key = self.next_key, self.next_key + 1
+        eos = self.assembly.loaded.spec.eos_ids
+        request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, self.assembly.limits)
+        self.outputs[key] = Output()
+        self.engine.submit(request)
+        return key
+
+    def step(self) -> StepOutput:
+        """Wait for the engine's next turn, and book it."""
+        output = self.steps.get(timeout=WAIT)
+        assert isinstance(output, StepOutput), output
+        for delta in output.deltas:
+            booked = self.outputs[delta.key]
+            assert booked.finish is None and booked.error is None, "a token after the last"
+            booked.tokens += delta.token_ids
+            booked.finish, booked.error = delta.finish, delta.error
+        self.history.append(output)
+        return output
+
+    def wait(self, *keys: int) -> list[Output]:
+        while any(self.outputs[key].finish is None and self.outputs[key].error is None for key in keys):
+            self.step()
+        return [self.outputs[key] for key in keys]
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+        return [one.tokens for one in self.wait(*[self.submit(prompt, **sampling) for prompt in prompts])]
+
+
+@contextmanager
+def running(assembly: Assembly) -> Iterator[InProcess]:
+    """An engine over `assembly`; at the end every block must be free and every invariant hold."""
+    steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
+    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+    engine.start()
+    try:
+        yield InProcess(assembly, engine, steps)
+    finally:
+        engine.stop()
+    assembly.scheduler.check()
+    if not assembly.scheduler.has_work:
+        assert assembly.scheduler.blocks.num_used == 0
+
+
+def save_tiny(config: PretrainedConfig, directory: Path, tokenizer: Path | None = None) -> PreTrainedModel:
+    """A model of this configuration with random weights large enough that its logits are far apart, in fp32, as a
+    Hugging Face directory with a byte-level tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+        elif "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return model
+
+
+def byte_tokenizer():
+    """A tokenizer of single bytes: 256 ids, then the end-of-sequence token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def tiny_assembly(directory: Path, **options: Any) -> Assembly:
+    defaults = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 64}
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    return assemble(EngineConfig.from_options({"model": str(directory)} | defaults | limits | options))
+
+
+def generate_alone(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers itself generates for one prompt, greedily, past any end of sequence."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
