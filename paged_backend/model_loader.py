@@ -103,9 +103,10 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
     """Raises ConfigError for a length that the model's positions do not reach."""
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
-        # These change the angles of every position once one sequence grows past the original length.
-        limit = rope.get("original_max_position_embeddings") or limit
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some models have one per layer type
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            # These change the angles of every position once one sequence grows past the original length.
+            limit = one.get("original_max_position_embeddings") or limit
     if limit is None and wanted is None:
         raise ConfigError("max_model_len: the model names no limit; give one")
     if limit is not None and wanted is not None and wanted > limit:

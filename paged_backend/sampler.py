@@ -7,7 +7,7 @@ row was preempted and computed again, cannot change it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +30,25 @@ class Penalties:
 
 
 @dataclass(frozen=True, eq=False)
+class Filters:
+    """Rows that draw from the likeliest tokens only."""
+
+    rows: Tensor  # [num_rows] int64: into the rows of Draws
+    top_k: Tensor  # [num_rows, 1] int64; the vocabulary's size or more: off
+    top_p: Tensor  # [num_rows, 1] float32; 1: off
+    min_p: Tensor  # [num_rows, 1] float32; 0: off
+    max_top_k: int  # the largest top_k
+    sort: bool  # whether a row needs more than its top_k in order
+
+
+@dataclass(frozen=True, eq=False)
 class Draws:
-    """Rows that are not greedy, and how each wants its token drawn. Filters that no row uses are None."""
+    """Rows that are not greedy."""
 
     rows: Tensor  # [num_rows] int64
     temperature: Tensor  # [num_rows, 1] float32
-    uniform: Tensor  # [num_rows, 1] float32 in [0, 1)
-    top_k: Tensor | None  # [num_rows, 1] int64
-    top_p: Tensor | None  # [num_rows, 1] float32
-    min_p: Tensor | None  # [num_rows, 1] float32
-    max_top_k: int | None  # the largest top_k, where every row has one
+    uniform: Tensor  # [num_rows, 1] float64 in [0, 1)
+    filters: Filters | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,68 +84,67 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 8) / 2**24
 
 
+def _column(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+
 def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
     rows = [(row, seq) for row, seq in enumerate(sequences) if seq.request.sampling.temperature > 0]
     if not rows:
         return None
     params = [seq.request.sampling for _, seq in rows]
-
-    def column(values: Rows[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
-    def unless_all(off: float, pick: Callable[[SamplingParams], float]) -> Tensor | None:
-        values = [pick(one) for one in params]
-        return None if all(value == off for value in values) else column(values)
-
-    top_k = [one.top_k for one in params]
     return Draws(
         rows=torch.tensor([row for row, _ in rows], device=device),
-        temperature=column([one.temperature for one in params]),
-        uniform=column([uniform(seq.request.seed, seq.generated) for _, seq in rows]),
-        top_k=column(top_k, torch.int64) if any(top_k) else None,
-        top_p=unless_all(1.0, lambda one: one.top_p),
-        min_p=unless_all(0.0, lambda one: one.min_p),
-        max_top_k=max(top_k) if all(top_k) else None,
+        temperature=_column([one.temperature for one in params], torch.float32, device),
+        uniform=_column([uniform(seq.request.seed, seq.generated) for _, seq in rows], torch.float64, device),
+        filters=_filters(params, device),
+    )
+
+
+def _filters(params: Rows[SamplingParams], device: torch.device) -> Filters | None:
+    rows = [(row, one) for row, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p]
+    if not rows:
+        return None
+    off = 2**31
+    top_k = [one.top_k or off for _, one in rows]
+    return Filters(
+        rows=torch.tensor([row for row, _ in rows], device=device),
+        top_k=_column(top_k, torch.int64, device),
+        top_p=_column([one.top_p for _, one in rows], torch.float32, device),
+        min_p=_column([one.min_p for _, one in rows], torch.float32, device),
+        max_top_k=max([k for k in top_k if k != off], default=1),
+        sort=any(one.top_p < 1 and not one.top_k for _, one in rows),
     )
 
 
 def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Invert the cumulative distribution at the row's random number, over the tokens that pass its filters."""
+    """Invert the cumulative distribution, in the order of token ids, at the row's random number."""
     probs = torch.softmax(logits / draws.temperature, -1)
-    if draws.top_k is None and draws.top_p is None:
-        ids = None
-    elif draws.max_top_k is not None:
-        probs, ids = probs.topk(min(draws.max_top_k, probs.shape[-1]), -1)
-    else:
-        probs, ids = probs.sort(-1, descending=True, stable=True)
-    if ids is not None:
-        probs = _filter_sorted(probs, draws)
-    if draws.min_p is not None:
-        probs = probs.where(probs >= draws.min_p * probs.amax(-1, keepdim=True), 0)
-    chosen = _invert(probs, draws.uniform)
-    return (chosen if ids is None else ids.gather(-1, chosen)).squeeze(-1)
-
-
-def _filter_sorted(probs: Tensor, draws: Draws) -> Tensor:
-    """Zero what top_k, then top_p cut off; `probs` descend along the last dimension.
-
-    top_p keeps the smallest set of tokens whose mass, among those that top_k left, reaches it.
-    """
-    if draws.top_k is not None:
-        limit = draws.top_k.where(draws.top_k > 0, probs.shape[-1])
-        probs = probs.where(torch.arange(probs.shape[-1], device=probs.device) < limit, 0)
-    if draws.top_p is not None:
-        before = probs.cumsum(-1) - probs
-        probs = probs.where(before < draws.top_p * probs.sum(-1, keepdim=True), 0)
-    return probs
-
-
-def _invert(probs: Tensor, number: Tensor) -> Tensor:
-    """The first index whose cumulative mass exceeds `number` of the total; never one of mass zero."""
-    mass = probs.double().cumsum(-1)
-    index = torch.searchsorted(mass, number * mass[:, -1:], right=True)
+    if draws.filters:
+        filtered = _filter(probs[draws.filters.rows], draws.filters)
+        probs = probs.index_put((draws.filters.rows,), filtered)
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    index = torch.searchsorted(mass, draws.uniform * mass[:, -1:], right=True)
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
-    return index.minimum(last)
+    return index.minimum(last).squeeze(-1)  # rounding must not lead past the last token that has any mass
+
+
+def _filter(probs: Tensor, filters: Filters) -> Tensor:
+    """Zero what is not likely enough: each filter is a least probability, so ties stay or go together and nothing
+    depends on the order in which a sort leaves them. top_p counts the mass that top_k left."""
+    vocab = probs.shape[-1]
+    if filters.sort:
+        ordered = probs.sort(dim=-1, descending=True).values
+    else:
+        ordered = probs.topk(min(filters.max_top_k, vocab), -1).values
+    last = filters.top_k.clamp(max=ordered.shape[-1]) - 1
+    least = ordered.gather(-1, last).where(filters.top_k < vocab, 0)
+    probs = probs.where(probs >= least, 0)
+    ordered = ordered.where(ordered >= least, 0)
+    reached = (ordered.cumsum(-1) - ordered) < filters.top_p * probs.sum(-1, keepdim=True)
+    least = ordered.gather(-1, reached.sum(-1, keepdim=True) - 1).where(filters.top_p < 1, 0)
+    least = least.maximum(filters.min_p * ordered[:, :1])
+    return probs.where(probs >= least, 0)
 
 
 def _penalties(sequences: Rows[Sequence], device: torch.device) -> Penalties | None:
@@ -149,16 +157,13 @@ def _penalties(sequences: Rows[Sequence], device: torch.device) -> Penalties | N
     def padded(tokens: list[list[int]]) -> Tensor:
         return torch.tensor([one + [-1] * (width - len(one)) for one in tokens], dtype=torch.int64, device=device)
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
     return Penalties(
         rows=torch.tensor([row for row, _ in rows], device=device),
         seen=padded([seq.tokens for _, seq in rows]),
         generated=padded([seq.tokens[len(seq.request.prompt_token_ids) :] for _, seq in rows]),
-        repetition=column([one.repetition_penalty for one in params]),
-        presence=column([one.presence_penalty for one in params]),
-        frequency=column([one.frequency_penalty for one in params]),
+        repetition=_column([one.repetition_penalty for one in params], torch.float32, device),
+        presence=_column([one.presence_penalty for one in params], torch.float32, device),
+        frequency=_column([one.frequency_penalty for one in params], torch.float32, device),
     )
 
 

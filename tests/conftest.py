@@ -1,0 +1,26 @@
+"""Shared by all tests: no network, few threads, and a tiny model that most engine tests use."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
+
+from tests.in_process import save_tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """(directory, model): three layers of grouped-query attention with random weights, in fp32."""
+    directory = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    return directory, save_tiny(config, directory)

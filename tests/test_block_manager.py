@@ -1,0 +1,115 @@
+"""The block manager against a naive model of it: a set of free blocks and a dict of tables."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paged_backend.block_manager import BlockManager
+
+
+class Blocks(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 4, 16]))
+    def start(self, num_blocks, block_size):
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.free = set(range(num_blocks))
+        self.tables: dict[int, list[int]] = {}
+        self.next = 0
+
+    @rule(tokens=st.integers(0, 60))
+    def admit(self, tokens):
+        self.tables[self.next] = []
+        self.grow(self.next, tokens)
+        self.next += 1
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def append(self, data, more):
+        key = data.draw(st.sampled_from(sorted(self.tables)))
+        self.grow(key, len(self.tables[key]) * self.blocks.block_size + more)
+
+    def grow(self, key, tokens):
+        table = self.tables[key]
+        before, needed = list(table), -(-tokens // self.blocks.block_size) - len(table)
+        if self.blocks.grow(table, tokens):
+            new = table[len(before) :]
+            assert table[: len(before)] == before
+            assert len(new) == max(0, needed)
+            assert set(new) <= self.free
+            self.free -= set(new)
+        else:
+            assert needed > len(self.free)
+            assert table == before
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data):
+        table = self.tables.pop(data.draw(st.sampled_from(sorted(self.tables))))
+        self.free |= set(table)
+        self.blocks.release(table)
+        assert table == []
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def release_of_a_free_block_raises(self, data):
+        block = data.draw(st.sampled_from(sorted(self.free)))
+        with pytest.raises(ValueError, match=f"block {block}"):
+            self.blocks.release([block])
+
+    @invariant()
+    def conserved(self):
+        assert self.blocks.num_free == len(self.free)
+        assert self.blocks.num_free + self.blocks.num_used == self.blocks.num_blocks
+        self.blocks.check(self.tables.values())
+
+    def teardown(self):
+        if hasattr(self, "blocks"):
+            for table in self.tables.values():
+                self.blocks.release(table)
+            self.blocks.check([])
+            assert self.blocks.num_used == 0
+
+
+Blocks.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestBlocks = Blocks.TestCase
+
+
+def test_a_released_block_of_no_pool_is_named():
+    blocks = BlockManager(4, 16)
+    with pytest.raises(ValueError, match="block 4"):
+        blocks.release([4])
+    blocks.check([])
+
+
+def test_a_table_with_a_lost_block_fails_the_check():
+    blocks = BlockManager(4, 16)
+    table = []
+    assert blocks.grow(table, 40)
+    with pytest.raises(AssertionError, match="lost"):
+        blocks.check([table[:-1]])
+    with pytest.raises(AssertionError, match="two tables"):
+        blocks.check([table, table[:1]])
+    blocks.check([table])
+
+
+@pytest.mark.parametrize("module", ["config", "request", "sequence", "block_manager", "scheduler", "detokenizer"])
+def test_the_core_imports_nothing_but_the_standard_library(module):
+    """So that the heart of the system can be tested by the million, without a tensor in sight."""
+    source = Path(__file__).parents[1] / "paged_backend" / f"{module}.py"
+    imports = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imports <= set(sys.stdlib_module_names) | {"paged_backend"}
+
+
+def test_the_scheduler_loads_without_torch():
+    code = "import paged_backend.scheduler, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -1,0 +1,95 @@
+"""Engine options: what is taken, and how a refusal reads."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from paged_backend.config import ConfigError, EngineConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def refusal(**options):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options({"model": "m"} | options)
+    return str(caught.value)
+
+
+def test_the_repository_s_model_json_is_valid():
+    config = EngineConfig.from_file(ROOT / "model_repository/paged_llm/1/model.json")
+    assert config.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("model", "", "non-empty"),
+        ("model", 3, "string"),
+        ("dtype", "int3", '"bfloat16"'),
+        ("device", "tpu", '"cuda"'),
+        ("block_size", 24, "one of"),
+        ("block_size", 512, "one of"),
+        ("block_size", True, "one of"),
+        ("max_model_len", 1, "at least 2"),
+        ("max_model_len", "4096", "whole number"),
+        ("max_num_seqs", 0, "1..65536"),
+        ("max_num_batched_tokens", None, "whole number"),
+        ("gpu_memory_utilization", 0, "above 0"),
+        ("gpu_memory_utilization", 1.2, "at most 1"),
+        ("kv_cache_memory_bytes", -5, "at least 1"),
+        ("num_gpu_blocks_override", 0, "at least 1"),
+        ("enable_prefix_caching", True, "false"),
+        ("enable_prefix_caching", 0, "false"),
+        ("kv_cache_dtype", "fp8", '"auto"'),
+        ("swap_space", 4, "0"),
+        ("load_format", "pt", '"dummy"'),
+        ("seed", -1, "0.."),
+        ("trust_remote_code", "yes", "true or false"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
+    text = refusal(**{name: value})
+    assert text.startswith(f"{name}={json.dumps(value)}: ")
+    assert limit in text
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name():
+    assert refusal(max_num_seq=3) == "max_num_seq: unknown engine option; did you mean max_num_seqs?"
+    assert "known options are model" in refusal(zzz=1)
+
+
+def test_a_step_must_hold_a_token_of_every_sequence():
+    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
+        max_num_batched_tokens=8, max_num_seqs=16
+    )
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])
+def test_a_bad_file_is_named(tmp_path, text, reason):
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        EngineConfig.from_file(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        EngineConfig.from_file(tmp_path / "nowhere.json")
+
+
+def test_a_relative_model_starts_at_the_repository_and_a_missing_one_is_named(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/config.json").write_text("{}")
+    config = EngineConfig.from_options({"model": "here"})
+    assert config.directory(config.model, tmp_path) == tmp_path / "here"
+    with pytest.raises(ConfigError, match='model="gone": no config.json in'):
+        config.directory("gone", tmp_path)
+
+
+def test_every_option_explains_itself_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for spec in fields(EngineConfig):
+        assert f"| `{spec.name}` |" in readme

@@ -1,0 +1,84 @@
+"""Text as it streams: whole characters only, stop strings cut exactly, nothing lost."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_backend.detokenizer import INCOMPLETE, Detokenizer
+from tests.in_process import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def stream(text, **options):
+    """The pieces that go out while `text` arrives byte by byte, and what the flush adds."""
+    detokenizer = Detokenizer(decode, encode("prompt "), **options)
+    pieces = []
+    for token in encode(text):
+        pieces.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            return pieces, detokenizer
+    pieces.append(detokenizer.flush())
+    return pieces, detokenizer
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_comes_through_whole_and_never_cut_inside_a_character(text):
+    pieces, _ = stream(text)
+    assert "".join(pieces) == text
+    if INCOMPLETE not in text:
+        assert not any(INCOMPLETE in piece for piece in pieces)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
+    """The reference looks at the text after every character, as a reader of the stream would."""
+    expected, stopped = text, False
+    for end in range(1, len(text) + 1):
+        found = [(text[:end].index(stop), len(stop)) for stop in stops if text[:end].endswith(stop)]
+        if found:
+            start, length = min(found)
+            expected, stopped = text[: start + length] if include else text[:start], True
+            break
+    pieces, detokenizer = stream(text, stop=stops, include_stop=include)
+    assert "".join(pieces) == expected
+    assert detokenizer.stopped == stopped
+
+
+def test_text_that_could_begin_a_stop_string_is_held_back_and_released():
+    detokenizer = Detokenizer(decode, [], stop=["END"])
+    assert [detokenizer.push(token) for token in encode("aENb")] == ["a", "", "", "ENb"]
+
+
+def test_held_back_text_comes_out_at_the_end():
+    pieces, detokenizer = stream("aEN", stop=["END"])
+    assert pieces == ["a", "", "", "EN"]
+    assert not detokenizer.stopped
+
+
+def test_bytes_that_never_became_a_character_come_out_at_the_end():
+    detokenizer = Detokenizer(decode, [])
+    assert detokenizer.push(encode("é")[0]) == ""
+    assert detokenizer.flush() == INCOMPLETE
+
+
+def test_no_stop_before_min_tokens():
+    pieces, detokenizer = stream("xENDyEND", stop=["END"], min_tokens=5)
+    assert "".join(pieces) == "xENDy"
+    assert detokenizer.num_tokens == 8
+
+
+@pytest.mark.parametrize("prompt", ["", "a", "prompt"])
+def test_the_prompt_is_context_and_never_output(prompt):
+    detokenizer = Detokenizer(decode, encode(prompt))
+    assert "".join(detokenizer.push(token) for token in encode("out")) + detokenizer.flush() == "out"

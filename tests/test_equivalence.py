@@ -1,0 +1,120 @@
+"""However the scheduler cuts, mixes, aborts and preempts, each request's tokens are those it gets alone."""
+
+import random
+
+import pytest
+
+from paged_backend.request import ErrorCode, FinishReason
+from tests.in_process import generate_alone, running, tiny_assembly
+
+MAX_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(1)
+    return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 2, 7, 16, 17, 31, 48, 64, 90)]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, prompts):
+    return [generate_alone(tiny[1], prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 64, 256])
+def test_block_sizes(tiny, prompts, alone, block_size):
+    options = {"block_size": block_size, "num_gpu_blocks_override": 16 + 1024 // block_size}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (1, 64), (3, 3), (8, 9), (8, 512)])
+def test_batch_and_chunk_sizes(tiny, prompts, alone, seqs, tokens):
+    assembly = tiny_assembly(
+        tiny[0], max_num_seqs=seqs, max_num_batched_tokens=tokens, num_gpu_blocks_override=128
+    )
+    with running(assembly) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert max(step.stats.running for step in engine.history) <= seqs
+
+
+def test_preemption(tiny, prompts, alone):
+    """A pool just large enough for the longest request: the others are pushed out and computed again."""
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=27, max_num_batched_tokens=64)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.history[-1].stats.preemptions > 0
+
+
+def test_seeded_samples_survive_company_and_preemption(tiny, prompts):
+    sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11}
+    with running(tiny_assembly(tiny[0])) as engine:
+        alone = [engine.generate([prompt], **sampling)[0] for prompt in prompts]
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=27, max_num_batched_tokens=64)) as engine:
+        assert engine.generate(prompts, **sampling) == alone
+        assert engine.history[-1].stats.preemptions > 0
+        assert engine.generate(prompts[:1], **sampling | {"seed": 12}) != alone[:1]
+
+
+def test_an_abort_changes_nothing_for_the_others(tiny, prompts, alone):
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [engine.submit(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+        engine.step()
+        for key in keys[::2]:
+            engine.engine.abort(key)
+        outputs = engine.wait(*keys[1::2])
+        assert [output.tokens for output in outputs] == alone[1::2]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_an_aborted_request_frees_its_blocks_at_once(tiny, steps):
+    """While it waits, prefills (48 tokens at 16 a step) or decodes."""
+    with running(tiny_assembly(tiny[0])) as engine:
+        key = engine.submit([5] * 48, max_tokens=100)
+        for _ in range(steps):
+            engine.step()
+        assert engine.history[-1].stats.blocks_used > 0 or steps == 1
+        engine.engine.abort(key)
+        while engine.step().stats.blocks_used or engine.history[-1].stats.running:
+            pass
+        assert engine.history[-1].stats.waiting == 0
+
+
+def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
+    end = alone[3][4]
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, stop_token_ids=[end]))
+        first = alone[3].index(end)
+        assert output.tokens == alone[3][: first + 1]
+        assert output.finish is FinishReason.STOP
+
+
+def test_min_tokens_keeps_going(tiny, prompts, alone):
+    end = alone[3][0]
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(
+            engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end])
+        )
+        assert len(output.tokens) >= 6
+        assert end not in output.tokens[:6]
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_lives(tiny, prompts, alone):
+    assembly = tiny_assembly(tiny[0])
+    layer = assembly.loaded.model.model.layers[1]
+    with running(assembly) as engine:
+
+        def fail(*args):
+            raise RuntimeError("device lost its mind")
+
+        hook = layer.register_forward_pre_hook(fail)
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert "device lost its mind" in str(output.error)
+        hook.remove()
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_a_prompt_as_long_as_the_model_allows(tiny):
+    prompt = [random.Random(2).randrange(3, 320) for _ in range(255)]
+    with running(tiny_assembly(tiny[0])) as engine:
+        assert engine.generate([prompt], max_tokens=1) == [generate_alone(tiny[1], prompt, 1)]

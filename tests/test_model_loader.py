@@ -1,0 +1,148 @@
+"""What is loaded, what is refused, and by what name."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from transformers import LlamaConfig
+
+from paged_backend import kv_cache, model_loader
+from paged_backend.attention import UnsupportedModel
+from paged_backend.config import ConfigError
+from paged_backend.kv_cache import LayerShape
+from tests.in_process import byte_tokenizer, running, tiny_assembly
+from tests.test_families import COMMON
+
+
+def save(config, directory):
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4), "0 of 2 layers call"),
+        (
+            hf.GPTNeoConfig(
+                vocab_size=320, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+                window_size=4, max_position_embeddings=256,
+            ),  # fmt: skip
+            "layers",
+        ),
+        (hf.StableLmConfig(**COMMON), "paged"),
+        (hf.JambaConfig(**COMMON, use_mamba_kernels=False, mamba_d_state=4, num_experts=1), "layers call"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_that_cannot_be_paged_is_refused_by_name(tmp_path, config, reason):
+    save(config, tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"ForCausalLM cannot be served through pages: .*{reason}"):
+        tiny_assembly(tmp_path, max_model_len=64)
+
+
+def test_a_wrong_answer_through_the_pages_is_refused(tiny, monkeypatch):
+    """The proof itself: an attention function that is off by its scale must not pass."""
+    from paged_backend import attention
+
+    right = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *a, scale, **k: right(*a, scale=scale * 1.5, **k))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM .* logits at position"):
+        tiny_assembly(tiny[0])
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(tmp_path, monkeypatch):
+    """No short prompt can show a window of 4,096 tokens: the masks and the layers must agree on it."""
+    save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)
+    tiny_assembly(tmp_path)
+    recorded = model_loader._Probe.attend
+
+    def forgetful(self, *args, sliding_window=None, **rest):
+        return recorded(self, *args, **rest)
+
+    monkeypatch.setattr(model_loader._Probe, "attend", forgetful)
+    with pytest.raises(UnsupportedModel, match="windows 64, but its layers pass on none"):
+        tiny_assembly(tmp_path)
+
+
+def test_dummy_weights_need_no_weight_file_and_follow_the_seed(tmp_path):
+    LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        tiny_assembly(tmp_path)
+
+    def tokens(seed):
+        with running(tiny_assembly(tmp_path, load_format="dummy", seed=seed)) as engine:
+            return engine.generate([[1, 2, 3]], max_tokens=12)
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"tokenizer: none that can be loaded in {tmp_path}"):
+        tiny_assembly(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_model_len": 257}, "max_model_len=257: must be at most 256"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 8}, "max_model_len=200: the key/value pool holds only 32"),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes=100: one block"),
+    ],
+)
+def test_an_option_that_the_model_or_the_memory_cannot_meet(tiny, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        tiny_assembly(tiny[0], **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(tiny):
+    with pytest.raises(ConfigError, match='device="cuda"'):
+        tiny_assembly(tiny[0], device="cuda")
+
+
+def test_the_pool_takes_the_byte_budget_and_not_a_byte_more(tiny):
+    assembly = tiny_assembly(tiny[0], num_gpu_blocks_override=None, kv_cache_memory_bytes=100_000)
+    layers = (LayerShape(num_kv_heads=2, head_dim=16),) * 3
+    per_block = kv_cache.bytes_per_block(layers, 4, torch.float32)
+    assert per_block == 3 * 2 * 2 * 16 * 4 * 4
+    assert assembly.scheduler.blocks.num_blocks == 100_000 // per_block
+    held = sum(pool.nbytes for pool in assembly.runner.kv.keys + assembly.runner.kv.values)
+    assert held == assembly.scheduler.blocks.num_blocks * per_block
+
+
+def test_without_a_budget_the_pool_follows_the_memory_that_is_free(tiny, monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 2_000_000)
+    small = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 4_000_000)
+    large = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    assert (small, large) == (1_000_000 // 3072, 2_000_000 // 3072)
+
+
+def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_length():
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+    }
+    config = hf.Phi3Config(**COMMON | {"rope_parameters": rope, "original_max_position_embeddings": 64})
+    assert model_loader.pick_max_model_len(None, config) == 64
+    with pytest.raises(ConfigError, match="max_model_len=65: must be at most 64"):
+        model_loader.pick_max_model_len(65, config)
+
+
+def test_every_end_of_sequence_that_the_files_name(tiny, tmp_path):
+    directory, model = tiny
+    model.save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert tiny_assembly(tmp_path).loaded.spec.eos_ids == {7, 9, tokenizer.eos_token_id}

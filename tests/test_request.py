@@ -1,0 +1,137 @@
+"""Sampling parameters and admission: what is taken, and how a refusal reads."""
+
+import json
+
+import pytest
+
+from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams
+
+LIMITS = Limits(max_model_len=8192, vocab_size=1000, pool_tokens=4096)
+
+
+def refusal(**values):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.parse(values, LIMITS)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams.parse({}, LIMITS)
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("max_tokens", "12", 12),
+        ("max_tokens", 12.0, 12),
+        ("temperature", "0", 0.0),
+        ("temperature", 1, 1.0),
+        ("top_k", -1, 0),
+        ("ignore_eos", "true", True),
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", None, ()),
+        ("stop_token_ids", [1, 2, 2], frozenset({1, 2})),
+        ("seed", None, None),
+        ("seed", 2**64 - 1, 2**64 - 1),
+    ],
+)
+def test_values_are_read_as_their_type(name, value, read):
+    assert getattr(SamplingParams.parse({name: value}, LIMITS), name) == read
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("max_tokens", 0, "1..8192"),
+        ("max_tokens", 99999999999, "1..8192"),
+        ("max_tokens", 1.5, "1..8192"),
+        ("max_tokens", True, "1..8192"),
+        ("max_tokens", "many", "1..8192"),
+        ("max_tokens", None, "1..8192"),
+        ("max_tokens", [], "1..8192"),
+        ("min_tokens", -1, "0..8192"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", float("nan"), "finite"),
+        ("temperature", float("inf"), "finite"),
+        ("temperature", "NaN", "finite"),
+        ("temperature", 10**400, "finite"),
+        ("temperature", True, "number"),
+        ("temperature", {}, "number"),
+        ("top_p", 0, "above 0"),
+        ("top_p", 1.1, "at most 1"),
+        ("top_k", -2, "-1.."),
+        ("min_p", 2, "at most 1"),
+        ("seed", 2**64, "18446744073709551615"),
+        ("stop", [""], "non-empty"),
+        ("stop", [1], "non-empty"),
+        ("stop", 1, "non-empty"),
+        ("stop", ["x"] * 17, "at most 16"),
+        ("stop", ["x" * 257], "at most 256 bytes"),
+        ("stop_token_ids", [1000], "0..999"),
+        ("stop_token_ids", [-1], "0..999"),
+        ("stop_token_ids", 5, "list"),
+        ("stop_token_ids", [0] * 257, "at most 256"),
+        ("ignore_eos", "maybe", "true or false"),
+        ("ignore_eos", 1, "true or false"),
+        ("repetition_penalty", 0, "above 0"),
+        ("presence_penalty", -2.5, "at least -2"),
+        ("frequency_penalty", 2.5, "at most 2"),
+        ("n", 2, "not supported yet"),
+        ("n", True, "not supported yet"),
+        ("logprobs", 5, "not supported yet"),
+        ("temprature", 0.5, "did you mean temperature?"),
+        ("frobnicate", 1, "known are"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
+    text = refusal(**{name: value})
+    assert text.startswith(f"INVALID_ARGUMENT: {name}=")
+    assert limit in text
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_one_sample_may_be_asked_for_by_name(name):
+    SamplingParams.parse({name: 1, "logprobs": None, "logit_bias": None}, LIMITS)
+
+
+def test_min_tokens_above_max_tokens():
+    assert "min_tokens=5: must be 0..max_tokens=4" in refusal(min_tokens=5, max_tokens=4)
+
+
+def admit(prompt, max_tokens):
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest.admit(0, [1] * prompt, sampling, 0, frozenset({2}), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "text"),
+    [
+        (0, 1, "text_input: the prompt is empty"),
+        (8192, 1, "prompt_tokens=8192: must be 1..8191"),
+        (8000, 193, "max_tokens=193: must be 1..192 after a prompt of 8000 tokens"),
+        (4000, 98, "max_tokens=98: prompt and output need 4097 slots of the key/value pool, which has 4096"),
+    ],
+)
+def test_a_request_that_can_never_fit_is_refused_at_once(prompt, max_tokens, text):
+    with pytest.raises(RequestError) as caught:
+        admit(prompt, max_tokens)
+    assert str(caught.value).startswith(f"INVALID_ARGUMENT: {text}")
+
+
+def test_the_largest_request_that_fits_is_admitted():
+    assert len(admit(4000, 97).prompt_token_ids) == 4000
+
+
+@pytest.mark.parametrize(("ignore_eos", "stop_ids"), [(False, {2, 5}), (True, {5})])
+def test_what_ends_the_output(ignore_eos, stop_ids):
+    sampling = SamplingParams.parse({"ignore_eos": ignore_eos, "stop_token_ids": [5]}, LIMITS)
+    request = GenerateRequest.admit(0, [1], sampling, 0, frozenset({2}), LIMITS)
+    assert request.stop_ids == stop_ids
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    assert len(refusal(stop=[json.dumps("x" * 10_000)])) < 200

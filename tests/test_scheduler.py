@@ -1,0 +1,192 @@
+"""The scheduler by itself: what runs in a step, who waits, who goes when the pool runs dry."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_backend.block_manager import BlockManager
+from paged_backend.request import FinishReason, GenerateRequest, SamplingParams
+from paged_backend.scheduler import Scheduler
+
+EOS = 7
+
+
+def request(key, prompt, max_tokens=4, **sampling):
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return GenerateRequest(key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}))
+
+
+def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16):
+    return Scheduler(
+        BlockManager(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+
+
+def shape(plan):
+    return [(chunk.sequence.key, chunk.start, chunk.length, chunk.samples) for chunk in plan.chunks]
+
+
+def step(sched, token=1):
+    """One step in which every sampling chunk draws `token`."""
+    plan = sched.schedule()
+    sched.check()
+    deltas = sched.commit(plan, [token for chunk in plan.chunks if chunk.samples])
+    sched.check()
+    return plan, deltas
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_samples_once_at_its_end():
+    sched = scheduler()
+    sched.add(request(0, prompt=37))
+    assert shape(step(sched)[0]) == [(0, 0, 16, False)]
+    assert shape(step(sched)[0]) == [(0, 16, 16, False)]
+    plan, deltas = step(sched)
+    assert shape(plan) == [(0, 32, 5, True)]
+    assert [delta.token_ids for delta in deltas] == [(1,)]
+    assert shape(step(sched)[0]) == [(0, 37, 1, True)]
+
+
+def test_blocks_are_allocated_only_as_tokens_arrive():
+    sched = scheduler()
+    sched.add(request(0, prompt=20, max_tokens=9))
+    used = []
+    while sched.has_work:
+        step(sched)
+        used.append(sched.blocks.num_used)
+    assert used == [4, 5, 6, 6, 6, 6, 7, 7, 7, 0]
+
+
+def test_decode_goes_first_and_new_prompts_take_what_is_left():
+    sched = scheduler()
+    sched.add(request(0, prompt=3, max_tokens=8))
+    step(sched)
+    sched.add(request(1, prompt=30))
+    sched.add(request(2, prompt=3))
+    assert shape(step(sched)[0]) == [(0, 3, 1, True), (1, 0, 15, False)]
+    assert shape(step(sched)[0]) == [(0, 4, 1, True), (1, 15, 15, True)]
+    assert shape(step(sched)[0]) == [(0, 5, 1, True), (1, 30, 1, True), (2, 0, 3, True)]
+
+
+def test_requests_join_and_leave_at_every_step():
+    sched = scheduler(max_num_seqs=2)
+    for key in range(3):
+        sched.add(request(key, prompt=2, max_tokens=1 + key))
+    plan, deltas = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0, 1]
+    assert [delta.finish for delta in deltas] == [FinishReason.LENGTH, None]
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [1, 2]
+
+
+def test_first_come_first_served_even_if_a_later_one_would_fit():
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=16, max_tokens=2))
+    step(sched)
+    sched.add(request(1, prompt=24))
+    sched.add(request(2, prompt=2))
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0]
+    assert sched.stats.waiting == 2
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [1]
+
+
+def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
+    sched = scheduler(num_blocks=4, block_size=4)
+    sched.add(request(0, prompt=7, max_tokens=9))
+    sched.add(request(1, prompt=7, max_tokens=9))
+    outputs = {0: [], 1: []}
+    token = iter(range(1000, 2000))
+    order = []
+    while sched.has_work:
+        plan = sched.schedule()
+        sched.check()
+        deltas = sched.commit(plan, [next(token) for chunk in plan.chunks if chunk.samples])
+        sched.check()
+        for delta in deltas:
+            outputs[delta.key] += delta.token_ids
+            if delta.finish:
+                order.append(delta.key)
+    assert sched.stats.preemptions == 1
+    assert order == [0, 1]
+    assert [len(tokens) for tokens in outputs.values()] == [9, 9]
+    assert sched.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_abort_frees_the_blocks_at_once(when):
+    sched = scheduler()
+    sched.add(request(0, prompt=20, max_tokens=9))
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3}[when]):
+        step(sched)
+    assert sched.abort(0)
+    sched.check()
+    assert sched.blocks.num_used == 0
+    assert not sched.has_work
+    assert not sched.abort(0)
+    assert not sched.abort(99)
+    assert sched.schedule() is None
+
+
+def test_a_stop_token_ends_the_output_but_not_before_min_tokens():
+    sched = scheduler()
+    sched.add(request(0, prompt=2, max_tokens=8))
+    _, (delta,) = step(sched, token=EOS)
+    assert delta.finish is FinishReason.STOP
+    sched.add(request(1, prompt=2, max_tokens=8, min_tokens=2))
+    assert step(sched, token=EOS)[1][0].finish is None
+    assert step(sched, token=EOS)[1][0].finish is FinishReason.STOP
+    assert sched.blocks.num_used == 0
+
+
+def test_a_failed_step_ends_its_own_requests_and_no_other():
+    sched = scheduler(max_num_seqs=1)
+    sched.add(request(0, prompt=2))
+    sched.add(request(1, prompt=2))
+    plan = sched.schedule()
+    (delta,) = sched.fail(plan, "the step failed")
+    sched.check()
+    assert delta.key == 0
+    assert str(delta.error) == "INTERNAL: the step failed"
+    assert [chunk.sequence.key for chunk in step(sched)[0].chunks] == [1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32), st.integers(3, 24), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 20))
+def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, blocks, size, seqs, extra):
+    """Random arrivals, aborts and lengths: no step over the budget, no token lost, doubled or out of turn."""
+    rnd = random.Random(seed)
+    sched = scheduler(blocks, size, seqs, seqs + extra)
+    left, open_requests, next_key = 30, {}, 0
+    for _ in range(5000):
+        while left and rnd.random() < 0.4:
+            room = blocks * size
+            prompt = rnd.randint(1, room)
+            wanted = rnd.randint(1, room - prompt + 1)
+            sched.add(request(next_key, prompt, wanted))
+            open_requests[next_key] = wanted
+            next_key, left = next_key + 1, left - 1
+        if open_requests and rnd.random() < 0.05:
+            key = rnd.choice(sorted(open_requests))
+            assert sched.abort(key)
+            del open_requests[key]
+        plan = sched.schedule()
+        sched.check()
+        if plan is None:
+            assert not open_requests
+            if not left:
+                break
+            continue
+        assert plan.num_tokens <= sched.max_num_batched_tokens
+        assert len(plan.chunks) <= sched.max_num_seqs
+        for delta in sched.commit(plan, [1 for chunk in plan.chunks if chunk.samples]):
+            open_requests[delta.key] -= 1
+            assert (delta.finish is not None) == (open_requests[delta.key] == 0)
+            if delta.finish:
+                del open_requests[delta.key]
+        sched.check()
+    assert not open_requests
+    assert not left
+    assert sched.blocks.num_used == 0

@@ -1,0 +1,162 @@
+"""The wire: one schema in three places, and what becomes of every input."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client import wire as client_wire
+from paged_backend import wire
+from paged_backend.request import ErrorCode, RequestError
+
+CONFIG = Path(__file__).parents[1] / "model_repository/paged_llm/config.pbtxt"
+
+
+def tensors_of(section):
+    """name -> (data type, dims) from config.pbtxt."""
+    body = re.search(rf"^{section} \[(.*?)^\]", CONFIG.read_text(), re.M | re.S).group(1)
+    rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
+    assert len(rows) == body.count("name:")
+    return {name: (kind, (int(dims),)) for name, kind, dims in rows}
+
+
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_config_backend_and_client_name_the_same_tensors(section):
+    specs = {"input": wire.INPUTS, "output": wire.OUTPUTS}[section]
+    assert tensors_of(section) == {name: (spec.data_type, spec.dims) for name, spec in specs.items()}
+    assert tensors_of(section) == {"input": client_wire.INPUTS, "output": client_wire.OUTPUTS}[section]
+
+
+def test_the_tensors_are_those_of_the_vllm_backend():
+    """As its documentation lists them; `messages` is ours, and stands in for text_input."""
+    assert tensors_of("input") == {
+        "text_input": ("TYPE_STRING", (1,)),
+        "messages": ("TYPE_STRING", (1,)),
+        "image": ("TYPE_STRING", (-1,)),
+        "stream": ("TYPE_BOOL", (1,)),
+        "sampling_parameters": ("TYPE_STRING", (1,)),
+        "exclude_input_in_output": ("TYPE_BOOL", (1,)),
+        "return_finish_reason": ("TYPE_BOOL", (1,)),
+        "return_cumulative_logprob": ("TYPE_BOOL", (1,)),
+        "return_logprobs": ("TYPE_BOOL", (1,)),
+        "return_num_input_tokens": ("TYPE_BOOL", (1,)),
+        "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+        "embedding_request": ("TYPE_STRING", (1,)),
+    }
+    assert set(tensors_of("output")) == {
+        "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens"
+    }  # fmt: skip
+
+
+def text(value):
+    return np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
+
+
+def flag(value):
+    return np.array([value])
+
+
+def read(parameters=None, timeout_us=0, **tensors):
+    return wire.read(tensors, parameters or {}, timeout_us)
+
+
+def refusal(parameters=None, **tensors):
+    with pytest.raises(RequestError) as caught:
+        read(parameters, **tensors)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    return str(caught.value).removeprefix("INVALID_ARGUMENT: ")
+
+
+def test_a_plain_prompt():
+    call = read(text_input=text("Grüße"))
+    assert (call.prompt, call.messages, call.stream, call.echo) == ("Grüße", None, False, True)
+    assert not (call.return_finish_reason or call.return_num_input_tokens or call.return_num_output_tokens)
+
+
+def test_a_conversation():
+    turns = [{"role": "user", "content": "hi"}]
+    call = read(messages=text(json.dumps(turns)), stream=flag(True))
+    assert (call.prompt, call.messages, call.echo) == (None, turns, False)
+
+
+def test_the_tensor_wins_over_the_parameter():
+    call = read({"max_tokens": 3, "temperature": 0}, text_input=text("x"), sampling_parameters=text('{"max_tokens": 5}'))
+    assert call.sampling == {"max_tokens": 5, "temperature": 0}
+
+
+def test_headers_that_the_server_forwards_are_none_of_our_business():
+    parameters = {"x-tenant": "a", "traceparent": "00-1", "Authorization": "b", "triton_enable_empty_final_response": True}
+    assert read(parameters, text_input=text("x")).sampling == {}
+
+
+@pytest.mark.parametrize("parameters", [{"timeout": 500}, {}])
+def test_a_time_limit_as_parameter_or_from_the_server(parameters):
+    assert read(parameters, timeout_us=500, text_input=text("x")).timeout_us == 500
+
+
+@pytest.mark.parametrize(
+    ("echo", "stream", "expected"), [(None, False, True), (True, False, False), (False, False, True), (True, True, False)]
+)
+def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expected):
+    tensors = {} if echo is None else {"exclude_input_in_output": flag(echo)}
+    assert read(text_input=text("x"), stream=flag(stream), **tensors).echo is expected
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({}, "text_input, messages: neither is given"),
+        ({"text_input": text("x"), "messages": text("[]")}, "text_input, messages: both are given"),
+        ({"text_input": text(b"\xff")}, "text_input: byte 0 is not valid UTF-8"),
+        ({"text_input": np.array([b"a", b"b"], dtype=object)}, "text_input: has 2 elements; must have 1"),
+        ({"text_input": np.array([], dtype=object)}, "text_input: has 0 elements; must have 1"),
+        ({"messages": text("{")}, "messages: not valid JSON"),
+        ({"messages": text("[" * 100_000)}, "messages: not valid JSON"),
+        ({"messages": text("{}")}, "messages: must be a JSON list"),
+        ({"messages": text("[]")}, "messages: must be a JSON list"),
+        ({"messages": text('[{"role": "user"}]')}, "messages[0]: must have a string `role`"),
+        ({"messages": text('[{"role": "user", "content": 3}]')}, "messages[0]: must have a string `role`"),
+        ({"messages": text('[{"role": "user", "content": "x"}]'), "exclude_input_in_output": flag(False)}, "exclude_"),
+        ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
+        ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
+        ({"text_input": text("x"), "stream": flag(True), "exclude_input_in_output": flag(False)}, "exclude_input"),
+        ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
+        ({"text_input": text("x"), "embedding_request": text("{}")}, "embedding_request: not supported yet"),
+        ({"text_input": text("x"), "return_logprobs": flag(True)}, "return_logprobs=true: not supported yet"),
+        ({"text_input": text("x"), "return_cumulative_logprob": flag(True)}, "return_cumulative_logprob=true: not"),
+    ],
+)
+def test_bad_tensors(tensors, reason):
+    assert refusal(**tensors).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"temprature": 1}, "temprature=1: unknown parameter"),
+        ({"timeout": -1}, "timeout=-1: must be"),
+        ({"timeout": "soon"}, 'timeout="soon": must be'),
+        ({"priority": 3}, "priority=3: not supported yet"),
+        ({"sequence_id": 7}, "sequence_id=7: not supported yet"),
+    ],
+)
+def test_bad_parameters(parameters, reason):
+    assert refusal(parameters, text_input=text("x")).startswith(reason)
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
+    counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
+    call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
+    outputs = wire.write(call, text="é", finish_reason=finish, num_input_tokens=3, num_output_tokens=2)
+    assert {name: value.tolist() for name, value in outputs.items()} == {
+        "text_output": ["é".encode()],
+        "finish_reason": [str(finish).encode()],
+        "num_input_tokens": [3],
+        "num_output_tokens": [2],
+    }
+    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    plain = wire.write(read(text_input=text("x")), text="", finish_reason=finish, num_input_tokens=3, num_output_tokens=2)
+    assert list(plain) == ["text_output"]
