@@ -1,0 +1,176 @@
+"""Compiles the Triton kernels ahead of time for every supported chip, without a GPU, and reads their cost.
+
+    python -m kernels.aot [--full] [--chip sm_90 ...]
+
+Prints one JSON object per configuration. Exits with 1 if a kernel spills registers or needs more shared
+memory than the chip has. TRITON_INTERPRET must not be set.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import kv_write, paged_attention
+from kernels.paging import Paging
+
+KB = 1024
+CHIPS = {  # target, and the shared memory one program may use
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of one kernel on one chip."""
+
+    chip: str
+    kernel: str  # "decode" and "prefill" (paged_attention), or "kv_write"
+    dtype: str = "bf16"
+    head_dim: int = 128
+    group: int = 4
+    block_size: int = 16
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compiled kernel uses; bytes, but for the registers of a thread."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def full_grid(chip: str) -> Iterator[Case]:
+    """Every launch shape: types by head dimensions by variants; groups and block sizes on one of each."""
+    variants = list(itertools.product((False, True), repeat=3))
+    for dtype, head_dim, kernel in itertools.product(DTYPES, HEAD_DIMS, ("decode", "prefill")):
+        for variant in variants:
+            yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant)
+    for dtype, group, kernel in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), ("decode", "prefill")):
+        yield from (Case(chip, kernel, dtype, head_dim, group) for head_dim in (64, 128, 256))
+    for block_size, kernel in itertools.product((1, 8, 32, 64, 256), ("decode", "prefill", "kv_write")):
+        yield Case(chip, kernel, block_size=block_size)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        yield Case(chip, "kv_write", dtype, head_dim)
+
+
+def small_grid(chip: str) -> Iterator[Case]:
+    """The cases with the most registers and shared memory, and one of each variant."""
+    for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
+        yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True)
+    for kernel in ("decode", "prefill"):
+        yield Case(chip, kernel, "fp16", 64, group=3)
+    yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
+    yield Case(chip, "kv_write")
+
+
+def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """What a launch with these arguments compiles; pointers and multiples of 16 are marked as aligned."""
+    names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    names |= {torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = names[value.dtype if is_tensor else type(value)]
+        aligned = not parameter.do_not_specialize_on_alignment if is_tensor else value and value % 16 == 0
+        if aligned and not parameter.do_not_specialize and not isinstance(value, float):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
+    """The kernel and the arguments of a launch, on tensors without memory."""
+    dtype, num_kv_heads, max_query_len = DTYPES[case.dtype], 2, 1 if case.kernel == "decode" else 512
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache = tensor(64, num_kv_heads, case.block_size, case.head_dim)
+    slots = tensor(8, dtype=torch.int64)
+    if case.kernel == "kv_write":
+        key = tensor(8, num_kv_heads, case.head_dim)
+        return kv_write.kv_write_kernel, kv_write.plan_launch(key, key, cache, cache, slots)[1]
+    int32 = torch.int32
+    tables, lens, starts = tensor(8, 64, dtype=int32), tensor(8, dtype=int32), tensor(9, dtype=int32)
+    query = tensor(8, num_kv_heads * case.group, case.head_dim)
+    arguments = paged_attention.plan_launch(
+        query, query, cache, cache, Paging(slots, tables, lens, starts, max_query_len, 1024),
+        scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
+        sinks=tensor(num_kv_heads * case.group) if case.sinks else None,
+        hip=CHIPS[case.chip][0].backend == "hip",
+    )[1]  # fmt: skip
+    return paged_attention.paged_attention_kernel, arguments
+
+
+def _registers_on_amd(assembly: str) -> tuple[int, int]:
+    """Vector registers and scratch bytes of a thread; spilled scalar registers only move to vector ones."""
+    usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly))
+    return int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
+
+
+def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread. The kernels hold no arrays: all on the stack was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def compile_case(case: Case) -> Cost:
+    """Compiles one case. Raises whatever the compiler raises."""
+    kernel, arguments = _arguments(case)
+    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    compiled = triton.compile(_source(kernel, arguments), target=CHIPS[case.chip][0], options=options)
+    if "cubin" in compiled.asm:
+        registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])
+    else:
+        registers, spilled = _registers_on_amd(compiled.asm["amdgcn"])
+    return Cost(compiled.metadata.shared, registers, spilled)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compiles the kernels for every supported chip.")
+    parser.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
+    parser.add_argument("--chip", nargs="+", choices=CHIPS, default=list(CHIPS))
+    arguments = parser.parse_args(argv)
+    failures = 0
+    for chip in arguments.chip:
+        for case in full_grid(chip) if arguments.full else small_grid(chip):
+            cost = compile_case(case)
+            fits = cost.shared <= CHIPS[chip][1] and not cost.spilled
+            failures += not fits
+            print(json.dumps({**asdict(case), **asdict(cost), "fits": fits}), flush=True)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Loads the Triton kernels natively where there is a GPU, and for Triton's interpreter elsewhere.
+
+Triton decides on the interpreter when it is imported, and another test's imports may have been first; then it
+is imported anew. The variable is set only during the import and these tests: servers that other tests start
+must not inherit it.
+"""
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def _import_for_interpreter() -> None:
+    triton = sys.modules.get("triton")
+    if triton is not None and type(triton.language.max).__name__ != "InterpretedFunction":
+        ours = {"kernels.paged_attention", "kernels.kv_write"}
+        for name in [n for n in sys.modules if n in ours or n == "triton" or n.startswith("triton.")]:
+            if not name.startswith("triton._C"):  # the native library cannot be loaded twice
+                del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("kernels.paged_attention")
+        importlib.import_module("kernels.kv_write")
+
+
+if not HAS_GPU:
+    _import_for_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the Triton kernels run: the GPU if there is one, the interpreter on CPU tensors otherwise."""
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def compiled_environment() -> dict[str, str]:
+    """An environment for a process of its own, in which Triton compiles."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONPATH": os.pathsep.join([root, kept.get("PYTHONPATH", "")])}

@@ -1,0 +1,35 @@
+"""Ahead-of-time compilation for every chip, in a process of its own, where Triton's interpreter is off."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def report(environment: dict[str, str], *arguments: str) -> list[dict]:
+    command = [sys.executable, "-m", "kernels.aot", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == (0 if all(row["fits"] for row in rows) else 1), done.stderr
+    return rows
+
+
+def check(rows: list[dict]) -> None:
+    assert [row for row in rows if not row["fits"]] == []
+    assert all(row["registers"] > 0 and row["spilled"] == 0 for row in rows)
+    assert {row["kernel"] for row in rows} == {"decode", "prefill", "kv_write"}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_heaviest_configurations_compile_without_spilling(chip, compiled_environment):
+    check(report(compiled_environment, "--chip", chip))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_configuration_compiles_without_spilling(chip, compiled_environment):
+    check(report(compiled_environment, "--full", "--chip", chip))

@@ -1,0 +1,133 @@
+"""The Triton kernel, in the interpreter or on a GPU, against the reference; the reference against torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import AXES, BATCHES, CHOSEN, Case, make_inputs, make_paging, sample
+from torch.testing import assert_close
+
+from kernels.paged_attention import launch_shape, paged_attention, paged_attention_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def check(case: Case, dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(case, dtype, device)
+    expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    actual = paged_attention(*inputs.arrays, **inputs.settings)
+    assert actual.dtype == dtype
+    assert not expected.isnan().any()
+    assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", sample(84), ids=str)
+def test_fp32_matches_reference(case, device):
+    check(case, torch.float32, device)
+
+
+@pytest.mark.parametrize("case", sample(42, seed=1), ids=str)
+def test_fp16_matches_reference(case, device):
+    check(case, torch.float16, device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies bf16 wrongly")
+@pytest.mark.parametrize("case", sample(84, seed=2), ids=str)
+def test_bf16_matches_reference(case, device):
+    check(case, torch.bfloat16, device)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_larger_sample_matches_reference(dtype, seed, device):
+    for case in sample(84, seed):
+        check(case, dtype, device)
+
+
+def test_sample_covers_every_value_of_every_axis():
+    for name, values in AXES.items():
+        assert {getattr(case, name) for case in sample(84)} >= set(values), name
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_reference_equals_sdpa_on_contiguous_keys(batch, group):
+    inputs = make_inputs(Case(batch, group=group), torch.float32)
+    query, *_, paging = inputs.arrays
+    actual = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    for seq, (query_len, context_len) in enumerate(BATCHES[batch]):
+        rows = slice(int(paging.query_starts[seq]), int(paging.query_starts[seq + 1]))
+        if context_len == 0:
+            assert not actual[rows].any()
+            continue
+        visible = torch.ones(context_len, context_len).tril()[context_len - query_len :].bool()
+        heads_first = (x.transpose(0, 1) for x in (query[rows], inputs.keys[seq], inputs.values[seq]))
+        expected = F.scaled_dot_product_attention(*heads_first, attn_mask=visible, enable_gqa=True)
+        assert_close(actual[rows], expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_reference_window_counts_the_query_itself():
+    inputs = make_inputs(Case("decode", sliding_window=1), torch.float32)
+    actual = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    assert_close(actual, torch.stack([v[-1].repeat_interleave(3, dim=0) for v in inputs.values]))
+
+
+def test_reference_softcap_and_sinks_equal_their_formula():
+    inputs = make_inputs(Case("decode", 1, 1, softcap=0.5, sinks=True), torch.float32)
+    actual = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    for row, (keys, values) in enumerate(zip(inputs.keys, inputs.values, strict=True)):
+        weights = (0.5 * (keys[:, 0] @ inputs.arrays[0][row, 0] / 8 / 0.5).tanh()).exp()
+        expected = weights @ values[:, 0] / (weights.sum() + inputs.settings["sinks"].exp())
+        assert_close(actual[row, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
+    inputs = make_inputs(Case("decode"), torch.float32, device)
+    query, keys, values, paging = inputs.arrays
+    together = paged_attention(query, keys, values, paging, scale=0.1)
+    alone, _ = make_paging(((1, 130),), 16)
+    alone.block_tables[0] = paging.block_tables[4, : alone.block_tables.shape[1]]
+    moved = type(alone)(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(alone).items()})
+    assert torch.equal(paged_attention(query[4:], keys, values, moved, scale=0.1), together[4:])
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        (Case(), {"sliding_window": 0}, r"sliding_window=0: must be at least 1"),
+        (Case(), {"softcap": 0.0}, r"softcap=0.0: must be above 0"),
+        (Case(), {"softcap": float("nan")}, r"softcap=nan: must be above 0"),
+        (Case(head_dim=257), {}, r"head_dim=257: must be 1..256"),
+        (Case(block_size=24), {}, r"block_size=24: must be a power of two in 1..256"),
+        (Case(block_size=512), {}, r"block_size=512: must be a power of two in 1..256"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(case, settings, message, device):
+    inputs = make_inputs(case, torch.float32, device)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*inputs.arrays, **{**inputs.settings, **settings})
+
+
+def test_heads_that_do_not_divide_are_refused_by_name(device):
+    query, keys, values, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
+    with pytest.raises(ValueError, match=r"num_heads=5: must be a multiple of num_kv_heads=2"):
+        paged_attention(query[:, :5], keys, values, paging, scale=1.0)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 48, 71])
+def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
+    for max_query_len in (1, 2, 5, 512):
+        shape = launch_shape(
+            head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, hip=False
+        )
+        assert 1 <= shape.HEADS <= min(group, shape.BLOCK_M)
+        if shape.ONE_TILE:
+            assert max_query_len * shape.HEADS <= shape.BLOCK_M
+        else:
+            assert max_query_len > 1
+
+
+def test_chosen_cases_reach_a_group_split_over_tiles():
+    group = max(case.group for case in CHOSEN)
+    assert group > launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, hip=False).HEADS
