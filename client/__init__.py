@@ -1,0 +1,7 @@
+"""Python client of the paged LLM backend: `Client`, `AsyncClient` and what they return and raise."""
+
+from client.async_client import AsyncClient, AsyncStream
+from client.sync_client import Client, Stream
+from client.types import Completion, Delta, PagedError
+
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Delta", "PagedError", "Stream"]

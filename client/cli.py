@@ -1,0 +1,219 @@
+"""The `paged` command line: serve a model, ask it, talk to it, measure it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from client.session import Session, UsageError, read_standard_input
+from client.sync_client import DEFAULT_URLS, Client
+from client.types import PagedError
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+DEFAULT_MAX_TOKENS = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    own, rest = split_rest(list(sys.argv[1:] if argv is None else argv))
+    args = build_parser().parse_args(own)
+    args.rest = rest
+    command: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return command(args)
+    except UsageError as error:
+        return _complain(f"paged {args.command}: {error}", EXIT_USAGE)
+    except PagedError as error:
+        return _complain(f"paged: {error}", EXIT_ERROR)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def _complain(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def split_rest(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Cut off what is not ours: tritonserver's flags after `serve … --`, all that follows `bench NAME`."""
+    if argv[:1] == ["serve"] and "--" in argv:
+        cut = argv.index("--")
+        return argv[:cut], argv[cut + 1 :]
+    if argv[:1] == ["bench"]:
+        return argv[:2], argv[2:]
+    return argv, []
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paged", description="A paged-attention LLM on NVIDIA Triton.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C"))
+    _add_generate(commands.add_parser("generate", help="complete a prompt on a running server"))
+    _add_chat(commands.add_parser("chat", help="talk to a running server"))
+    _add_bench(commands.add_parser("bench", help="run a benchmark"))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paged serve MODEL [-o KEY=VALUE ...] [options] [-- tritonserver's own flags]"
+    parser.add_argument("model", nargs="?", help="a Hugging Face directory or name, or 'demo'")
+    parser.add_argument(
+        "-o", "--option", action="append", default=[], metavar="KEY=VALUE", help="an engine option"
+    )
+    parser.add_argument("--http-port", type=_port, default=8000, metavar="N")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N")
+    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N")
+    parser.set_defaults(run=serve)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the text to continue; standard input if absent or '-'")
+    _add_request_options(parser)
+    parser.add_argument("--no-stream", action="store_true", help="print the answer when it is whole")
+    parser.set_defaults(run=generate)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
+    _add_request_options(parser)
+    parser.set_defaults(run=chat)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paged bench [NAME [the benchmark's own arguments]]"
+    parser.add_argument("name", nargs="?", help="which one; all are listed if absent")
+    parser.set_defaults(run=bench)
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    defaults = ", ".join(f"{url} for {protocol}" for protocol, url in DEFAULT_URLS.items())
+    add("--url", metavar="HOST:PORT", help=f"the server (default {defaults})")
+    add("--protocol", choices=list(DEFAULT_URLS), default="grpc")
+    add("--model", default="paged_llm", metavar="NAME", help="the served model's name")
+    add("--timeout", type=float, metavar="SECONDS", help="limit for each answer")
+    add("--stats", action="store_true", help="token counts and speed, on standard error")
+    add("--max-tokens", type=int, metavar="N", help=f"(default {DEFAULT_MAX_TOKENS})")
+    add("--temperature", type=float, metavar="X")
+    add("--top-p", type=float, metavar="X")
+    add("--top-k", type=int, metavar="N")
+    add("--min-p", type=float, metavar="X")
+    add("--seed", type=int, metavar="N")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="any sampling parameter")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 1..65535")
+    return int(text)
+
+
+def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, object]:
+    """["key=value", …] -> a mapping. A value is JSON where it parses as JSON, else the text itself."""
+    pairs: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{flag} {text}: must be KEY=VALUE")
+        if key in pairs:
+            raise UsageError(f"{flag} {text}: {key} is given twice")
+        pairs[key] = _json_or_text(value)
+    return pairs
+
+
+def _json_or_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+_SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+_NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, object]:
+    """The sampling parameters that the flags and -p name together."""
+    flags = {key: value for key in _SAMPLING_FLAGS if (value := getattr(args, key)) is not None}
+    others = parse_pairs("-p", args.parameter)
+    for key in flags.keys() & others.keys():
+        raise UsageError(f"-p {key}=…: --{key.replace('_', '-')} is given too")
+    for key in others.keys() & set(_NOT_SAMPLING):
+        raise UsageError(f"-p {key}=…: is not a sampling parameter")
+    return {"max_tokens": DEFAULT_MAX_TOKENS, **flags, **others}
+
+
+def serve(args: argparse.Namespace) -> int:
+    options = parse_pairs("-o", args.option)
+    named = options.pop("model", None)
+    if (args.model is None) == (named is None):
+        raise UsageError("name the model once: MODEL or -o model=…")
+    model = args.model if named is None else named
+    if not isinstance(model, str):
+        raise UsageError(f"-o model={model!r}: must be a text")
+    from paged_backend import launch
+
+    return launch.serve(
+        model,
+        options,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        server_args=args.rest,
+    )
+
+
+def bench(args: argparse.Namespace) -> int:
+    import importlib
+
+    names = _benchmarks()
+    if args.name not in names:
+        found = "".join(f"\n  {name}" for name in names) or " none found"
+        raise UsageError(f"{args.name or 'which one'}? There are:{found}")
+    module = importlib.import_module(f"paged_backend.bench.{args.name}")
+    return int(module.main(args.rest))
+
+
+def _benchmarks() -> list[str]:
+    import pkgutil
+    from importlib.util import find_spec
+
+    spec = find_spec("paged_backend.bench")
+    places = spec.submodule_search_locations if spec else None
+    return sorted(info.name for info in pkgutil.iter_modules(places or []) if not info.name.startswith("_"))
+
+
+def generate(args: argparse.Namespace) -> int:
+    session = _session(args)
+    prompt = read_standard_input() if args.prompt in (None, "-") else args.prompt
+    session.generate(prompt, whole=args.no_stream)
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    session = _session(args)
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  gives input() editing and history
+
+        session.chat(history)
+    else:
+        session.chat_once(history, read_standard_input())
+    return 0
+
+
+def _session(args: argparse.Namespace) -> Session:
+    sampling = sampling_of(args)
+    try:
+        client = Client(args.url, args.model, args.protocol)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Session(client, sampling, timeout=args.timeout, stats=args.stats)

@@ -1,0 +1,156 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from client.stream import Cancellable, StreamBase
+from client.types import Completion, Delta, PagedError
+from client.wire import Fields, Message, Values, check_timeout, request_values
+
+DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
+
+
+class Responses(Cancellable, Protocol):
+    def next(self) -> Fields | None:
+        """Wait for the next response; None after the last. Raises PagedError."""
+
+
+class Stream(StreamBase):
+    """One streaming request: an iterator of Delta, and a context manager that cancels on the way out.
+
+    The request is sent when the stream is made. Leaving the `with` block, `cancel()` and dropping the last
+    reference all end it on the server. One thread iterates; any thread may cancel.
+    """
+
+    def __init__(self, responses: Responses) -> None:
+        super().__init__(responses)
+        self._next = responses.next
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        """Raises PagedError, once, where the request failed; a cancelled stream just ends."""
+        fields = None if self._ended else self._receive()
+        if fields is None:
+            raise StopIteration
+        return self._transcript.add(fields)
+
+    def _receive(self) -> Fields | None:
+        try:
+            fields = self._next()
+        except PagedError as error:
+            self._end(error)
+            return None
+        if fields is None:
+            self._end()
+        return fields
+
+    def close(self) -> None:
+        self.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class Transport(Protocol):
+    """One protocol's way to one model of one server."""
+
+    must_stream: bool  # even where the whole answer is wanted at once
+
+    def open(self, values: Values, request_id: str, timeout: float | None) -> Responses: ...
+
+    def close(self) -> None: ...
+
+
+def _transport(url: str, model: str, protocol: str) -> Transport:
+    # Imported on use: grpc takes longer to load than all the rest.
+    if protocol == "grpc":
+        from client.sync_grpc import GrpcTransport
+
+        return GrpcTransport(url, model)
+    from client.sync_http import HttpTransport
+
+    return HttpTransport(url, model)
+
+
+class Client:
+    """A client of one served model, for any number of threads and concurrent requests.
+
+    Args:
+        url: HOST:PORT of the gRPC or HTTP endpoint (for HTTP a web address will do); by default port 8001
+            or 8000 of this machine.
+        model: the model's name in the repository.
+        protocol: "grpc" or "http".
+    """
+
+    def __init__(self, url: str | None = None, model: str = "paged_llm", protocol: str = "grpc") -> None:
+        if protocol not in DEFAULT_URLS:
+            raise ValueError(f"protocol={protocol!r}: must be one of {', '.join(DEFAULT_URLS)}")
+        self._transport = _transport(url or DEFAULT_URLS[protocol], model, protocol)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Completion:
+        """The whole answer. Arguments and errors are those of `stream`."""
+        values = request_values(prompt, messages, sampling, stream=self._transport.must_stream)
+        with self._open(values, request_id, timeout) as stream:
+            for _ in stream:
+                pass
+            completion = stream.completion
+            assert completion is not None  # a stream that failed has raised
+            return completion
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Stream:
+        """Send a request; its answer arrives piece by piece.
+
+        Args:
+            prompt: text to continue, as it is.
+            messages: instead of `prompt`, a conversation: {"role": ..., "content": ...} each. The server
+                applies the model's chat template.
+            request_id: appears in the server's log.
+            timeout: seconds for the whole request; None: no limit.
+            sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], …
+
+        Raises:
+            ValueError: arguments that no request can be made of.
+            PagedError: here or while iterating; `code` tells why.
+        """
+        return self._open(request_values(prompt, messages, sampling, stream=True), request_id, timeout)
+
+    def _open(self, values: Values, request_id: str, timeout: float | None) -> Stream:
+        return Stream(self._transport.open(values, request_id, check_timeout(timeout)))
+
+    def close(self) -> None:
+        """Let go of the connection. Streams that are still open end."""
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,49 @@
+"""The synchronous client's gRPC side: one channel, one call for each request."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from client import grpc_wire
+from client.wire import Fields, Values
+
+
+class GrpcTransport:
+    must_stream = False
+
+    def __init__(self, url: str, model: str) -> None:
+        self._channel = grpc.insecure_channel(grpc_wire.check_target(url), grpc_wire.CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._model = model
+
+    def open(self, values: Values, request_id: str, timeout: float | None) -> GrpcResponses:
+        request = grpc_wire.infer_request(self._model, values, request_id)
+        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout)
+        return GrpcResponses(call)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcResponses:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def next(self) -> Fields | None:
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            raise grpc_wire.rpc_error(error) from None
+        if response is None:
+            return None
+        if response.error_message:
+            with suppress(grpc.RpcError):
+                next(self._call, None)  # the end of the call: see read_fields
+        return grpc_wire.read_fields(response)
+
+    def cancel(self) -> None:
+        self._call.cancel()

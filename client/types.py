@@ -1,0 +1,50 @@
+"""What the clients return and raise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_ERROR_CLASS = re.compile(r"\s*([A-Z][A-Z_]+): *(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One streamed piece of an answer. A piece may hold several tokens, or none that are printable yet."""
+
+    text: str
+    num_output_tokens: int  # of this piece
+    finish_reason: str | None  # "stop" or "length" on the last piece, None before
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `finish_reason` is "stop", "length" or, when the caller ended it early, "cancelled"."""
+
+    text: str
+    finish_reason: str
+    num_input_tokens: int  # of the prompt; 0 where it was cancelled before the first piece came
+    num_output_tokens: int
+
+
+class PagedError(Exception):
+    """A request that failed. `code` is the stable class, `message` the reason without it.
+
+    The server's own classes are INVALID_ARGUMENT, UNAVAILABLE, CANCELLED and INTERNAL. The transport adds
+    DEADLINE_EXCEEDED (the `timeout` ran out), UNAVAILABLE (no server, or it went away), NOT_FOUND (no such
+    model) and whatever else gRPC has a name for. UNKNOWN: the server gave a message and no class.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+    @classmethod
+    def parse(cls, text: str, code: str = "UNKNOWN") -> PagedError:
+        """Split "CLASS: message"; text that names no class gets `code`."""
+        match = _ERROR_CLASS.fullmatch(text)
+        return cls(match[1], match[2]) if match else cls(code, text.strip())

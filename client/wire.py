@@ -1,0 +1,123 @@
+"""The wire schema, and what of it one request and one response use: for either protocol, sync or asyncio."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from client.types import Completion, Delta
+
+# name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
+INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "text_input": ("TYPE_STRING", (1,)),
+    "messages": ("TYPE_STRING", (1,)),
+    "image": ("TYPE_STRING", (-1,)),
+    "stream": ("TYPE_BOOL", (1,)),
+    "sampling_parameters": ("TYPE_STRING", (1,)),
+    "exclude_input_in_output": ("TYPE_BOOL", (1,)),
+    "return_finish_reason": ("TYPE_BOOL", (1,)),
+    "return_cumulative_logprob": ("TYPE_BOOL", (1,)),
+    "return_logprobs": ("TYPE_BOOL", (1,)),
+    "return_num_input_tokens": ("TYPE_BOOL", (1,)),
+    "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+    "embedding_request": ("TYPE_STRING", (1,)),
+}
+OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "text_output": ("TYPE_STRING", (-1,)),
+    "finish_reason": ("TYPE_STRING", (-1,)),
+    "cumulative_logprob": ("TYPE_FP32", (-1,)),
+    "logprobs": ("TYPE_STRING", (-1,)),
+    "num_input_tokens": ("TYPE_UINT32", (1,)),
+    "num_output_tokens": ("TYPE_UINT32", (-1,)),
+}
+READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+
+Message = Mapping[str, str]  # {"role": ..., "content": ...}
+Values = dict[str, "str | bool"]  # input name -> its one element
+Fields = Mapping[str, "str | int"]  # output name -> its one element
+
+
+def request_values(
+    prompt: str | None, messages: Sequence[Message] | None, sampling: Mapping[str, object], *, stream: bool
+) -> Values:
+    """The inputs of one request. What sampling keys and values mean is the server's to judge.
+
+    Raises:
+        ValueError: not exactly one of `prompt` and `messages`; text that UTF-8 cannot carry; a sampling
+            value that JSON cannot carry.
+    """
+    if (prompt is None) == (messages is None):
+        raise ValueError("give exactly one of prompt and messages")
+    values: Values = {
+        "stream": stream,
+        "sampling_parameters": _json_object(sampling),
+        "exclude_input_in_output": True,
+        "return_finish_reason": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+    }
+    if prompt is not None:
+        values["text_input"] = _check_text("prompt", prompt)
+    else:
+        values["messages"] = _json("messages", messages)
+    return values
+
+
+def _json_object(sampling: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f"{json.dumps(key)}: {_json(key, value)}" for key, value in sampling.items()) + "}"
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r}: {error}") from None
+    return _check_text(name, text)
+
+
+def _check_text(name: str, text: object) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name}={text!r}: must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} cannot be encoded as UTF-8") from None
+    return text
+
+
+class Transcript:
+    """What one request has answered so far: turns responses into deltas, and the deltas into a whole."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self._num_input_tokens = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._deltas[-1].finish_reason if self._deltas else None
+
+    def add(self, fields: Fields) -> Delta:
+        reason = str(fields.get("finish_reason", "None"))
+        delta = Delta(
+            text=str(fields.get("text_output", "")),
+            num_output_tokens=int(fields.get("num_output_tokens", 0)),
+            finish_reason=None if reason == "None" else reason,
+        )
+        self._num_input_tokens = int(fields.get("num_input_tokens", self._num_input_tokens))
+        self._deltas.append(delta)
+        return delta
+
+    def completion(self) -> Completion:
+        return Completion(
+            text="".join(delta.text for delta in self._deltas),
+            finish_reason=self.finish_reason or "cancelled",
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=sum(delta.num_output_tokens for delta in self._deltas),
+        )
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Raises ValueError unless `timeout` is None (no limit) or a positive number of seconds."""
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}: must be a positive number of seconds, or None")
+    return timeout

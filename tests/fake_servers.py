@@ -1,0 +1,185 @@
+"""The two endpoints that the client speaks to, without a model: they do what sampling_parameters tell them.
+
+`say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason), `fail`: an
+error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing more comes until the
+client is gone, `vanish`: the connection breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor
+
+WAIT = 30  # seconds after which something that never comes fails the test
+
+
+@dataclass
+class Seen:
+    """What a fake server was asked, and whether the client of a held stream left."""
+
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    asked: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
+        self.requests.append({**inputs, "request_id": request_id})
+        self.asked.set()
+        return json.loads(inputs["sampling_parameters"])
+
+
+def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The responses that carry text, as outputs by name."""
+    say = script["say"]
+    ends = not script.keys() & {"fail", "cut", "hold", "vanish"}
+    for number, text in enumerate(say, 1):
+        last = ends and number == len(say)
+        reason = "stop" if last else "None"
+        yield {"text_output": text, "finish_reason": reason, "num_input_tokens": 7, "num_output_tokens": 2}
+
+
+class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.server: grpc.Server | None = None
+
+    def ModelStreamInfer(self, request_iterator, context):
+        request = next(request_iterator)
+        if request.model_name != "paged_llm":
+            yield refusal(f"Request for unknown model: '{request.model_name}' is not found")
+            return
+        script = self.seen.script(grpc_inputs(request), request.id)
+        # Before the first piece: a call that is cancelled during one does not come back to this function.
+        if "hold" in script and not context.add_callback(self.seen.left.set):
+            self.seen.left.set()
+        for outputs in pieces(script):
+            yield service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
+        if "fail" in script:
+            yield refusal(script["fail"])
+        if "hold" in script:
+            self.seen.left.wait(WAIT)
+        if "vanish" in script:
+            self.server.stop(grace=0).wait(WAIT)
+
+
+def refusal(message: str) -> Any:
+    return service_pb2.ModelStreamInferResponse(error_message=message)
+
+
+_DECODE = {
+    "BYTES": lambda raw: deserialize_bytes_tensor(raw)[0].decode(),
+    "BOOL": lambda raw: struct.unpack("?", raw)[0],
+}
+
+
+def grpc_inputs(request: Any) -> dict[str, Any]:
+    inputs = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+        assert list(tensor.shape) == [1]
+        inputs[tensor.name] = _DECODE[tensor.datatype](raw)
+    return inputs
+
+
+def grpc_response(outputs: dict[str, Any]) -> Any:
+    response = service_pb2.ModelInferResponse(model_name="paged_llm")
+    for name, value in outputs.items():
+        is_text = isinstance(value, str)
+        response.outputs.add(name=name, datatype="BYTES" if is_text else "UINT32", shape=[1])
+        data = value.encode() if is_text else np.uint32(value).tobytes()
+        response.raw_output_contents.append(struct.pack("<I", len(data)) + data if is_text else data)
+    return response
+
+
+class HttpHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    seen: Seen  # of the subclass that `http_server` makes
+
+    def do_POST(self) -> None:
+        inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v2/models/paged_llm/generate_stream":
+            return self.whole(404, "application/json", '{"error":"Request for unknown model: is not found"}')
+        script = self.seen.script(inputs, inputs.pop("id", ""))
+        if "fail" in script and not script["say"]:
+            return self.whole(400, "text/event-stream", f"data: {json.dumps({'error': script['fail']})}\n\n")
+        try:
+            self.stream(script)
+        except ConnectionError:
+            self.close_connection = True
+            self.seen.left.set()
+
+    def whole(self, status: int, kind: str, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def stream(self, script: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for outputs in pieces(script):
+            self.event(outputs)
+        if "fail" in script:
+            self.event({"error": script["fail"]})
+        if "hold" in script:
+            self.connection.settimeout(WAIT)
+            if not self.connection.recv(1):
+                self.seen.left.set()
+        if script.keys() & {"hold", "vanish"}:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, data: dict[str, Any]) -> None:
+        body = f"data: {json.dumps(data)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+
+    def log_message(self, *args: Any) -> None:
+        """Keep the test output clean."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    request_queue_size = 256  # connections that come in the same moment
+
+
+@contextmanager
+def grpc_server() -> Iterator[Seen]:
+    seen = Seen()
+    service = GrpcService(seen)
+    unlimited = [("grpc.max_receive_message_length", -1)]
+    service.server = server = grpc.server(ThreadPoolExecutor(32), options=unlimited)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    seen.url = f"localhost:{server.add_insecure_port('localhost:0')}"
+    server.start()
+    yield seen
+    server.stop(grace=0).wait(WAIT)
+
+
+@contextmanager
+def http_server() -> Iterator[Seen]:
+    seen = Seen()
+    server = HttpServer(("localhost", 0), type("Handler", (HttpHandler,), {"seen": seen}))
+    seen.url = f"localhost:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield seen
+    server.shutdown()
+    thread.join(WAIT)
+    server.server_close()
+
+
+SERVERS = {"grpc": grpc_server, "http": http_server}

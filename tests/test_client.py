@@ -1,0 +1,492 @@
+"""The client library: what it sends, what it makes of every answer, and how every request ends."""
+
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from client import AsyncClient, Client, Completion, Delta, PagedError, grpc_wire, http_wire
+from client.async_http import HttpResponses
+from client.wire import Transcript, request_values
+from tests.fake_servers import SERVERS, WAIT, grpc_inputs, grpc_response
+
+EVENTS = 'data: {"a": 1}\n\ndata: {"b": "é"}\n\n'.encode()
+
+
+def test_importing_the_client_loads_neither_protocol():
+    code = "import sys, client; print({'grpc', 'aiohttp', 'numpy', 'tritonclient'} & sys.modules.keys())"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("text", "code", "message"),
+        [
+            ("INVALID_ARGUMENT: seed=-1: must be 0..9", "INVALID_ARGUMENT", "seed=-1: must be 0..9"),
+            ("UNAVAILABLE: full", "UNAVAILABLE", "full"),
+            ("INTERNAL: two\nlines", "INTERNAL", "two\nlines"),
+            ("Request for unknown model: 'x'", "UNKNOWN", "Request for unknown model: 'x'"),
+            ("max_tokens: A: B", "UNKNOWN", "max_tokens: A: B"),
+            ("", "UNKNOWN", ""),
+        ],
+    )
+    def test_the_class_is_split_from_the_message(self, text, code, message):
+        error = PagedError.parse(text)
+        assert (error.code, error.message) == (code, message)
+        assert str(error) == f"{code}: {message}"
+
+    def test_a_text_with_no_class_gets_the_one_of_its_transport(self):
+        assert PagedError.parse("gone", "UNAVAILABLE").code == "UNAVAILABLE"
+        assert PagedError.parse("INTERNAL: gone", "UNAVAILABLE").code == "INTERNAL"
+
+    @pytest.mark.parametrize(
+        ("status", "body", "code", "message"),
+        [
+            (400, b'{"error":"INVALID_ARGUMENT: no"}', "INVALID_ARGUMENT", "no"),
+            (400, b'data: {"error":"CANCELLED: no"}\n\n', "CANCELLED", "no"),
+            (400, b'{"error":"no class"}', "UNKNOWN", "no class"),
+            (404, b'{"error":"no model"}', "NOT_FOUND", "no model"),
+            (503, b"<html>busy</html>", "UNAVAILABLE", "HTTP 503 why <html>busy</html>"),
+            (500, b"", "UNKNOWN", "HTTP 500 why"),
+            (400, b'["no object"]', "UNKNOWN", 'HTTP 400 why ["no object"]'),
+        ],
+    )
+    def test_http_replies(self, status, body, code, message):
+        error = http_wire.http_error(status, "why", body)
+        assert (error.code, error.message) == (code, message)
+
+
+class TestRequest:
+    def test_inputs(self):
+        values = request_values("hé", None, {"max_tokens": 3, "stop": ["\n"]}, stream=True)
+        assert json.loads(values.pop("sampling_parameters")) == {"max_tokens": 3, "stop": ["\n"]}
+        assert values == {
+            "text_input": "hé",
+            "stream": True,
+            "exclude_input_in_output": True,
+            "return_finish_reason": True,
+            "return_num_input_tokens": True,
+            "return_num_output_tokens": True,
+        }
+
+    def test_messages_stand_in_for_the_prompt(self):
+        messages = [{"role": "user", "content": "hé"}]
+        values = request_values(None, messages, {}, stream=False)
+        assert json.loads(values["messages"]) == messages
+        assert "text_input" not in values
+
+    @pytest.mark.parametrize(
+        ("prompt", "messages", "sampling", "named"),
+        [
+            (None, None, {}, "exactly one of prompt and messages"),
+            ("a", [], {}, "exactly one of prompt and messages"),
+            (5, None, {}, "prompt=5: must be a string"),
+            ("a\ud800", None, {}, "prompt: character 1"),
+            (None, [{"role": "user", "content": "\ud800"}], {}, "messages: character"),
+            (None, [{1, 2}], {}, "messages=.*not JSON"),
+            ("a", None, {"seed": object()}, "seed=.*not JSON"),
+            ("a", None, {"stop": "\ud800"}, "stop: character"),
+        ],
+    )
+    def test_what_no_request_can_carry_is_named(self, prompt, messages, sampling, named):
+        with pytest.raises(ValueError, match=named):
+            request_values(prompt, messages, sampling, stream=True)
+
+    def test_both_protocols_carry_the_same_values(self):
+        values = request_values("hé\0", None, {"stop": "é"}, stream=True)
+        request = grpc_wire.infer_request("m", values, "id-1")
+        assert (request.model_name, request.id) == ("m", "id-1")
+        assert grpc_inputs(request) == values
+        assert json.loads(http_wire.encode_body(values, "id-1")) == {"id": "id-1", **values}
+        assert "id" not in json.loads(http_wire.encode_body(values, ""))
+
+
+class TestResponse:
+    def test_fields_of_a_grpc_response(self):
+        outputs = {"text_output": "é", "finish_reason": "None", "num_input_tokens": 4, "num_output_tokens": 2}
+        response = service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
+        assert grpc_wire.read_fields(response) == outputs
+
+    def test_a_token_count_without_a_dimension_is_read_too(self):
+        response = grpc_response({"text_output": "a", "num_input_tokens": 4})
+        del response.outputs[1].shape[:]
+        message = service_pb2.ModelStreamInferResponse(infer_response=response)
+        assert grpc_wire.read_fields(message) == {"text_output": "a", "num_input_tokens": 4}
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            '{"text_output":"a","num_output_tokens":2,"model_name":"m"}',
+            '{"text_output":["a"],"num_output_tokens":[2],"finish_reason":[]}',
+        ],
+    )
+    def test_fields_of_an_event(self, data):
+        assert http_wire.read_fields(data) == {"text_output": "a", "num_output_tokens": 2}
+
+    @pytest.mark.parametrize("data", ["", "[]", '{"text'])
+    def test_an_event_that_is_no_object_is_an_internal_error(self, data):
+        with pytest.raises(PagedError) as raised:
+            http_wire.read_fields(data)
+        assert raised.value.code == "INTERNAL"
+
+    def test_deltas_add_up(self):
+        transcript = Transcript()
+        first = {"text_output": "a", "finish_reason": "None", "num_input_tokens": 3, "num_output_tokens": 2}
+        assert transcript.add(first) == Delta("a", 2, None)
+        assert transcript.completion() == Completion("a", "cancelled", 3, 2)
+        last = {"text_output": "b", "finish_reason": "length", "num_output_tokens": 1}
+        assert transcript.add(last) == Delta("b", 1, "length")
+        assert transcript.completion() == Completion("ab", "length", 3, 3)
+
+
+class TestEvents:
+    @pytest.mark.parametrize("cut", range(len(EVENTS) + 1))
+    def test_a_stream_may_be_cut_anywhere(self, cut):
+        parser = http_wire.EventParser()
+        assert parser.feed(EVENTS[:cut]) + parser.feed(EVENTS[cut:]) == ['{"a": 1}', '{"b": "é"}']
+
+    def test_line_ends_comments_and_other_fields(self):
+        parser = http_wire.EventParser()
+        assert parser.feed(b": hi\r\nevent: x\r\ndata:1\r\ndata: 2\r\n\r\n\r\n\n") == ["1\n2"]
+
+    def test_an_event_without_its_end_is_not_one(self):
+        assert http_wire.EventParser().feed(b"data: 1\n") == []
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("host:8000", "http://host:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("https://host/prefix", "https://host/prefix"),
+    ],
+)
+def test_http_addresses(url, expected):
+    assert http_wire.generate_url(url, "a b/c") == f"{expected}/v2/models/a%20b%2Fc/generate_stream"
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"protocol": "tcp"}, "protocol='tcp'"),
+        ({"url": "http://localhost:8001"}, "url='http://localhost:8001'"),
+        ({"url": "ftp://localhost", "protocol": "http"}, "url='ftp://localhost'"),
+    ],
+)
+def test_a_bad_address_is_named(client, arguments, named):
+    with pytest.raises(ValueError, match=named):
+        client(**arguments)
+
+
+@pytest.fixture(params=SERVERS)
+def protocol(request):
+    return request.param
+
+
+@pytest.fixture
+def fake(protocol):
+    with SERVERS[protocol]() as seen:
+        yield seen
+
+
+@pytest.fixture
+def client(fake, protocol):
+    with Client(fake.url, protocol=protocol) as made:
+        yield made
+
+
+def texts(stream):
+    return [delta.text for delta in stream]
+
+
+async def async_texts(stream):
+    return [delta.text async for delta in stream]
+
+
+class TestClient:
+    def test_generate(self, client, fake, protocol):
+        answer = client.generate("hé", request_id="r", say=["a", "é"])
+        assert answer == Completion("aé", "stop", 7, 4)
+        assert fake.requests[0]["text_input"] == "hé"
+        assert fake.requests[0]["request_id"] == "r"
+        assert fake.requests[0]["stream"] is (protocol == "http")  # there, only a stream can be cancelled
+
+    def test_stream(self, client, fake):
+        with client.stream(messages=[{"role": "user", "content": "x"}], say=["a", "b"]) as stream:
+            assert stream.completion is None
+            assert list(stream) == [Delta("a", 2, None), Delta("b", 2, "stop")]
+            assert stream.completion == Completion("ab", "stop", 7, 4)
+        assert json.loads(fake.requests[0]["messages"]) == [{"role": "user", "content": "x"}]
+        assert fake.requests[0]["stream"] is True
+
+    def test_long_text_both_ways(self, client, fake):
+        text = "é" * 3_000_000
+        assert client.generate(text, say=[text]).text == text
+        assert fake.requests[0]["text_input"] == text
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_an_error_before_or_after_the_first_piece(self, client, said):
+        stream = client.stream("x", say=said, fail="INVALID_ARGUMENT: top_p=2: no")
+        assert [next(stream).text for _ in said] == said
+        with pytest.raises(PagedError, match="top_p=2: no") as raised:
+            next(stream)
+        assert raised.value.code == "INVALID_ARGUMENT"
+        assert stream.completion is None
+        assert list(stream) == []  # an error is told once
+
+    def test_the_servers_own_cancellation_is_an_error(self, client):
+        with pytest.raises(PagedError) as raised:
+            client.generate("x", say=["a"], fail="CANCELLED: by the server")
+        assert raised.value.code == "CANCELLED"
+
+    def test_unknown_model(self, fake, protocol):
+        with pytest.raises(PagedError) as raised:
+            Client(fake.url, "nope", protocol).generate("x")
+        assert raised.value.code == "NOT_FOUND"
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_half_an_answer_is_not_one(self, client, said):
+        with pytest.raises(PagedError) as raised:
+            client.generate("x", say=said, cut=True)
+        assert raised.value.code == "UNAVAILABLE"
+
+    def test_a_server_that_goes_away(self, client):
+        stream = client.stream("x", say=["a"], vanish=True)
+        assert next(stream).text == "a"
+        with pytest.raises(PagedError) as raised:
+            next(stream)
+        assert raised.value.code == "UNAVAILABLE"
+
+    def test_no_server(self, protocol):
+        with pytest.raises(PagedError) as raised:
+            Client("localhost:1", protocol=protocol).generate("x")
+        assert raised.value.code == "UNAVAILABLE"
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_a_timeout_ends_the_request(self, client, fake, said):
+        with pytest.raises(PagedError) as raised:
+            client.generate("x", timeout=0.2, say=said, hold=True)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        assert fake.left.wait(WAIT)
+
+    @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+    def test_a_bad_timeout_is_named(self, client, timeout):
+        with pytest.raises(ValueError, match="timeout="):
+            client.stream("x", timeout=timeout)
+
+    def test_leaving_the_block_cancels(self, client, fake):
+        with client.stream("x", say=["a"], hold=True) as stream:
+            assert next(stream).text == "a"
+        assert fake.left.wait(WAIT)
+        assert stream.completion == Completion("a", "cancelled", 7, 2)
+        assert list(stream) == []
+
+    def test_dropping_the_stream_cancels(self, client, fake):
+        for _ in client.stream("x", say=["a"], hold=True):
+            break
+        gc.collect()
+        assert fake.left.wait(WAIT)
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_another_thread_cancels_a_waiting_reader(self, client, fake, said):
+        stream = client.stream("x", say=said, hold=True)
+        assert [next(stream).text for _ in said] == said
+
+        def cancel():
+            fake.asked.wait(WAIT)
+            stream.cancel()
+
+        threading.Thread(target=cancel).start()
+        assert list(stream) == []
+        assert fake.left.wait(WAIT)
+        assert stream.completion.finish_reason == "cancelled"
+
+    def test_cancelling_a_finished_stream_changes_nothing(self, client):
+        stream = client.stream("x", say=["a"])
+        assert texts(stream) == ["a"]
+        stream.cancel()
+        assert stream.completion.finish_reason == "stop"
+
+    def test_streams_of_one_client_are_independent(self, client, fake):
+        held = client.stream("x", say=["held"], hold=True)
+        assert next(held).text == "held"
+        streams = [client.stream("x", say=[f"{i}a", f"{i}b"]) for i in range(20)]
+        firsts = [next(stream).text for stream in streams]
+        assert firsts == [f"{i}a" for i in range(20)]
+        assert [texts(stream) for stream in streams] == [[f"{i}b"] for i in range(20)]
+        held.cancel()
+        assert fake.left.wait(WAIT)
+
+    def test_no_descriptor_is_left_behind(self, fake, protocol):
+        if protocol == "grpc":
+            pytest.skip("gRPC keeps descriptors for its own pollers")
+        client = Client(fake.url, protocol=protocol)
+        before = len(os.listdir("/proc/self/fd"))
+        ended = []  # kept, so that it is not their deletion that closes
+        for _ in range(20):
+            ended += [client.stream("x", say=["a"]), client.stream("x", say=[], fail="INTERNAL: no")]
+            assert texts(ended[-2]) == ["a"]
+            with pytest.raises(PagedError):
+                next(ended[-1])
+        # The fake's own ends of the last connections may take a moment longer.
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+class TestAsyncClient:
+    def run(self, fake, protocol, scenario):
+        async def inside():
+            async with AsyncClient(fake.url, protocol=protocol) as client:
+                return await asyncio.wait_for(scenario(client), WAIT)
+
+        return asyncio.run(inside())
+
+    @staticmethod
+    async def arrived(fake):
+        """The client's event loop has to run meanwhile: it is what speaks to the server."""
+        assert await asyncio.to_thread(fake.asked.wait, WAIT)
+
+    @staticmethod
+    async def left(fake):
+        assert await asyncio.to_thread(fake.left.wait, WAIT)
+
+    def test_generate(self, fake, protocol):
+        async def scenario(client):
+            return await client.generate("hé", request_id="r", say=["a", "é"])
+
+        assert self.run(fake, protocol, scenario) == Completion("aé", "stop", 7, 4)
+        assert fake.requests[0]["text_input"] == "hé"
+        assert fake.requests[0]["request_id"] == "r"
+
+    def test_stream(self, fake, protocol):
+        async def scenario(client):
+            async with client.stream(messages=[{"role": "user", "content": "x"}], say=["a", "b"]) as stream:
+                assert stream.completion is None
+                assert [delta async for delta in stream] == [Delta("a", 2, None), Delta("b", 2, "stop")]
+                return stream.completion
+
+        assert self.run(fake, protocol, scenario) == Completion("ab", "stop", 7, 4)
+
+    def test_long_text_both_ways(self, fake, protocol):
+        text = "é" * 3_000_000
+
+        async def scenario(client):
+            return (await client.generate(text, say=[text])).text
+
+        assert self.run(fake, protocol, scenario) == text
+
+    @pytest.mark.parametrize(
+        ("script", "code"),
+        [
+            ({"say": [], "fail": "INVALID_ARGUMENT: no"}, "INVALID_ARGUMENT"),
+            ({"say": ["a"], "fail": "INTERNAL: no"}, "INTERNAL"),
+            ({"say": ["a"], "fail": "CANCELLED: by the server"}, "CANCELLED"),
+            ({"say": ["a"], "cut": True}, "UNAVAILABLE"),
+            ({"say": ["a"], "vanish": True}, "UNAVAILABLE"),
+        ],
+    )
+    def test_errors(self, fake, protocol, script, code):
+        async def scenario(client):
+            with pytest.raises(PagedError) as raised:
+                await client.generate("x", **script)
+            return raised.value.code
+
+        assert self.run(fake, protocol, scenario) == code
+
+    def test_unknown_model_and_no_server(self, fake, protocol):
+        async def code(url, model):
+            async with AsyncClient(url, model, protocol) as client:
+                with pytest.raises(PagedError) as raised:
+                    await client.generate("x", say=["a"])
+                return raised.value.code
+
+        assert asyncio.run(code(fake.url, "nope")) == "NOT_FOUND"
+        assert asyncio.run(code("localhost:1", "paged_llm")) == "UNAVAILABLE"
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_a_timeout_ends_the_request(self, fake, protocol, said):
+        async def scenario(client):
+            with pytest.raises(PagedError) as raised:
+                await client.generate("x", timeout=0.2, say=said, hold=True)
+            await self.left(fake)
+            return raised.value.code
+
+        assert self.run(fake, protocol, scenario) == "DEADLINE_EXCEEDED"
+
+    def test_leaving_the_block_cancels(self, fake, protocol):
+        async def scenario(client):
+            async with client.stream("x", say=["a"], hold=True) as stream:
+                assert (await anext(stream)).text == "a"
+            await self.left(fake)
+            return stream.completion
+
+        assert self.run(fake, protocol, scenario) == Completion("a", "cancelled", 7, 2)
+
+    def test_a_break_cancels(self, fake, protocol):
+        async def scenario(client):
+            async for _ in client.stream("x", say=["a"], hold=True):
+                break
+            gc.collect()
+            await self.left(fake)
+
+        self.run(fake, protocol, scenario)
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_cancelling_the_task_cancels_the_request(self, fake, protocol, said):
+        async def scenario(client):
+            task = asyncio.create_task(async_texts(client.stream("x", say=said, hold=True)))
+            await self.arrived(fake)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await self.left(fake)
+
+        self.run(fake, protocol, scenario)
+
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_another_task_cancels_a_waiting_reader(self, fake, protocol, said):
+        async def scenario(client):
+            stream = client.stream("x", say=said, hold=True)
+            task = asyncio.create_task(async_texts(stream))
+            await self.arrived(fake)
+            stream.cancel()
+            await task
+            await self.left(fake)
+            return stream.completion.finish_reason
+
+        assert self.run(fake, protocol, scenario) == "cancelled"
+
+    def test_cancel_between_the_reply_and_its_reader(self):
+        """The reply has arrived, the task that waits for it has not run yet: it is closed all the same."""
+
+        async def scenario():
+            loop = asyncio.get_running_loop()
+            closed = loop.create_future()
+            content = SimpleNamespace(readany=lambda: closed)
+            reply = SimpleNamespace(status=200, content=content, close=lambda: closed.set_result(b""))
+
+            async def post(body, timeout):
+                loop.call_soon(responses.cancel)
+                return reply
+
+            responses = HttpResponses(SimpleNamespace(url="", post=post), b"", None)
+            return await asyncio.wait_for(responses.next(), WAIT)
+
+        assert asyncio.run(scenario()) is None
+
+    def test_many_at_once(self, fake, protocol):
+        async def scenario(client):
+            return await asyncio.gather(*(client.generate("x", say=[f"{i}"]) for i in range(150)))
+
+        answers = self.run(fake, protocol, scenario)
+        assert [answer.text for answer in answers] == [f"{i}" for i in range(150)]
