@@ -1,0 +1,72 @@
+"""docker-compose.yml and the Dockerfile: what Docker accepts, and what the server needs of them."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def service() -> dict:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["paged_llm"]
+
+
+def _has_compose() -> bool:
+    if not shutil.which("docker"):
+        return False
+    return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _has_compose(), reason="no docker client with the compose plugin")
+def test_docker_compose_accepts_the_file():
+    result = subprocess.run(
+        ["docker", "compose", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_image_is_built_from_the_files_it_names(service):
+    assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    assert "nvcr.io/nvidia/tritonserver:26.07-py3" in dockerfile
+    # The image brings a server of its own, whose Python stub takes numpy 2.
+    assert "[client]" in dockerfile
+    assert "server]" not in dockerfile
+    assert "grep -v '^numpy=='" in dockerfile
+
+
+def test_a_gpu_is_reserved(service):
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_the_three_ports_are_published(service):
+    assert {port.split(":")[1] for port in service["ports"]} == {"8000", "8001", "8002"}
+
+
+def test_shared_memory_is_larger_than_dockers_default(service):
+    assert service["shm_size"] == "1g"
+
+
+def test_health_is_the_models_readiness(service):
+    command, *arguments = service["healthcheck"]["test"]
+    assert command == "CMD"
+    assert "--fail" in arguments, "curl gives 0 for an HTTP error without it"
+    assert arguments[-1].endswith("/v2/models/paged_llm/ready")
+
+
+def test_the_model_is_mounted_where_the_engine_looks_for_it(service):
+    model = json.loads((ROOT / "model_repository/paged_llm/1/model.json").read_text())["model"]
+    (volume,) = service["volumes"]
+    assert volume.endswith(f":/opt/paged/{model}:ro")
+    assert "WORKDIR /opt/paged\n" in (ROOT / "docker/Dockerfile").read_text()
+
+
+def test_open_streams_may_end_before_the_container_is_killed(service):
+    assert int(service["stop_grace_period"].removesuffix("s")) > 30
