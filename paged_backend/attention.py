@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
 from paged_backend.batch import PackedBatch
+from paged_backend.config import ConfigError
 from paged_backend.kv_cache import KVCache
 
 ATTENTION = "paged_llm"  # the name under which transformers finds `attend`
@@ -28,7 +29,7 @@ INERT = frozenset(
 )
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(ConfigError):
     """The model asks for something that this engine does not compute; the message names both."""
 
 

@@ -1,16 +1,15 @@
-"""One request's way back to its client: Triton's response sender, with the promise of exactly one FINAL."""
+"""One request of the server's: what came, and the way back to its client, with the promise of exactly one FINAL."""
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paged_backend.request import ErrorCode, RequestError
-
-log = logging.getLogger("paged_llm")
+from paged_backend.wire import INPUTS
 
 _CODES = {  # our classes by the names of Triton's codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
@@ -25,8 +24,15 @@ class Channel:
 
     def __init__(self, pb_utils: Any, request: Any):
         self._pb_utils = pb_utils
+        self._request = request
         self._sender = request.get_response_sender()
         self.closed = False
+
+    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int]:
+        """The input tensors by name, the request's parameters, and its time limit in microseconds (0: none)."""
+        found = ((name, self._pb_utils.get_input_tensor_by_name(self._request, name)) for name in INPUTS)
+        tensors = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
+        return tensors, json.loads(self._request.parameters() or "{}"), self._request.timeout()
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
         """A round trip to the server process: never on the engine's thread."""

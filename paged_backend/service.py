@@ -6,12 +6,10 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -32,8 +30,6 @@ from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 
 log = logging.getLogger("paged_llm")
-
-Received = tuple[Mapping[str, np.ndarray], Mapping[str, Any], int]  # tensors, parameters, time limit in microseconds
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,8 +102,11 @@ def _warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) ->
 class Service:
     """One model instance. `submit` never raises: whatever is wrong with a request goes back to its client."""
 
-    def __init__(self, config: EngineConfig, metrics: Metrics):
+    def __init__(self, config: EngineConfig, pb_utils: Any, labels: dict[str, str]):
+        """`pb_utils` is the module that the server gives its Python models, `labels` go on every metric."""
+        self._pb_utils = pb_utils
         self._assembly = assemble(config)
+        metrics = Metrics(pb_utils, labels)
         self._tokenizer = self._assembly.loaded.tokenizer
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
@@ -128,13 +127,14 @@ class Service:
         self._engine.stop()
         self._responder.stop()
 
-    def submit(self, channel: Channel, read: Callable[[], Received]) -> None:
-        """Read, tokenize, check and queue one request."""
+    def submit(self, pb_request: Any) -> None:
+        """Read, tokenize, check and queue one request of the server's."""
         arrived = time.monotonic()
+        channel = Channel(self._pb_utils, pb_request)
         try:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
-            call = wire.read(*read())
+            call = wire.read(*channel.received())
             request = self._admit(call)
             self._responder.open(Stream(request, call, channel, self._detokenizer(request), arrived))
             self._engine.submit(request)

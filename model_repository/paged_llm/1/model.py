@@ -1,6 +1,5 @@
 """The model that Triton's Python backend loads: read, submit, return. Everything else is in paged_backend/."""
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -11,12 +10,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 if (_ROOT / "paged_backend").is_dir():  # a checkout serves as it stands; elsewhere the package is installed
     sys.path.insert(0, str(_ROOT))
 
-from paged_backend.channel import Channel  # noqa: E402
 from paged_backend.config import ConfigError, EngineConfig  # noqa: E402
-from paged_backend.metrics import Metrics  # noqa: E402
-from paged_backend.service import Service  # noqa: E402
-from paged_backend.attention import UnsupportedModel  # noqa: E402
-from paged_backend.wire import INPUTS  # noqa: E402
 
 
 class TritonPythonModel:
@@ -27,14 +21,17 @@ class TritonPythonModel:
         labels = {"model": args["model_name"], "version": args["model_version"]}
         try:
             config = EngineConfig.from_file(version / "model.json")
-            self.service = Service(config, Metrics(pb_utils, labels))
-        except (ConfigError, UnsupportedModel) as error:
+            # Only now: the server also starts this file to read its configuration, and that should not load torch.
+            from paged_backend.service import Service
+
+            self.service = Service(config, pb_utils, labels)
+        except ConfigError as error:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from None
 
     def execute(self, requests):
         """Queue each request and return; answers go out through its response sender, from another thread."""
         for request in requests:
-            self.service.submit(Channel(pb_utils, request), lambda request=request: _read(request))
+            self.service.submit(request)
         return None
 
     def is_ready(self):
@@ -42,10 +39,3 @@ class TritonPythonModel:
 
     def finalize(self):
         self.service.stop()
-
-
-def _read(request):
-    """The request's input tensors, parameters and time limit in microseconds."""
-    found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in INPUTS)
-    tensors = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
-    return tensors, json.loads(request.parameters() or "{}"), request.timeout()

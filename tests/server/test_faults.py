@@ -1,0 +1,172 @@
+"""What clients do wrong, and when they leave: a clear error or a quiet end, and nothing lost for anybody else."""
+
+import json
+import socket
+
+import pytest
+
+from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, until
+
+LONG = "word " * 8000  # 8,000 tokens: many steps of prefill, and most of the pool
+
+
+def cancelled(server):
+    return metrics(server)["paged_requests_finished_total{cancelled}"]
+
+
+def send(stream, text, max_tokens=64):
+    stream.send(
+        text_input=text, stream=True, sampling_parameters={"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    )
+
+
+def test_cancel_while_decoding(server):
+    before = cancelled(server)
+    with raw_stream(server) as stream:
+        send(stream, "Once upon a time", 4000)
+        assert stream.next().text
+        stream.cancel()
+    until(lambda: cancelled(server) == before + 1, "the cancellation")
+    idle(server)
+
+
+def test_cancel_while_prefilling_and_while_queued(server):
+    """The second prompt does not fit beside the first, so it waits; it is called off first."""
+    before = cancelled(server)
+    with raw_stream(server) as first, raw_stream(server) as second:
+        send(first, LONG)
+        until(lambda: metrics(server)["paged_requests{running}"] == 1, "the first prompt in prefill")
+        send(second, LONG)
+        until(lambda: metrics(server)["paged_requests{waiting}"] == 1, "the second prompt in the queue")
+        second.cancel()
+        until(lambda: metrics(server)["paged_requests{waiting}"] == 0, "an empty queue")
+        assert cancelled(server) == before + 1
+        assert metrics(server)["paged_requests{running}"] == 1
+        assert first.responses.empty()  # still before its first token
+        first.cancel()
+    until(lambda: cancelled(server) == before + 2, "both cancellations")
+    idle(server)
+
+
+def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
+    before = cancelled(server)
+    body = json.dumps({"text_input": "Once upon a time", "stream": True, "max_tokens": 4000, "ignore_eos": True}).encode()
+    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("localhost", server.http_port)) as connection:
+        connection.sendall(head.encode() + body)
+        assert b"200" in connection.recv(4096)
+    until(lambda: cancelled(server) == before + 1, "the cancellation")
+    idle(server)
+
+
+def test_a_cancelled_stream_changes_nothing_for_the_others(server):
+    body = {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 24}
+    expected = json.loads(post(server, body | {"exclude_input_in_output": True})[1])["text_output"]
+    with raw_streams(server, 3) as streams:
+        for stream in streams:
+            send(stream, body["text_input"], 24)
+        streams[1].next()
+        streams[1].cancel()
+        for stream in (streams[0], streams[2]):
+            assert "".join(part.text for part in stream.all()) == expected
+    idle(server)
+
+
+def test_a_time_limit_ends_a_request_with_what_it_has(server):
+    body = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "timeout": 1_500_000}
+    status, text = post(server, body | {"return_finish_reason": True})
+    assert status == 200
+    assert json.loads(text)["finish_reason"] == "timeout"
+    assert len(json.loads(text)["text_output"]) > len(body["text_input"])
+    idle(server)
+
+
+BAD = [
+    ({"text_input": ""}, "text_input: the prompt is empty"),
+    ({}, "text_input, messages: neither is given"),
+    ({"text_input": "x " * 9000}, "prompt_tokens="),
+    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 0}'}, "max_tokens=0: must be 1..8192"),
+    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 99999999999}'}, "max_tokens=99999999999: must be 1..8192"),
+    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 8192}'}, "max_tokens=8192: must be 1..81"),
+    ({"text_input": "x", "sampling_parameters": '{"max_tokens"'}, "sampling_parameters: not valid JSON"),
+    ({"text_input": "x", "sampling_parameters": "[]"}, "sampling_parameters: must be a JSON object"),
+    ({"text_input": "x", "sampling_parameters": '{"frobnicate": 1}'}, "frobnicate=1: unknown sampling parameter"),
+    ({"text_input": "x", "sampling_parameters": '{"temperature": "hot"}'}, "temperature="),
+    ({"text_input": "x", "sampling_parameters": '{"temperature": NaN}'}, "temperature="),
+    ({"text_input": "x", "sampling_parameters": '{"top_p": Infinity}'}, "top_p="),
+    ({"text_input": "x", "sampling_parameters": '{"n": 1000000}'}, "n=1000000: not supported yet"),
+    ({"text_input": "x", "sampling_parameters": '{"logprobs": 5}'}, "logprobs=5: not supported yet"),
+    ({"text_input": "x", "sampling_parameters": '{"stop_token_ids": [-1]}'}, "stop_token_ids=-1: must be 0..49151"),
+    ({"text_input": "x", "return_logprobs": True}, "return_logprobs=true: not supported yet"),
+    ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "exclude_input_in_output=false"),
+    ({"messages": "{}"}, "messages: must be a JSON list"),
+    ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "reason"), BAD)
+def test_bad_input_over_http(server, inputs, reason):
+    status, text = post(server, inputs)
+    assert status == 400
+    assert json.loads(text)["error"].startswith(f"INVALID_ARGUMENT: {reason}")
+
+
+def test_bad_input_over_grpc_with_the_matching_status(server):
+    """The same table on streams that ask for strict status codes; a good request still gets its answer after."""
+    for inputs, reason in BAD:
+        with raw_stream(server, strict=True) as stream:
+            stream.send(**inputs)
+            error = stream.next().error
+            assert error.message().startswith(f"INVALID_ARGUMENT: {reason}"), inputs
+            assert error.status() == "StatusCode.INVALID_ARGUMENT"
+    with raw_stream(server) as stream:
+        for inputs, reason in BAD:  # without strict codes one stream carries all, and lives on
+            stream.send(**inputs)
+            assert stream.next().error.message().startswith(f"INVALID_ARGUMENT: {reason}"), inputs
+        send(stream, "still here", 2)
+        assert stream.all()[-1].final
+    idle(server)
+
+
+def test_raw_bytes_that_are_not_utf8(server):
+    with raw_stream(server) as stream:
+        stream.send(text_input=b"ab\xff")
+        assert "INVALID_ARGUMENT: text_input: byte 2 is not valid UTF-8" in stream.next().error.message()
+
+
+def test_unknown_parameters_of_generate_are_refused_by_name(server):
+    status, text = post(server, {"text_input": "x", "temprature": 0.5})
+    assert status == 400
+    assert json.loads(text)["error"].startswith("INVALID_ARGUMENT: temprature=0.5: unknown parameter")
+
+
+def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
+    """24 blocks of 4 tokens, and a model that would take 256."""
+    status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
+    assert status == 400
+    assert "max_tokens=38: prompt and output need 97 slots of the key/value pool, which has 96" in json.loads(text)["error"]
+    assert post(tiny_server, {"text_input": "x" * 60, "max_tokens": 37})[0] == 200
+    idle(tiny_server)
+
+
+def test_a_model_without_a_chat_template_says_so(tiny_server):
+    status, text = post(tiny_server, {"messages": '[{"role": "user", "content": "hi"}]'})
+    assert status == 400
+    assert "messages: this model has no chat template" in json.loads(text)["error"]
+
+
+def test_a_pool_that_runs_dry_loses_no_token(tiny_server):
+    """12 requests of up to 24 blocks in a pool of 24: they wait, are pushed out, and come back."""
+    bodies = [{"text_input": chr(65 + i) * 20, "sampling_parameters": {"temperature": 0, "max_tokens": 60, "ignore_eos": True}} for i in range(12)]
+    alone = []
+    for body in bodies:
+        with raw_stream(tiny_server) as stream:
+            stream.send(stream=True, **body)
+            alone.append("".join(part.text for part in stream.all()))
+    before = metrics(tiny_server)["paged_preemptions_total"]
+    with raw_streams(tiny_server, len(bodies)) as streams:
+        for stream, body in zip(streams, bodies, strict=True):
+            stream.send(stream=True, **body)
+        assert ["".join(part.text for part in stream.all()) for stream in streams] == alone
+    assert metrics(tiny_server)["paged_preemptions_total"] > before
+    idle(tiny_server)

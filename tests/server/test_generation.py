@@ -1,0 +1,154 @@
+"""A real model streams through a real Triton server: the right tokens, in whole characters, with one FINAL."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams
+
+GREEDY = {"temperature": 0}
+COUNTED = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="module")
+def alone(demo_model, tokenizer):
+    """prompt ids -> the ids that transformers' `generate` adds to them, greedily, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+
+    def generate(ids, max_tokens):
+        out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
+        return out[0, len(ids) :].tolist()
+
+    return generate
+
+
+def test_32_concurrent_streams_return_what_32_lone_generate_calls_return(server, tokenizer, alone):
+    """Different prompts, different lengths, all at once; afterwards every block is free."""
+    words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
+    rnd = random.Random(4)
+    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 120))) for _ in range(32)]
+    lengths = [rnd.randint(4, 32) for _ in prompts]
+    with raw_streams(server, len(prompts)) as streams:
+        for stream, prompt, length in zip(streams, prompts, lengths, strict=True):
+            sampling = GREEDY | {"max_tokens": length}
+            stream.send(text_input=prompt, stream=True, sampling_parameters=sampling, **COUNTED)
+        answers = [stream.all() for stream in streams]
+    for prompt, length, answer in zip(prompts, lengths, answers, strict=True):
+        ids = tokenizer.encode(prompt)
+        expected = alone(ids, length)
+        assert "".join(part.text for part in answer) == tokenizer.decode(expected, skip_special_tokens=True)
+        assert sum(part.outputs["num_output_tokens"][0] for part in answer) == len(expected)
+        assert answer[-1].outputs["num_input_tokens"] == [len(ids)]
+    idle(server)
+
+
+def test_final_comes_exactly_once_and_on_the_last_data(server):
+    with raw_stream(server) as stream:
+        stream.send(text_input="One, two,", stream=True, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
+        stream.send(text_input="One, two,", stream=False, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
+        answers = [stream.next()]
+        while sum(answer.final for answer in answers) < 2:
+            answers.append(stream.next())
+        stream.client.stop_stream()  # returns once the server has closed the stream: nothing comes after
+        assert stream.responses.empty()
+    finals = [answer for answer in answers if answer.final]
+    assert [answer.outputs["finish_reason"] for answer in finals] == [[b"length"], [b"length"]]
+    others = [answer for answer in answers if not answer.final]
+    assert all(answer.outputs["finish_reason"] == [b"None"] for answer in others)
+    assert "One, two," + "".join(answer.text for answer in answers if answer is not finals[1]) == finals[1].text
+
+
+def test_generate_over_http_prepends_the_prompt_unless_told_not_to(server):
+    body = {"text_input": "The capital of France is", "parameters": GREEDY | {"max_tokens": 3}}
+    status, text = post(server, body)
+    assert status == 200
+    assert json.loads(text)["text_output"].startswith("The capital of France is Paris")
+    status, text = post(server, body | {"exclude_input_in_output": True})
+    assert json.loads(text)["text_output"].startswith(" Paris")
+
+
+def test_generate_stream_over_http_sends_events_of_deltas(server):
+    body = {"text_input": "The capital of France is", "stream": True, "temperature": 0, "max_tokens": 6}
+    status, text = post(server, body, "generate_stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert status == 200
+    assert len(events) > 1
+    assert "".join(event["text_output"] for event in events).startswith(" Paris")
+
+
+def test_a_conversation_goes_through_the_chat_template(server, tokenizer, alone):
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    template = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(template, add_special_tokens=False)
+    expected = alone(ids, 24)
+    with raw_stream(server) as stream:
+        stream.send(messages=messages, stream=True, sampling_parameters=GREEDY | {"max_tokens": 24}, **COUNTED)
+        answer = stream.all()
+    assert "".join(part.text for part in answer) == tokenizer.decode(expected, skip_special_tokens=True)
+    assert "Paris" in "".join(part.text for part in answer)
+    assert answer[-1].outputs["finish_reason"] == [b"stop"]
+    assert answer[-1].outputs["num_input_tokens"] == [len(ids)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_over_token_boundaries(server, include):
+    prompt = "The capital of France is"
+    whole = json.loads(post(server, {"text_input": prompt, "temperature": 0, "max_tokens": 16})[1])["text_output"]
+    whole = whole.removeprefix(prompt)
+    stop = whole[2:9]  # begins and ends inside words, so inside tokens
+    sampling = GREEDY | {"max_tokens": 16, "stop": [stop], "include_stop_str_in_output": include}
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, stream=True, sampling_parameters=sampling, **COUNTED)
+        answer = stream.all()
+    end = whole.index(stop) + (len(stop) if include else 0)
+    assert "".join(part.text for part in answer) == whole[:end]
+    assert answer[-1].outputs["finish_reason"] == [b"stop"]
+    idle(server)
+
+
+def test_streamed_text_is_never_cut_inside_a_character(server):
+    """Sampled hot and penalised, so that bytes of rare characters come out in tokens of their own."""
+    sampling = {"temperature": 1.5, "seed": 3, "max_tokens": 48, "ignore_eos": True, "repetition_penalty": 1.2}
+    prompt = "翻译成日语和阿拉伯语，并加上表情符号：你好，世界 🌍🚀🧬"
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, stream=True, sampling_parameters=sampling)
+        streamed = "".join(part.text for part in stream.all())
+    body = {"text_input": prompt, "exclude_input_in_output": True, "sampling_parameters": json.dumps(sampling)}
+    assert json.loads(post(server, body)[1])["text_output"] == streamed
+    assert any(ord(char) > 127 for char in streamed)
+
+
+def test_a_seed_repeats_its_output_in_any_company(server):
+    request = {"text_input": "Once upon a time", "temperature": 1.0, "top_p": 0.95, "max_tokens": 12}
+    first = post(server, request | {"seed": 7})[1]
+    with raw_streams(server, 6) as streams:
+        for stream in streams:
+            stream.send(text_input="Meanwhile, in the hills", stream=True, sampling_parameters={"max_tokens": 24})
+        assert post(server, request | {"seed": 7})[1] == first
+        for stream in streams:
+            stream.all()
+    assert post(server, request | {"seed": 8})[1] != first
+
+
+def test_metrics_count_what_happened(server):
+    idle(server)
+    before = metrics(server)
+    post(server, {"text_input": "One two three", "temperature": 0, "max_tokens": 5, "ignore_eos": True})
+    idle(server)
+    after = metrics(server)
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["paged_requests_finished_total{length}"] == 1
+    assert grown["paged_generation_tokens_total"] == 5
+    assert grown["paged_prompt_tokens_total"] == 3
+    for name in ("time_to_first_token", "time_per_output_token", "request_latency"):
+        assert grown[f"paged_{name}_seconds_count"] == 1
+        assert grown[f"paged_{name}_seconds_sum"] > 0
+    assert after["paged_kv_blocks{total}"] == 640

@@ -1,0 +1,97 @@
+"""How the server starts and stops: plain tritonserver on the repository as it stands, and loads that must fail."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_backend.server_files import find_server
+from paged_backend.tritonserver import ServerError, TritonServer, choose_ports, server_environment
+from tests.server.conftest import idle, post, raw_stream
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_plain_tritonserver_serves_the_repository_as_it_stands(demo_model):
+    """No wrapper and no variable of ours: what the environment holds is what the wheel's server itself needs."""
+    files = find_server()
+    ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
+    command = [files.binary, "--model-repository", "model_repository"]
+    command += [f"--{name}-port={port}" for name, port in ports.items()]
+    command += [f"--backend-directory={files.backend_directory}"] if files.backend_directory else []
+    needed = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+    environment = {name: value for name, value in server_environment(files).items() if name in needed}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if Path(part) != ROOT
+    )
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        for line in process.stdout:
+            if "Started Metrics Service" in line:
+                break
+        server = Address(ports)
+        status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
+        assert status == 200
+        assert "Paris" in json.loads(text)["text_output"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+class Address:
+    def __init__(self, ports):
+        self.http_url = f"localhost:{ports['http']}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_num_seq": 4}, "max_num_seq: unknown engine option; did you mean max_num_seqs?"),
+        ({"block_size": 24}, "block_size=24: must be one of"),
+        ({"max_model_len": 100_000}, "max_model_len=100000: must be at most 256"),
+        ({"load_format": "pickle"}, 'load_format="pickle": must be'),
+    ],
+)
+def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
+    server = TritonServer(tiny[0], options)
+    try:
+        server.start()
+        with pytest.raises(ServerError) as caught:
+            server.wait_ready()
+    finally:
+        server.stop()
+    assert reason in str(caught.value)
+
+
+def test_a_stopped_server_leaves_nothing_behind(tiny):
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True)
+        stream.all()
+        idle(server)
+        pid = server.pid
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(server.shm_prefix)]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_streams_that_are_open_at_sigterm_still_end(tiny):
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 200, "ignore_eos": True})
+        assert not stream.next().error
+        server.terminate()
+        assert stream.all()[-1].final
+        assert server.wait(60) == 0
+
+
+@pytest.mark.skipif(shutil.which("tritonserver") is not None, reason="an installed server brings its own stub")
+def test_the_stub_runs_this_interpreter(tiny_server):
+    stubs = subprocess.run(["pgrep", "-f", tiny_server.shm_prefix], capture_output=True, text=True, check=True)
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in stubs.stdout.split()]
+    assert any(f"libpython{sys.version_info.major}.{sys.version_info.minor}" in text for text in maps)
