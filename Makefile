@@ -44,6 +44,7 @@ nightly: setup demo-model
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 demo-model: setup

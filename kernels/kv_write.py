@@ -73,9 +73,7 @@ def kv_write(
     kv_write_kernel[grid](**arguments)
 
 
-def kv_write_reference(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
-) -> None:
+def kv_write_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """What `kv_write` means, one token at a time; for tests, not for speed."""
     check_kv_write(key, value, key_cache, value_cache, slots)
     block_size = key_cache.shape[2]

@@ -1,8 +1,8 @@
 """Which block belongs to whom. Integers only: no tensor is in sight here.
 
-    pool   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer
-    free    [5, 2, 7, 0]                          a stack: the block freed last is warm in the cache, and goes first
-    owned   {1, 3, 4, 6}                          each in exactly one sequence's block table
+pool   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer
+free    [5, 2, 7, 0]                          a stack: the block freed last is warm in the cache, and goes first
+owned   {1, 3, 4, 6}                          each in exactly one sequence's block table
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -21,6 +22,9 @@ DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/model
 
 
 class ConfigError(ValueError):
@@ -71,11 +75,11 @@ def option(check: Check, help: str, default: Any = MISSING, *, optional: bool = 
 class EngineConfig:
     """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
 
-    model: str = option(_text, "Hugging Face model directory; a relative path starts at the repository's root")
+    model: str = option(_text, "Hugging Face directory, relative to the repository's root, or a name on the hub")
     tokenizer: str | None = option(_text, "tokenizer directory, if not the model's", None, optional=True)
     trust_remote_code: bool = option(_flag, "run Python code found in the model directory", False)
     load_format: str = option(
-        _one_of("auto", "safetensors", "dummy"), '`dummy` fills the weights at random from `config.json` alone', "auto"
+        _one_of("auto", "safetensors", "dummy"), "`dummy` fills the weights at random from `config.json` alone", "auto"
     )
     dtype: str = option(
         _one_of(*DTYPES),
@@ -101,7 +105,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(
         _whole(1), "blocks in the pool, whatever memory there is", None, optional=True
     )
-    enable_prefix_caching: bool = option(_one_of(False), "sharing across requests is not built yet: only `false`", False)
+    enable_prefix_caching: bool = option(
+        _one_of(False), "sharing across requests is not built yet: only `false`", False
+    )
     kv_cache_dtype: str = option(_one_of("auto"), "keys and values are kept in `dtype`: only `auto`", "auto")
     swap_space: float = option(_one_of(0, 0.0), "GiB of host memory for preempted requests: not built yet, only `0`", 0)
 
@@ -146,9 +152,24 @@ class EngineConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def directory(self, name: str, root: Path) -> Path:
-        """A model or tokenizer directory, with a relative path taken from `root`. Raises ConfigError."""
+        """The files of a model or tokenizer: a directory, a relative one taken from `root`, or else a repository of
+        the Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
         path = Path(name).expanduser()
         path = path if path.is_absolute() else root / path
-        if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
-            raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
-        return path
+        if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
+            return path
+        if not path.exists() and HUB_NAME.fullmatch(name):
+            return self._fetch(name)
+        raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
+
+    def _fetch(self, name: str) -> Path:
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.json", "*.model", "*.txt", "*.jinja"]
+        wanted += ["*.safetensors"] if self.load_format != "dummy" else []
+        wanted += ["*.py"] if self.trust_remote_code else []
+        try:
+            return Path(snapshot_download(name, allow_patterns=wanted))
+        except Exception as error:  # no network, no such name, no permission: each has an exception of its own
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error

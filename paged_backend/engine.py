@@ -33,7 +33,6 @@ class StepOutput:
     deltas: tuple[TokenDelta, ...]
     stats: SchedulerStats
     when: float  # time.monotonic() once the tokens were on the host
-    prefilled: int = 0  # tokens of prompts computed in this step
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,11 @@ class Engine:
     the engine's own and must not block."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, device: torch.device, emit: Callable[[StepOutput | EngineDied], None]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        device: torch.device,
+        emit: Callable[[StepOutput | EngineDied], None],
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -108,9 +111,8 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return
-        prefilled = sum(chunk.length for chunk in plan.chunks if chunk.start < chunk.sequence.num_prompt)
         deltas = self._execute(plan)
-        self._emit(StepOutput(tuple(deltas), self._scheduler.stats, time.monotonic(), prefilled))
+        self._emit(StepOutput(tuple(deltas), self._scheduler.stats, time.monotonic()))
 
     def _execute(self, plan: Plan) -> list[TokenDelta]:
         try:

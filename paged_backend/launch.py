@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,32 +14,7 @@ from pathlib import Path
 from paged_backend.server_files import ServerNotFoundError
 from paged_backend.tritonserver import MODEL_NAME, ServerError, TritonServer
 
-__all__ = ["TritonServer", "parse_options", "serve"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def parse_options(items: Sequence[str]) -> dict[str, object]:
-    """Engine options from "key=value" texts: a value is JSON where it is valid JSON, else a string.
-
-    Raises ValueError for a text without "=" or a key that is given twice.
-    """
-    options: dict[str, object] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not (key and equals):
-            raise ValueError(f"option {item!r}: must be key=value")
-        if key in options:
-            raise ValueError(f"option {key}: given twice")
-        options[key] = _parse_value(value)
-    return options
-
-
-def _parse_value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def serve(
@@ -84,7 +60,7 @@ def _run(server: TritonServer, console: "Console") -> int:
             server.start()
             server.wait_ready(progress=console.loading)
             console.ready(ready_message(server))
-            code = server.wait()
+            code = _wait(server, stopping)
         except ServerError:
             if not stopping.is_set():
                 raise
@@ -96,6 +72,14 @@ def _run(server: TritonServer, console: "Console") -> int:
         return 0
     console.say(f"error: tritonserver ended with code {code}; its last lines:\n{server.log_tail()}")
     return code if code > 0 else 1
+
+
+def _wait(server: TritonServer, stopping: threading.Event) -> int:
+    """Wait until the server ends by itself (its exit code) or is asked to (0)."""
+    while not stopping.is_set():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return server.wait(0.2)
+    return 0
 
 
 @contextlib.contextmanager
@@ -121,13 +105,13 @@ def _signals_forwarded(server: TritonServer, console: "Console", stopping: threa
 def ready_message(server: TritonServer) -> str:
     """Where the server is, and what to try."""
     ports = "" if server.grpc_port == 8001 else f" --url {server.grpc_url}"
-    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16})
+    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
     return "\n".join(
         [
             f"Ready.  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics",
             "Try:",
             f"  curl -N {server.http_url}/v2/models/{MODEL_NAME}/generate_stream -d '{body}'",
-            f"  {_paged()} generate 'The capital of France is'{ports}",
+            f"  {_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
             "Ctrl-C stops the server.",
         ]
     )

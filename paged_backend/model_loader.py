@@ -65,7 +65,11 @@ def pick_device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError('device="cuda": no usable GPU; use "auto" or "cpu"')
-    return torch.device("cuda", torch.cuda.current_device()) if config.device != "cpu" and available else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if config.device != "cpu" and available
+        else torch.device("cpu")
+    )
 
 
 def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
@@ -103,7 +107,10 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
     """Raises ConfigError for a length that the model's positions do not reach."""
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some models have one per layer type
+    for one in (
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ):  # some models have one per layer type
         if one.get("rope_type") in ("longrope", "dynamic"):
             # These change the angles of every position once one sequence grows past the original length.
             limit = one.get("original_max_position_embeddings") or limit

@@ -53,7 +53,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
 
-_REFUSED = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
+_REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "n": (1,),
     "best_of": (1, None),
     "logprobs": (None,),

@@ -132,9 +132,7 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """A step that could not run ends the requests in it, and no other."""
         error = RequestError(ErrorCode.INTERNAL, message)
-        return [
-            TokenDelta(chunk.sequence.key, error=error) for chunk in plan.chunks if self.abort(chunk.sequence.key)
-        ]
+        return [TokenDelta(chunk.sequence.key, error=error) for chunk in plan.chunks if self.abort(chunk.sequence.key)]
 
     def check(self) -> None:
         """Assert every invariant of scheduler and pool; for tests and idle moments."""

@@ -40,6 +40,10 @@ class ServerLog:
     def tail(self, lines: int = 20) -> str:
         return "".join(self._lines[-lines:]).rstrip()
 
+    def shows_requests_ended(self) -> bool:
+        """Whether the server was asked to stop and has answered all that was open."""
+        return any("All models are stopped" in line for line in self._lines[-100:])
+
     def failure(self, code: int) -> str:
         """Why a server ended before it was ready: the model's own words, or else the log's last lines."""
         if reason := load_failure(self.text()):
@@ -54,6 +58,6 @@ def load_failure(log: str) -> str | None:
     entry = re.search(r"failed to load '[^']+' version \d+: (.*)", log)
     if entry is None:
         return None
-    # Newer servers put a message on one line, in quotes, with its line ends escaped.
-    reason = entry.group(1).replace("\\n", "\n").strip().removesuffix('"')
+    # Newer servers put a message on one line, in quotes, with its own quotes and line ends escaped.
+    reason = entry.group(1).strip().removesuffix('"').replace("\\n", "\n").replace('\\"', '"')
     return reason.removeprefix("Internal: ").split("\n\nAt:")[0].strip()

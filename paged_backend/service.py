@@ -74,9 +74,7 @@ def assemble(config: EngineConfig) -> Assembly:
         len(spec.layers),
         blocks.num_blocks,
         blocks.block_size,
-        blocks.num_blocks
-        * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.dtype)
-        / kv_cache.GIB,
+        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.dtype) / kv_cache.GIB,
     )
     return Assembly(loaded, limits, scheduler, Runner(loaded.model, kv), device)
 
@@ -159,7 +157,9 @@ class Service:
         try:
             text = self._tokenizer.apply_chat_template(call.messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # templates refuse, for example, two user turns in a row
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {error}") from error
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {error}"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _detokenizer(self, request: GenerateRequest) -> Detokenizer:

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -19,11 +18,13 @@ from pathlib import Path
 from types import TracebackType
 
 from paged_backend import demo_model
+from paged_backend.config import HUB_NAME
 from paged_backend.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_backend.server_log import ServerLog
 
 MODEL_NAME = "paged_llm"
 LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang
+UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to unload its model in
 EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own default
 
 # PR_SET_PDEATHSIG (prctl 1): the server gets SIGTERM when the launcher dies of anything, SIGKILL included.
@@ -46,7 +47,7 @@ class TritonServer:
     thread that outlives the server, because Linux ties the server's life to that thread.
 
     Args:
-        model: a Hugging Face directory, or "demo" for the demo model, which is prepared if it is missing.
+        model: a Hugging Face directory, a name on the hub, or "demo" for the demo model, prepared if it is missing.
         options: engine options, laid over those of the repository's model.json.
         http_port, grpc_port, metrics_port: 0 takes a free one; the attributes hold the real ones.
         server_args: more flags for tritonserver.
@@ -153,9 +154,7 @@ class TritonServer:
             command.append(f"--backend-directory={self._files.backend_directory}")
         return command + self._server_args
 
-    def wait_ready(
-        self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None
-    ) -> None:
+    def wait_ready(self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None) -> None:
         """Wait until the server and its model are ready, for `timeout` seconds at most.
 
         `progress` is called with the seconds waited, about ten times a second. Raises ServerError with the
@@ -210,12 +209,22 @@ class TritonServer:
         if self._process is None:
             return None
         self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
+        self._wait_for_the_end(timeout)
         self.kill()
         code = self.wait()
         self._clean()
         return code
+
+    def _wait_for_the_end(self, timeout: float) -> None:
+        """Wait until the server has ended or has nothing left to do: it never ends by itself while a client keeps
+        an idle gRPC stream open."""
+        assert self._process is not None
+        deadline = time.monotonic() + timeout
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+            if self._log.shows_requests_ended():
+                deadline = min(deadline, time.monotonic() + UNLOAD_TIMEOUT)
 
     def _clean(self) -> None:
         for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
@@ -253,10 +262,11 @@ def resolve_model(model: str | Path) -> str:
         return str(demo_model.prepare())
     if Path(model).is_dir():
         return str(Path(model).absolute())
-    # A name in the form owner/model is the hub's; the engine loads it where the hub can be reached.
-    if isinstance(model, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
+    if isinstance(model, str) and HUB_NAME.fullmatch(model):
         return model
-    raise ValueError(f"model={str(model)!r}: must be 'demo' or a directory that exists")
+    raise ValueError(
+        f"model={str(model)!r}: must be 'demo', a directory that exists or a name on the hub (owner/model)"
+    )
 
 
 def write_repository(source: Path, target: Path, options: Mapping[str, object]) -> None:

@@ -4,10 +4,10 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+import pytest
+from transformers import LlamaConfig
 
-from tests.in_process import save_tiny  # noqa: E402
+from tests.in_process import save_tiny
 
 
 @pytest.fixture(scope="session")

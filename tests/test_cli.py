@@ -101,9 +101,7 @@ class TestServe:
 
 
 def test_values_are_json_where_they_parse_as_json():
-    pairs = cli.parse_pairs(
-        "-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"]
-    )
+    pairs = cli.parse_pairs("-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"])
     assert pairs == {
         "a": 1,
         "b": 1.5,
@@ -267,9 +265,7 @@ class TestChat:
         ]
 
     def test_a_failed_turn_leaves_no_trace(self, fake, monkeypatch, capsys):
-        sent = self.converse(
-            fake, monkeypatch, ["one", "two"], "-p", "say=[]", "-p", "fail=UNAVAILABLE: full"
-        )
+        sent = self.converse(fake, monkeypatch, ["one", "two"], "-p", "say=[]", "-p", "fail=UNAVAILABLE: full")
         assert [[message["content"] for message in messages] for messages in sent] == [["one"], ["two"]]
         assert capsys.readouterr().err == "paged: UNAVAILABLE: full\n" * 2
 

@@ -40,7 +40,9 @@ def test_any_text_comes_through_whole_and_never_cut_inside_a_character(text):
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+@given(
+    st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
+)
 def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
     """The reference looks at the text after every character, as a reader of the stream would."""
     expected, stopped = text, False

@@ -30,9 +30,7 @@ def test_block_sizes(tiny, prompts, alone, block_size):
 
 @pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (1, 64), (3, 3), (8, 9), (8, 512)])
 def test_batch_and_chunk_sizes(tiny, prompts, alone, seqs, tokens):
-    assembly = tiny_assembly(
-        tiny[0], max_num_seqs=seqs, max_num_batched_tokens=tokens, num_gpu_blocks_override=128
-    )
+    assembly = tiny_assembly(tiny[0], max_num_seqs=seqs, max_num_batched_tokens=tokens, num_gpu_blocks_override=128)
     with running(assembly) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
         assert max(step.stats.running for step in engine.history) <= seqs
@@ -91,9 +89,7 @@ def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
 def test_min_tokens_keeps_going(tiny, prompts, alone):
     end = alone[3][0]
     with running(tiny_assembly(tiny[0])) as engine:
-        (output,) = engine.wait(
-            engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end])
-        )
+        (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end]))
         assert len(output.tokens) >= 6
         assert end not in output.tokens[:6]
 

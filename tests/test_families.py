@@ -26,9 +26,7 @@ FAMILIES = {
     "llama_mha_odd_head": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 4, "head_dim": 40}),
     "llama_mqa": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 1}),
     "qwen2": lambda: hf.Qwen2Config(**COMMON),
-    "qwen2_window": lambda: hf.Qwen2Config(
-        **COMMON, use_sliding_window=True, sliding_window=7, max_window_layers=1
-    ),
+    "qwen2_window": lambda: hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=32),
     "mistral_window": lambda: hf.MistralConfig(**COMMON, sliding_window=7),
     "gemma2": lambda: hf.Gemma2Config(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -10,9 +11,11 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 
-from paged_backend.launch import Console, parse_options
+from paged_backend.launch import Console
 from paged_backend.server_files import ServerNotFoundError, find_server, perf_analyzer
 from paged_backend.server_log import load_failure
 from paged_backend.tritonserver import (
@@ -84,9 +87,7 @@ def launch(repository, tmp_path):
 
     def start(model=tmp_path, **arguments):
         command = [sys.executable, "-c", script, str(repository), str(model), json.dumps(arguments)]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
 
@@ -123,22 +124,6 @@ def wait_until(condition) -> None:
     pause = threading.Event()
     while not condition():
         pause.wait(0.05)
-
-
-def test_option_values_are_json_or_else_text():
-    options = parse_options(["block_size=32", "dtype=float32", "flag=false", "note=a=b", 'list=[1, "x"]'])
-    assert options == {"block_size": 32, "dtype": "float32", "flag": False, "note": "a=b", "list": [1, "x"]}
-
-
-@pytest.mark.parametrize(("items", "named"), [(["block_size"], "block_size"), (["=1"], "=1")])
-def test_an_option_that_is_none_is_named(items, named):
-    with pytest.raises(ValueError, match=named):
-        parse_options(items)
-
-
-def test_an_option_given_twice_is_refused():
-    with pytest.raises(ValueError, match="seed: given twice"):
-        parse_options(["seed=1", "seed=2"])
 
 
 def test_ports_in_use_are_all_named():
@@ -204,6 +189,12 @@ def test_the_repositorys_own_options_are_the_documented_defaults():
 )
 def test_the_models_own_reason_is_found_in_a_log(log):
     assert load_failure(log) == "ValueError: a\nb"
+
+
+def test_the_quotes_of_a_reason_stay_as_they_were():
+    assert (
+        load_failure('E1 x] "failed to load \'m\' version 1: dtype=\\"x\\": no\\n\\nAt:\\n  f\\n"\n') == 'dtype="x": no'
+    )
 
 
 def test_a_log_without_a_reason_gives_none():
@@ -285,6 +276,25 @@ def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
     assert f"--url localhost:{grpc}" in shown[3]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
+    assert process.returncode == 0
+    assert errors.endswith("Stopped.\n")
+
+
+@needs_server
+def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
+    """tritonserver itself would: it does not end while a client keeps its stream open."""
+    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
+    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics)
+    assert process.stdout.readline().startswith("Ready.")
+    answers = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"localhost:{grpc}") as stays:
+        stays.start_stream(lambda result, error: answers.put(error))
+        text = grpcclient.InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"x"], dtype=np.object_))
+        stays.async_stream_infer("paged_llm", [text])
+        assert answers.get() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
     assert process.returncode == 0
     assert errors.endswith("Stopped.\n")
 

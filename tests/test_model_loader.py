@@ -27,9 +27,14 @@ def save(config, directory):
         (hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4), "0 of 2 layers call"),
         (
             hf.GPTNeoConfig(
-                vocab_size=320, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-                window_size=4, max_position_embeddings=256,
-            ),  # fmt: skip
+                vocab_size=320,
+                hidden_size=64,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+                window_size=4,
+                max_position_embeddings=256,
+            ),
             "layers",
         ),
         (hf.StableLmConfig(**COMMON), "paged"),
@@ -49,7 +54,7 @@ def test_a_wrong_answer_through_the_pages_is_refused(tiny, monkeypatch):
 
     right = attention.paged_attention
     monkeypatch.setattr(attention, "paged_attention", lambda *a, scale, **k: right(*a, scale=scale * 1.5, **k))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM .* logits at position"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0])
 
 
@@ -140,7 +145,7 @@ def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_leng
 
 
 def test_every_end_of_sequence_that_the_files_name(tiny, tmp_path):
-    directory, model = tiny
+    _, model = tiny
     model.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)

@@ -82,12 +82,19 @@ def test_a_conversation():
 
 
 def test_the_tensor_wins_over_the_parameter():
-    call = read({"max_tokens": 3, "temperature": 0}, text_input=text("x"), sampling_parameters=text('{"max_tokens": 5}'))
+    call = read(
+        {"max_tokens": 3, "temperature": 0}, text_input=text("x"), sampling_parameters=text('{"max_tokens": 5}')
+    )
     assert call.sampling == {"max_tokens": 5, "temperature": 0}
 
 
 def test_headers_that_the_server_forwards_are_none_of_our_business():
-    parameters = {"x-tenant": "a", "traceparent": "00-1", "Authorization": "b", "triton_enable_empty_final_response": True}
+    parameters = {
+        "x-tenant": "a",
+        "traceparent": "00-1",
+        "Authorization": "b",
+        "triton_enable_empty_final_response": True,
+    }
     assert read(parameters, text_input=text("x")).sampling == {}
 
 
@@ -97,7 +104,8 @@ def test_a_time_limit_as_parameter_or_from_the_server(parameters):
 
 
 @pytest.mark.parametrize(
-    ("echo", "stream", "expected"), [(None, False, True), (True, False, False), (False, False, True), (True, True, False)]
+    ("echo", "stream", "expected"),
+    [(None, False, True), (True, False, False), (False, False, True), (True, True, False)],
 )
 def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expected):
     tensors = {} if echo is None else {"exclude_input_in_output": flag(echo)}
@@ -158,5 +166,7 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
         "num_output_tokens": [2],
     }
     assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
-    plain = wire.write(read(text_input=text("x")), text="", finish_reason=finish, num_input_tokens=3, num_output_tokens=2)
+    plain = wire.write(
+        read(text_input=text("x")), text="", finish_reason=finish, num_input_tokens=3, num_output_tokens=2
+    )
     assert list(plain) == ["text_output"]

@@ -86,9 +86,7 @@ def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
         yield group
 
 
-def _call(
-    spans: list[Span], paging: Paging, cache: Tensor, scratch: list[Tensor], window: int | None
-) -> Call:
+def _call(spans: list[Span], paging: Paging, cache: Tensor, scratch: list[Tensor], window: int | None) -> Call:
     _, num_kv_heads, block_size, head_dim = cache.shape
     width = max(span.num_blocks for span in spans)
     blocks = torch.zeros((len(spans), width), dtype=torch.int64)

@@ -79,9 +79,7 @@ class Inputs:
     values: list[Tensor] = field(default_factory=list)
 
 
-def _shuffled_tables(
-    context_lens: list[int], block_size: int, generator: torch.Generator
-) -> tuple[Tensor, int]:
+def _shuffled_tables(context_lens: list[int], block_size: int, generator: torch.Generator) -> tuple[Tensor, int]:
     """Block tables over a pool with a few spare blocks; entries past a context point at the first spare."""
     counts = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(counts) + 3

@@ -63,9 +63,7 @@ class RawStream:
     responses: queue.Queue[Response] = field(default_factory=queue.Queue)
 
     def send(self, request_id: str = "", **inputs: Any) -> None:
-        self.client.async_stream_infer(
-            MODEL, tensors(inputs), request_id=request_id, enable_empty_final_response=True
-        )
+        self.client.async_stream_infer(MODEL, tensors(inputs), request_id=request_id, enable_empty_final_response=True)
 
     def next(self) -> Response:
         return self.responses.get(timeout=WAIT)

@@ -77,9 +77,7 @@ def test_asyncio_streams_together_and_cancels(url, protocol, server):
     async def scenario():
         async with AsyncClient(url, protocol=protocol) as client:
             lost = asyncio.create_task(client.generate("Once", **LONG))
-            same = await asyncio.gather(
-                *(client.generate("The sea is", max_tokens=8, **GREEDY) for _ in range(4))
-            )
+            same = await asyncio.gather(*(client.generate("The sea is", max_tokens=8, **GREEDY) for _ in range(4)))
             lost.cancel()
             await asyncio.gather(lost, return_exceptions=True)
             assert lost.cancelled()

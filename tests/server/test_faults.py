@@ -16,7 +16,9 @@ def cancelled(server):
 
 def send(stream, text, max_tokens=64):
     stream.send(
-        text_input=text, stream=True, sampling_parameters={"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+        text_input=text,
+        stream=True,
+        sampling_parameters={"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
     )
 
 
@@ -50,7 +52,9 @@ def test_cancel_while_prefilling_and_while_queued(server):
 
 def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
     before = cancelled(server)
-    body = json.dumps({"text_input": "Once upon a time", "stream": True, "max_tokens": 4000, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"text_input": "Once upon a time", "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    ).encode()
     head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("localhost", server.http_port)) as connection:
         connection.sendall(head.encode() + body)
@@ -86,7 +90,10 @@ BAD = [
     ({}, "text_input, messages: neither is given"),
     ({"text_input": "x " * 9000}, "prompt_tokens="),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens": 0}'}, "max_tokens=0: must be 1..8192"),
-    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 99999999999}'}, "max_tokens=99999999999: must be 1..8192"),
+    (
+        {"text_input": "x", "sampling_parameters": '{"max_tokens": 99999999999}'},
+        "max_tokens=99999999999: must be 1..8192",
+    ),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens": 8192}'}, "max_tokens=8192: must be 1..81"),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens"'}, "sampling_parameters: not valid JSON"),
     ({"text_input": "x", "sampling_parameters": "[]"}, "sampling_parameters: must be a JSON object"),
@@ -144,7 +151,10 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
     """24 blocks of 4 tokens, and a model that would take 256."""
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
     assert status == 400
-    assert "max_tokens=38: prompt and output need 97 slots of the key/value pool, which has 96" in json.loads(text)["error"]
+    assert (
+        "max_tokens=38: prompt and output need 97 slots of the key/value pool, which has 96"
+        in json.loads(text)["error"]
+    )
     assert post(tiny_server, {"text_input": "x" * 60, "max_tokens": 37})[0] == 200
     idle(tiny_server)
 
@@ -157,7 +167,13 @@ def test_a_model_without_a_chat_template_says_so(tiny_server):
 
 def test_a_pool_that_runs_dry_loses_no_token(tiny_server):
     """12 requests of up to 24 blocks in a pool of 24: they wait, are pushed out, and come back."""
-    bodies = [{"text_input": chr(65 + i) * 20, "sampling_parameters": {"temperature": 0, "max_tokens": 60, "ignore_eos": True}} for i in range(12)]
+    bodies = [
+        {
+            "text_input": chr(65 + i) * 20,
+            "sampling_parameters": {"temperature": 0, "max_tokens": 60, "ignore_eos": True},
+        }
+        for i in range(12)
+    ]
     alone = []
     for body in bodies:
         with raw_stream(tiny_server) as stream:
