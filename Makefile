@@ -55,7 +55,7 @@ setup: $(STAMP)
 $(STAMP): | $(BIN)/python
 	@echo "Installing the packages into $(VENV): some minutes the first time"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,test]'
+	  -e '.[client,server,test,bench]'
 	@$(BIN)/python -m paged_backend.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 

@@ -1,0 +1,85 @@
+"""What every benchmark shares: alternating contestants, medians and ratios, one JSON and one picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured figure."""
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None  # what we aim at
+    limit: float | None = None  # what no implementation can pass
+    peers: Mapping[str, float] = field(default_factory=dict)  # the same figure of others, in the same run
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=f"paged bench {name}", description=description)
+    made.add_argument("--quick", action="store_true", help="a smaller workload, under a minute")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the records here, and a picture beside it")
+    return made
+
+
+def machine() -> str:
+    """The machine and the versions that a figure belongs to."""
+    import torch
+
+    if torch.cuda.is_available():
+        chip = torch.cuda.get_device_name()
+    else:
+        chip = f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return f"{chip}; {platform.system()} {platform.release()}; Python {platform.python_version()}, {packages}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run each contestant once a round, starting one later each time; its figures by name, one a round."""
+    names = list(contestants)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            print(f"round {turn + 1} of {rounds}: {name} ...", end=" ", file=sys.stderr, flush=True)
+            figures[name].append(contestants[name]())
+            print(f"{figures[name][-1]:.4g}", file=sys.stderr, flush=True)
+    return figures
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of figures taken in the same rounds."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
+    """Print the records, and write them to `file` with a picture of the same name beside it."""
+    print(machine())
+    for record in records:
+        peers = "".join(f"; {name} {value:.4g}" for name, value in record.peers.items())
+        print(f"{record.name}: {record.value:.4g} {record.unit}{peers}")
+    if file is not None:
+        file.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
+        draw(file.with_suffix(".png"), machine())
+        print(f"wrote {file} and {file.with_suffix('.png')}")
