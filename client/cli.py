@@ -42,12 +42,15 @@ def _complain(message: str, code: int) -> int:
 
 
 def split_rest(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Cut off what is not ours: tritonserver's flags after `serve … --`, all that follows `bench NAME`."""
+    """Cut off what is not ours: tritonserver's flags after `serve … --`, all that follows `bench NAME` and
+    `perf_analyzer`."""
     if argv[:1] == ["serve"] and "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]
     if argv[:1] == ["bench"]:
         return argv[:2], argv[2:]
+    if argv[:1] == ["perf_analyzer"]:
+        return argv[:1], argv[1:]
     return argv, []
 
 
@@ -58,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="complete a prompt on a running server"))
     _add_chat(commands.add_parser("chat", help="talk to a running server"))
     _add_bench(commands.add_parser("bench", help="run a benchmark"))
+    _add_perf_analyzer(commands.add_parser("perf_analyzer", help="run Triton's load generator, with its own flags"))
     return parser
 
 
@@ -88,6 +92,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paged bench [NAME [the benchmark's own arguments]]"
     parser.add_argument("name", nargs="?", help="which one; all are listed if absent")
     parser.set_defaults(run=bench)
+
+
+def _add_perf_analyzer(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=perf_analyzer)
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +195,17 @@ def _benchmarks() -> list[str]:
     spec = find_spec("paged_backend.bench")
     places = spec.submodule_search_locations if spec else None
     return sorted(info.name for info in pkgutil.iter_modules(places or []) if not info.name.startswith("_"))
+
+
+def perf_analyzer(args: argparse.Namespace) -> int:
+    """Become the perf_analyzer of tritonclient, where it finds its libraries."""
+    from paged_backend import server_files
+
+    found = server_files.perf_analyzer()
+    if found is None:
+        raise UsageError("cannot run here: it needs glibc 2.34 and tritonclient with its grpc extra")
+    binary, environment = found
+    os.execve(binary, [str(binary), *args.rest], environment)
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -17,6 +17,9 @@ from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
 
+LEAST = 1e-6  # what divides logits is no smaller: they stay finite in float32, and nothing else is told apart
+
+
 @dataclass(frozen=True, eq=False)
 class Penalties:
     """Rows with a penalty, and the tokens they have seen; padding points one past the vocabulary."""
@@ -95,7 +98,7 @@ def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
     params = [seq.request.sampling for _, seq in rows]
     return Draws(
         rows=torch.tensor([row for row, _ in rows], device=device),
-        temperature=_column([one.temperature for one in params], torch.float32, device),
+        temperature=_column([max(one.temperature, LEAST) for one in params], torch.float32, device),
         uniform=_column([uniform(seq.request.seed, seq.generated) for _, seq in rows], torch.float64, device),
         filters=_filters(params, device),
     )
@@ -161,7 +164,7 @@ def _penalties(sequences: Rows[Sequence], device: torch.device) -> Penalties | N
         rows=torch.tensor([row for row, _ in rows], device=device),
         seen=padded([seq.tokens for _, seq in rows]),
         generated=padded([seq.tokens[len(seq.request.prompt_token_ids) :] for _, seq in rows]),
-        repetition=_column([one.repetition_penalty for one in params], torch.float32, device),
+        repetition=_column([max(one.repetition_penalty, LEAST) for one in params], torch.float32, device),
         presence=_column([one.presence_penalty for one in params], torch.float32, device),
         frequency=_column([one.frequency_penalty for one in params], torch.float32, device),
     )

@@ -1,7 +1,7 @@
 """Engine options: what is taken, and how a refusal reads."""
 
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -107,4 +107,5 @@ def test_a_name_on_the_hub_is_found_in_its_cache_and_a_missing_one_is_named(tmp_
 def test_every_option_explains_itself_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     for spec in fields(EngineConfig):
-        assert f"| `{spec.name}` |" in readme
+        default = "" if spec.default in (MISSING, None) else f"`{json.dumps(spec.default)}`"
+        assert f"| `{spec.name}` | {default} | {spec.metadata['help']} |" in readme

@@ -46,6 +46,13 @@ def test_temperature_0_is_greedy(logits):
     assert draw(logits, [sequence(temperature=0)]) == [int(logits.argmax())]
 
 
+def test_the_smallest_numbers_that_are_not_0_stay_finite(logits):
+    """1e-45 is the least that float32 holds, 1e-300 is none of its."""
+    for least in (1e-45, 1e-300):
+        assert support(logits, temperature=least) == {logits.argmax().item()}
+        assert support(logits, repetition_penalty=least) <= {1, 2, 3}
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_top_k_draws_from_the_k_likeliest(logits, top_k):
     flat = logits / 20  # so flat that 400 draws meet every token that is kept
