@@ -16,7 +16,6 @@ from torch import Tensor
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
-
 LEAST = 1e-6  # what divides logits is no smaller: they stay finite in float32, and nothing else is told apart
 
 
