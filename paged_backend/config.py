@@ -150,26 +150,3 @@ class EngineConfig:
             return cls.from_options(options)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-
-    def directory(self, name: str, root: Path) -> Path:
-        """The files of a model or tokenizer: a directory, a relative one taken from `root`, or else a repository of
-        the Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
-        path = Path(name).expanduser()
-        path = path if path.is_absolute() else root / path
-        if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
-            return path
-        if not path.exists() and HUB_NAME.fullmatch(name):
-            return self._fetch(name)
-        raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
-
-    def _fetch(self, name: str) -> Path:
-        from huggingface_hub import snapshot_download
-
-        wanted = ["*.json", "*.model", "*.txt", "*.jinja"]
-        wanted += ["*.safetensors"] if self.load_format != "dummy" else []
-        wanted += ["*.py"] if self.trust_remote_code else []
-        try:
-            return Path(snapshot_download(name, allow_patterns=wanted))
-        except Exception as error:  # no network, no such name, no permission: each has an exception of its own
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error

@@ -86,6 +86,7 @@ def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.
 
 def _free_on_gpu(utilization: float, device: torch.device) -> int:
     """What remains of the allowed share now that weights and a full step's activations have had theirs."""
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     return max(0, int(total * utilization) - (total - free) - activations)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -30,7 +31,7 @@ from transformers import (
 
 from paged_backend.attention import ATTENTION, UnsupportedModel, paged_logits
 from paged_backend.batch import PackedBatch, pack
-from paged_backend.config import DTYPES, ConfigError, EngineConfig
+from paged_backend.config import DTYPES, HUB_NAME, ConfigError, EngineConfig
 from paged_backend.kv_cache import KVCache, LayerShape
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.scheduler import Chunk, Plan
@@ -65,18 +66,19 @@ def pick_device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError('device="cuda": no usable GPU; use "auto" or "cpu"')
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if config.device != "cpu" and available
-        else torch.device("cpu")
-    )
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """Raises ConfigError for a directory or option that cannot be used, UnsupportedModel for a model that fails
     the proof."""
-    directory = config.directory(config.model, root)
-    hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    directory = find(config.model, root, config)
+    try:
+        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # no JSON, an architecture that transformers does not know, values that contradict
+        raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error
     text_config = hf_config.get_text_config()
     dtype = pick_dtype(config.dtype, text_config.dtype, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
@@ -90,6 +92,29 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         eos_ids=_eos_ids(model, tokenizer),
     )
     return LoadedModel(model, tokenizer, spec)
+
+
+def find(name: str, root: Path, config: EngineConfig) -> Path:
+    """The files of a model or tokenizer: a directory, a relative one taken from `root`, or else a repository of the
+    Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
+    path = Path(name).expanduser()
+    path = path if path.is_absolute() else root / path
+    if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
+        return path
+    if not path.exists() and HUB_NAME.fullmatch(name):
+        return _fetch(name, config)
+    raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
+
+
+def _fetch(name: str, config: EngineConfig) -> Path:
+    wanted = ["*.json", "*.model", "*.txt", "*.jinja"]
+    wanted += ["*.safetensors"] if config.load_format != "dummy" else []
+    wanted += ["*.py"] if config.trust_remote_code else []
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # no network, no such name, no permission: each has an exception of its own
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error
 
 
 def pick_dtype(wanted: str, own: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -107,10 +132,8 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
     """Raises ConfigError for a length that the model's positions do not reach."""
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    for one in (
-        rope,
-        *(value for value in rope.values() if isinstance(value, dict)),
-    ):  # some models have one per layer type
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for one in (rope, *per_layer_type):
         if one.get("rope_type") in ("longrope", "dynamic"):
             # These change the angles of every position once one sequence grows past the original length.
             limit = one.get("original_max_position_embeddings") or limit
@@ -122,7 +145,7 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
 
 
 def _load_tokenizer(config: EngineConfig, root: Path, directory: Path) -> PreTrainedTokenizerBase:
-    place = config.directory(config.tokenizer, root) if config.tokenizer else directory
+    place = find(config.tokenizer, root, config) if config.tokenizer else directory
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer
@@ -140,14 +163,25 @@ def _load_weights(
             )
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model={json.dumps(config.model)}: no *.safetensors file in {directory}")
-    return AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=hf_config,
-        dtype=dtype,
-        attn_implementation="eager",
-        use_safetensors=True,
-        trust_remote_code=config.trust_remote_code,
-    )
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a truncated file, a missing shard, not a decoder
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {directory}: {reason}") from error
+    # What is missing or of another shape, transformers would fill at random.
+    if wrong := sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"]):
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise ConfigError(f"model={json.dumps(config.model)}: its files lack {shown}, in the shape of config.json")
+    return model
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -226,6 +226,11 @@ class GenerateRequest:
             room = limits.max_model_len - prompt
             raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
                           f" (max_model_len is {limits.max_model_len})")  # fmt: skip
+        if max(tokens) >= limits.vocab_size:  # the tokenizer knows tokens that the model has no embedding for
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
+            )
         stored = prompt + output - 1  # the last token's keys and values are never needed
         if stored > limits.pool_tokens:
             raise invalid("max_tokens", output, f"prompt and output need {stored} slots of the key/value pool,"

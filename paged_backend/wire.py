@@ -149,6 +149,8 @@ def _prompt(tensors: Mapping[str, np.ndarray]) -> tuple[str | None, list[dict[st
     if (prompt is None) == (messages is None):
         given = "neither is given" if prompt is None else "both are given"
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages: {given}; give exactly one")
+    if prompt == "":  # whatever a tokenizer would put before it
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one character")
     if messages is None:
         return prompt, None
     turns = _json("messages", messages)

@@ -80,30 +80,6 @@ def test_a_missing_file_is_named(tmp_path):
         EngineConfig.from_file(tmp_path / "nowhere.json")
 
 
-def test_a_relative_model_starts_at_the_repository_and_a_missing_one_is_named(tmp_path):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here/config.json").write_text("{}")
-    config = EngineConfig.from_options({"model": "here"})
-    assert config.directory(config.model, tmp_path) == tmp_path / "here"
-    with pytest.raises(ConfigError, match=r'model="gone": no config\.json in'):
-        config.directory("gone", tmp_path)
-
-
-def test_a_name_on_the_hub_is_found_in_its_cache_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    """Tests have no network; what was fetched once is found without it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    repository = tmp_path / "models--owner--model"
-    (repository / "snapshots/abc").mkdir(parents=True)
-    (repository / "snapshots/abc/config.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("abc")
-    config = EngineConfig.from_options({"model": "owner/model"})
-    assert config.directory(config.model, tmp_path) == repository / "snapshots/abc"
-    with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub: '):
-        config.directory("owner/other", tmp_path)
-
-
 def test_every_option_explains_itself_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     for spec in fields(EngineConfig):

@@ -1,15 +1,17 @@
 """What is loaded, what is refused, and by what name."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from paged_backend import kv_cache, model_loader
 from paged_backend.attention import UnsupportedModel
-from paged_backend.config import ConfigError
+from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
 from tests.in_process import byte_tokenizer, running, tiny_assembly
 from tests.test_families import COMMON
@@ -151,3 +153,56 @@ def test_every_end_of_sequence_that_the_files_name(tiny, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert tiny_assembly(tmp_path).loaded.spec.eos_ids == {7, 9, tokenizer.eos_token_id}
+
+
+def test_a_relative_model_starts_at_the_repository_and_a_missing_one_is_named(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/config.json").write_text("{}")
+    config = EngineConfig.from_options({"model": "here"})
+    assert model_loader.find(config.model, tmp_path, config) == tmp_path / "here"
+    with pytest.raises(ConfigError, match=r'model="gone": no config\.json in'):
+        model_loader.find("gone", tmp_path, config)
+
+
+def test_a_name_on_the_hub_is_found_in_its_cache_and_a_missing_one_is_named(tmp_path, monkeypatch):
+    """Tests have no network; what was fetched once is found without it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--model"
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "snapshots/abc/config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    config = EngineConfig.from_options({"model": "owner/model"})
+    assert model_loader.find(config.model, tmp_path, config) == repository / "snapshots/abc"
+    with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub: '):
+        model_loader.find("owner/other", tmp_path, config)
+
+
+def resave(tiny, directory, change):
+    """The tiny model's files with other weights."""
+    shutil.copytree(tiny[0], directory, dirs_exist_ok=True)
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_that_are_missing_are_named_and_not_invented(tiny, tmp_path):
+    resave(tiny, tmp_path, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"its files lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        tiny_assembly(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tiny, tmp_path):
+    resave(tiny, tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(ConfigError, match=r"its files lack model\.norm\.weight, in the shape"):
+        tiny_assembly(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_truncated_file_is_named(tiny, tmp_path, name):
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=f"config.json|tokenizer|cannot be loaded from {tmp_path}"):
+        tiny_assembly(tmp_path)

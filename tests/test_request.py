@@ -122,6 +122,11 @@ def test_a_request_that_can_never_fit_is_refused_at_once(prompt, max_tokens, tex
     assert str(caught.value).startswith(f"INVALID_ARGUMENT: {text}")
 
 
+def test_a_token_that_the_model_does_not_know_is_refused():
+    with pytest.raises(RequestError, match=rf"holds token {LIMITS.vocab_size}, but the model's vocabulary ends at"):
+        GenerateRequest.admit(0, [1, LIMITS.vocab_size], SamplingParams(), 0, frozenset(), LIMITS)
+
+
 def test_the_largest_request_that_fits_is_admitted():
     assert len(admit(4000, 97).prompt_token_ids) == 4000
 

@@ -115,6 +115,7 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
+        ({"text_input": text("")}, "text_input: the prompt is empty"),
         ({}, "text_input, messages: neither is given"),
         ({"text_input": text("x"), "messages": text("[]")}, "text_input, messages: both are given"),
         ({"text_input": text(b"\xff")}, "text_input: byte 0 is not valid UTF-8"),
