@@ -48,7 +48,7 @@ lint: setup
 	$(BIN)/mypy
 
 demo-model: setup
-	@$(BIN)/python -m paged_backend.demo_model
+	@$(BIN)/python -m paged_backend.serving.demo_model
 
 setup: $(STAMP)
 
@@ -56,7 +56,7 @@ $(STAMP): | $(BIN)/python
 	@echo "Installing the packages into $(VENV): some minutes the first time"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
 	  -e '.[client,server,test,bench]'
-	@$(BIN)/python -m paged_backend.server_files
+	@$(BIN)/python -m paged_backend.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # The plain python3 comes first: it is the one whose libpython a distribution is most likely to have. A name

@@ -165,7 +165,7 @@ def serve(args: argparse.Namespace) -> int:
     model = args.model if named is None else named
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a text")
-    from paged_backend import launch
+    from paged_backend.serving import launch
 
     return launch.serve(
         model,
@@ -199,7 +199,7 @@ def _benchmarks() -> list[str]:
 
 def perf_analyzer(args: argparse.Namespace) -> int:
     """Become the perf_analyzer of tritonclient, where it finds its libraries."""
-    from paged_backend import server_files
+    from paged_backend.serving import server_files
 
     found = server_files.perf_analyzer()
     if found is None:

@@ -12,7 +12,7 @@ import pytest
 
 from client import cli, session
 from client.cli import main
-from paged_backend import launch
+from paged_backend.serving import launch
 from tests.fake_servers import SERVERS, WAIT
 
 ROOT = Path(__file__).parents[1]

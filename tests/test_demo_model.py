@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_backend import demo_model
+from paged_backend.serving import demo_model
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from paged_backend.launch import Console
-from paged_backend.server_files import ServerNotFoundError, find_server, perf_analyzer
-from paged_backend.server_log import load_failure
-from paged_backend.tritonserver import (
+from paged_backend.serving.launch import Console
+from paged_backend.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
+from paged_backend.serving.server_log import load_failure
+from paged_backend.serving.tritonserver import (
     ServerError,
     TritonServer,
     choose_ports,
@@ -79,7 +79,7 @@ def repository(tmp_path):
 def launch(repository, tmp_path):
     """Runs serve() in a process of its own; yields a function of its arguments. All are dead afterwards."""
     script = (
-        "import sys, json; from pathlib import Path; from paged_backend import launch, tritonserver\n"
+        "import sys, json; from pathlib import Path; from paged_backend.serving import launch, tritonserver\n"
         "tritonserver.TritonServer.__init__.__kwdefaults__['repository'] = Path(sys.argv[1])\n"
         "sys.exit(launch.serve(sys.argv[2], **json.loads(sys.argv[3])))"
     )

@@ -25,7 +25,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine import Engine, EngineDied, StepOutput
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.service import Assembly, assemble
-from paged_backend.tritonserver import resolve_model
+from paged_backend.serving.tritonserver import resolve_model
 
 OURS = "paged"
 

@@ -19,7 +19,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from paged_backend.tritonserver import TritonServer, resolve_model
+from paged_backend.serving.tritonserver import TritonServer, resolve_model
 
 MODEL = "paged_llm"
 WAIT = 120  # seconds after which an answer that never comes fails the test

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paged_backend.server_files import find_server
-from paged_backend.tritonserver import ServerError, TritonServer, choose_ports, server_environment
+from paged_backend.serving.server_files import find_server
+from paged_backend.serving.tritonserver import ServerError, TritonServer, choose_ports, server_environment
 from tests.server.conftest import idle, post, raw_stream
 
 ROOT = Path(__file__).parents[2]

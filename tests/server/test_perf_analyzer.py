@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paged_backend.server_files import perf_analyzer
+from paged_backend.serving.server_files import perf_analyzer
 from tests.server.conftest import MODEL, idle
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from paged_backend import demo_model
 from paged_backend.config import HUB_NAME
-from paged_backend.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
-from paged_backend.server_log import ServerLog
+from paged_backend.serving import demo_model
+from paged_backend.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
+from paged_backend.serving.server_log import ServerLog
 
 MODEL_NAME = "paged_llm"
 LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paged_backend.server_files import ServerNotFoundError
-from paged_backend.tritonserver import MODEL_NAME, ServerError, TritonServer
+from paged_backend.serving.server_files import ServerNotFoundError
+from paged_backend.serving.tritonserver import MODEL_NAME, ServerError, TritonServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 
