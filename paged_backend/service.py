@@ -106,6 +106,8 @@ class Service:
         self._assembly = assemble(config)
         metrics = Metrics(pb_utils, labels)
         self._tokenizer = self._assembly.loaded.tokenizer
+        # No text that fits is longer, so a longer one need not be tokenized, which takes seconds for megabytes.
+        self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
         self._responder = Responder(metrics)
@@ -150,17 +152,25 @@ class Service:
         return GenerateRequest.admit(next(self._keys), self._tokenize(call), sampling, seed, eos, limits)
 
     def _tokenize(self, call: wire.Call) -> list[int]:
-        if call.prompt is not None:
-            return self._tokenizer.encode(call.prompt)
+        text = call.prompt if call.prompt is not None else self._conversation(call.messages)
+        if len(text) > self._longest_text:
+            name = "text_input" if call.prompt is not None else "messages"
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"{name}: {len(text)} characters; must be at most {self._longest_text}, which no prompt within"
+                f" max_model_len={self._assembly.limits.max_model_len} exceeds",
+            )
+        return self._tokenizer.encode(text, add_special_tokens=call.prompt is not None)
+
+    def _conversation(self, messages: list[dict[str, Any]] | None) -> str:
         if not self._tokenizer.chat_template:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: this model has no chat template; use text_input")
         try:
-            text = self._tokenizer.apply_chat_template(call.messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # templates refuse, for example, two user turns in a row
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {error}"
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _detokenizer(self, request: GenerateRequest) -> Detokenizer:
         sampling = request.sampling

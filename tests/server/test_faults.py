@@ -91,6 +91,7 @@ BAD = [
     ({"text_input": ""}, "text_input: the prompt is empty"),
     ({}, "text_input, messages: neither is given"),
     ({"text_input": "x " * 9000}, "prompt_tokens="),
+    ({"text_input": "x " * 1_000_000}, "text_input: 2000000 characters; must be at most 663552"),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens": 0}'}, "max_tokens=0: must be 1..8192"),
     (
         {"text_input": "x", "sampling_parameters": '{"max_tokens": 99999999999}'},
