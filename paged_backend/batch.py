@@ -21,7 +21,9 @@ class PackedBatch:
     position_ids: Tensor  # [1, num_tokens] int64
     paging: Paging
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted
+    repeats: Tensor | None  # [num_samples] int64: how many sequences draw from each; None: one
     sampling: SamplingBatch
+    copies: Tensor  # [num_copies, 2] int64: blocks to copy first, (source, target)
 
 
 def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
@@ -34,8 +36,9 @@ def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
     tables = _block_tables(chunks)
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-    sample_rows = (query_starts[1:] - 1)[[chunk.samples for chunk in chunks]]
+    drawing = [sequence for chunk in chunks for sequence in chunk.draws]
+    counts = np.fromiter((len(chunk.draws) for chunk in chunks), np.int64, len(chunks))
+    sample_rows = (query_starts[1:] - 1)[counts > 0]
 
     def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(device=device, dtype=dtype, non_blocking=True)
@@ -53,7 +56,9 @@ def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
         position_ids=move(positions, torch.int64)[None],
         paging=paging,
         sample_rows=move(sample_rows, torch.int64),
-        sampling=prepare(sampling, device),
+        repeats=move(counts[counts > 0], torch.int64) if (counts > 1).any() else None,
+        sampling=prepare(drawing, device),
+        copies=move(np.array([(c.source, c.target) for c in plan.copies], np.int64).reshape(-1, 2), torch.int64),
     )
 
 

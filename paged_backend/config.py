@@ -105,9 +105,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(
         _whole(1), "blocks in the pool, whatever memory there is", None, optional=True
     )
-    enable_prefix_caching: bool = option(
-        _one_of(False), "sharing across requests is not built yet: only `false`", False
-    )
+    enable_prefix_caching: bool = option(_flag, "keep the blocks of ended requests for others of the same prefix", True)
     kv_cache_dtype: str = option(_one_of("auto"), "keys and values are kept in `dtype`: only `auto`", "auto")
     swap_space: float = option(_one_of(0, 0.0), "GiB of host memory for preempted requests: not built yet, only `0`", 0)
 

@@ -53,6 +53,14 @@ class KVCache:
 
         return cls(pool(), pool())
 
+    def copy(self, copies: Tensor) -> None:
+        """Copy whole blocks in every layer. copies: [num_copies, 2] int64, (source, target); no target is a source."""
+        if not len(copies):
+            return
+        source, target = copies.unbind(1)
+        for layer in (*self.keys, *self.values):
+            layer.index_copy_(0, target, layer.index_select(0, source))
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, since a slot that was never written is multiplied by a weight of 0. On a CPU numpy's come from calloc:

@@ -35,7 +35,7 @@ from paged_backend.config import DTYPES, HUB_NAME, ConfigError, EngineConfig
 from paged_backend.kv_cache import KVCache, LayerShape
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.scheduler import Chunk, Plan
-from paged_backend.sequence import Sequence
+from paged_backend.sequence import Group, Sequence
 
 PROBE = "paged_llm_probe"
 # Root mean square of the difference over that of the (centred) logits. Rounding of 16-bit types grows with depth;
@@ -330,11 +330,11 @@ def _paged_logits_of(
     found: dict[tuple[int, int], Tensor] = {}
 
     def step(*lengths: tuple[Sequence, int]) -> None:
-        chunks = tuple(Chunk(seq, seq.computed, n, samples=n == seq.pending) for seq, n in lengths)
+        chunks = tuple(Chunk(seq, seq.computed, n, draws=(seq,) if n == seq.pending else ()) for seq, n in lengths)
         logits = iter(paged_logits(model, _pack(chunks, block_size, model.device), kv))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
-            if chunk.samples:
+            if chunk.draws:
                 found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
 
     step((long, 11), (short, short.pending))
@@ -350,4 +350,4 @@ def _pack(chunks: tuple[Chunk, ...], block_size: int, device: torch.device) -> P
 
 
 def _proof_sequence(key: int, ids: list[int]) -> Sequence:
-    return Sequence.of(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset()))
+    return Group.of(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

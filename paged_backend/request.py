@@ -46,15 +46,17 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
-    pool_tokens: int  # slots in the whole pool
+    num_blocks: int  # in the whole pool
+    block_size: int
+    max_num_seqs: int
 
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_BYTES = 256
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "n": (1,),
     "best_of": (1, None),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
@@ -149,6 +151,16 @@ def _stop_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int]:
     return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in ids)
 
 
+def _samples(name: str, value: Any, limits: Limits) -> int:
+    return _whole(name, value, 1, limits.max_num_seqs)
+
+
+def _salt(name: str, value: Any, limits: Limits) -> str:
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > MAX_SALT_BYTES:
+        raise invalid(name, value, f"must be a string of at most {MAX_SALT_BYTES} bytes")
+    return value
+
+
 def _tokens_from(low: int) -> Callable[[str, Any, Limits], int]:
     return lambda name, value, limits: _whole(name, value, low, limits.max_model_len)
 
@@ -176,6 +188,8 @@ class SamplingParams:
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
+    n: int = _param(_samples, 1)  # samples of the prompt
+    cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], limits: Limits) -> SamplingParams:
@@ -231,22 +245,32 @@ class GenerateRequest:
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
-        stored = prompt + output - 1  # the last token's keys and values are never needed
-        if stored > limits.pool_tokens:
-            raise invalid("max_tokens", output, f"prompt and output need {stored} slots of the key/value pool,"
-                          f" which has {limits.pool_tokens}")  # fmt: skip
+        needed = blocks_at_most(prompt, output, sampling.n, limits.block_size)
+        if needed > limits.num_blocks:
+            of = f" of {sampling.n} samples" if sampling.n > 1 else ""
+            raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
+                          f" which has {limits.num_blocks}")  # fmt: skip
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
         return cls(key, tuple(tokens), sampling, seed, stop_ids)
 
 
+def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:
+    """Blocks that a request holds at its end: the prompt's full ones once, the rest for each sample. The last token's
+    keys and values are never needed."""
+    shared = prompt // block_size if n > 1 else 0
+    return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
+
+
 @dataclass(frozen=True)
 class TokenDelta:
-    """What one step gave one request. Exactly one delta of a request has `finish` or `error` set, its last."""
+    """What one step gave one sample of a request. Exactly one delta of a sample has `finish` set, its last; or else
+    one of the request has `error` set, which ends all its samples."""
 
     key: int
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     error: RequestError | None = None
+    index: int = 0  # of the sample
 
     @property
     def last(self) -> bool:

@@ -20,5 +20,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> list[int]:
-        """The drawn token ids, one per sampling row, in order."""
-        return sample(paged_logits(self.model, batch, self.kv), batch.sampling).tolist()
+        """The drawn token ids, one per draw, in order."""
+        self.kv.copy(batch.copies)
+        logits = paged_logits(self.model, batch, self.kv)
+        if batch.repeats is not None:
+            logits = logits.repeat_interleave(batch.repeats, 0)
+        return sample(logits, batch.sampling).tolist()

@@ -98,7 +98,7 @@ def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
     return Draws(
         rows=torch.tensor([row for row, _ in rows], device=device),
         temperature=_column([max(one.temperature, LEAST) for one in params], torch.float32, device),
-        uniform=_column([uniform(seq.request.seed, seq.generated) for _, seq in rows], torch.float64, device),
+        uniform=_column([uniform(seq.seed, seq.generated) for _, seq in rows], torch.float64, device),
         filters=_filters(params, device),
     )
 

@@ -4,54 +4,68 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paged_backend.block_manager import BlockManager
+from paged_backend.block_manager import BlockManager, Copy, Hit
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
-from paged_backend.sequence import Sequence
+from paged_backend.sequence import Group, Sequence
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start` to `start + length` of a sequence. Decode is a chunk of length 1, a prefill chunk that is
-    not the prompt's last is one that does not sample; there is no other difference."""
+    """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
+    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt."""
 
     sequence: Sequence
     start: int
     length: int
-    samples: bool
+    draws: tuple[Sequence, ...]
 
     def __post_init__(self) -> None:
         assert self.length >= 1 and self.start == self.sequence.computed, self
-        assert self.samples == (self.start + self.length == len(self.sequence.tokens)), self
+        assert not self.draws or self.start + self.length == len(self.sequence.tokens), self
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: chunks in the order of their rows, decode first."""
+    """One step: the block copies to do first, and chunks in the order of their rows, decode first."""
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[Copy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
 
+@dataclass
 class _Draft:
-    """A plan in the making: what each sequence computes, and how many tokens the step can still take."""
+    """A plan in the making: what each group computes, and how many tokens the step can still take."""
 
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.chunks: dict[int, Chunk] = {}
+    budget: int
+    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
 
-    def put(self, sequence: Sequence, length: int) -> None:
-        samples = length == sequence.pending
-        self.chunks[sequence.key] = Chunk(sequence, sequence.computed, length, samples)
+    def put(self, group: Group, sequence: Sequence, length: int) -> None:
+        end = sequence.computed + length
+        draws = ()
+        if end == len(sequence.tokens):
+            draws = (sequence,) if group.forked else tuple(group.sequences)
+        self.chunks.setdefault(group.key, []).append(Chunk(sequence, sequence.computed, length, draws))
         self.budget -= length
 
-    def drop(self, key: int) -> None:
-        if chunk := self.chunks.pop(key, None):
-            self.budget += chunk.length
+    def copy(self, group: Group, copy: Copy) -> None:
+        self.copies.setdefault(group.key, []).append(copy)
+
+    def drop(self, group: Group) -> list[Copy]:
+        """Take a group out; the copies that it no longer needs."""
+        self.budget += sum(chunk.length for chunk in self.chunks.pop(group.key, []))
+        return self.copies.pop(group.key, [])
+
+    def plan(self) -> Plan | None:
+        chunks = tuple(chunk for chunks in self.chunks.values() for chunk in chunks)
+        copies = tuple(copy for copies in self.copies.values() for copy in copies)
+        return Plan(chunks, copies) if chunks else None
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,12 @@ class SchedulerStats:
     waiting: int
     blocks_total: int
     blocks_used: int
-    preemptions: int
+    blocks_cached: int
+    blocks_shared: int
+    preemptions: int  # this and all below since the start
+    cached_tokens: int
+    evictions: int
+    copies: int
 
 
 class Scheduler:
@@ -71,9 +90,10 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[int, Sequence] = {}
+        self._waiting: deque[Group] = deque()
+        self._running: dict[int, Group] = {}
         self._preemptions = 0
+        self._cached_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -82,26 +102,35 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            len(self._running), len(self._waiting), self.blocks.num_blocks, self.blocks.num_used, self._preemptions
+            running=len(self._running),
+            waiting=len(self._waiting),
+            blocks_total=self.blocks.num_blocks,
+            blocks_used=self.blocks.num_used,
+            blocks_cached=self.blocks.num_cached,
+            blocks_shared=self.blocks.num_shared,
+            preemptions=self._preemptions,
+            cached_tokens=self._cached_tokens,
+            evictions=self.blocks.counters.evictions,
+            copies=self.blocks.counters.copies,
         )
 
     def add(self, request: GenerateRequest) -> None:
-        self._waiting.append(Sequence.of(request))
+        self._waiting.append(Group.of(request))
 
     def abort(self, key: int) -> bool:
         """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
-        if sequence := self._running.pop(key, None):
-            self.blocks.release(sequence.blocks)
+        if group := self._running.pop(key, None):
+            self._release(group)
             return True
-        for sequence in self._waiting:
-            if sequence.key == key:
-                self._waiting.remove(sequence)
+        for group in self._waiting:
+            if group.key == key:
+                self._waiting.remove(group)
                 return True
         return False
 
     def abort_all(self) -> list[int]:
         """Drop every request; their keys."""
-        keys = [sequence.key for sequence in self._sequences()]
+        keys = [group.key for group in (*self._running.values(), *self._waiting)]
         for key in keys:
             self.abort(key)
         return keys
@@ -110,89 +139,166 @@ class Scheduler:
         """The next step, or None where nothing can run."""
         draft = _Draft(self.max_num_batched_tokens)
         preempted = self._preemptions
-        for sequence in self._running_in_order():
-            if sequence.key in self._running:  # an earlier one in this loop may have taken its blocks
-                self._extend(sequence, draft)
+        for group, sequence in self._running_in_order():
+            if group.key in self._running:  # an earlier one in this loop may have taken its blocks
+                self._extend(group, sequence, draft)
         if self._preemptions == preempted:
             self._admit(draft)
-        return Plan(tuple(draft.chunks.values())) if draft.chunks else None
+        return draft.plan()
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[TokenDelta]:
-        """Book a step that ran: one token id per sampling chunk, in the plan's order."""
+        """Book a step that ran: one token id per draw, in the plan's order."""
+        self.blocks.finish(plan.copies)
         drawn = iter(token_ids)
         deltas = []
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            sequence.computed += chunk.length
-            if chunk.samples:
-                deltas.append(self._append(sequence, next(drawn)))
-        assert next(drawn, None) is None, "more tokens than sampling chunks"
+            group = self._running[chunk.sequence.key]
+            self._book(chunk)
+            if not group.forked and group.leader.computed == group.leader.num_prompt:
+                self._fork(group)
+            for sequence in chunk.draws:
+                deltas.append(self._append(group, sequence, next(drawn)))
+        assert next(drawn, None) is None, "more tokens than draws"
         return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
-        """A step that could not run ends the requests in it, and no other."""
+        """A step that could not run ends the requests in it, and no other. What it wrote is nobody's content."""
+        self.blocks.finish(plan.copies)
         error = RequestError(ErrorCode.INTERNAL, message)
-        return [TokenDelta(chunk.sequence.key, error=error) for chunk in plan.chunks if self.abort(chunk.sequence.key)]
+        keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
+        return [TokenDelta(key, error=error) for key in keys if self.abort(key)]
 
     def check(self) -> None:
         """Assert every invariant of scheduler and pool; for tests and idle moments."""
-        assert len(self._running) <= self.max_num_seqs
-        for sequence in self._running.values():
+        assert sum(len(group.sequences) for group in self._running.values()) <= self.max_num_seqs
+        for sequence in self._sequences():
             assert 0 <= sequence.computed <= len(sequence.tokens)
             assert sequence.computed <= len(sequence.blocks) * self.blocks.block_size
-        assert all(not sequence.blocks and sequence.computed == 0 for sequence in self._waiting)
-        self.blocks.check(sequence.blocks for sequence in self._sequences())
+        assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
+        self.blocks.check([sequence.blocks for sequence in self._sequences()])
 
     def _sequences(self) -> Iterator[Sequence]:
-        yield from self._running.values()
-        yield from self._waiting
+        for group in (*self._running.values(), *self._waiting):
+            yield from group.sequences
 
-    def _running_in_order(self) -> list[Sequence]:
+    def _running_in_order(self) -> list[tuple[Group, Sequence]]:
         """Decode first, so that a long prompt never delays the streams that already flow; then by arrival."""
-        return sorted(self._running.values(), key=lambda sequence: (sequence.pending > 1, sequence.key))
+        active = [(group, sequence) for group in self._running.values() for sequence in group.active]
+        return sorted(active, key=lambda pair: (pair[1].pending > 1, pair[1].key, pair[1].index))
 
-    def _extend(self, sequence: Sequence, draft: _Draft) -> None:
-        """Plan the sequence's next chunk, taking blocks from the newest running ones if the pool is dry."""
-        length = min(sequence.pending, draft.budget)
+    def _extend(self, group: Group, sequence: Sequence, draft: _Draft) -> None:
+        """Plan the sequence's next chunk, taking blocks from the newest running requests if the pool is dry."""
+        end = len(sequence.tokens) if group.forked else group.feed
+        length = min(end - sequence.computed, draft.budget)
         if length == 0:
             return
-        while not self.blocks.grow(sequence.blocks, sequence.computed + length):
+        while not self._make_room(group, sequence, sequence.computed + length, draft):
             victim = self._running[max(self._running)]
+            self.blocks.finish(draft.drop(victim))
             self._preempt(victim)
-            draft.drop(victim.key)
-            if victim is sequence:
+            if victim is group:
                 return
-        draft.put(sequence, length)
+        draft.put(group, sequence, length)
+
+    def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
+        """Blocks for `num_tokens` tokens, the one to be written into next its own. False where the pool is dry."""
+        index = sequence.computed // self.blocks.block_size
+        if index < len(sequence.blocks) and self.blocks.is_shared(sequence.blocks[index]):
+            copy = self.blocks.make_writable(sequence.blocks, index)
+            if copy is None:
+                return False
+            draft.copy(group, copy)
+        return self.blocks.grow(sequence.blocks, num_tokens)
 
     def _admit(self, draft: _Draft) -> None:
-        """Let waiting requests in, in order. One enters only if the blocks of all its tokens are free and not
+        """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
         promised to a prompt still being fed; so prompts do not push each other out half-way."""
-        promised = sum(
-            self.blocks.blocks_for(len(sequence.tokens)) - len(sequence.blocks) for sequence in self._running.values()
-        )
-        while self._waiting and draft.budget > 0 and len(self._running) < self.max_num_seqs:
-            sequence = self._waiting[0]
-            needed = self.blocks.blocks_for(len(sequence.tokens))
-            if needed > self.blocks.num_free - promised:
+        if not self._waiting:
+            return
+        promised = sum(max(0, self._needs(group) - self._holds(group)) for group in self._running.values())
+        seqs = sum(len(group.sequences) for group in self._running.values())
+        while self._waiting and draft.budget > 0:
+            group = self._waiting[0]
+            leader = group.leader
+            hit = self._fit(group, self.blocks.num_available - promised)
+            if hit is None:
                 return
-            length = min(sequence.pending, draft.budget)
-            grown = self.blocks.grow(sequence.blocks, length)
-            assert grown, "blocks that were counted free are not"
-            promised += needed - len(sequence.blocks)
-            self._running[self._waiting.popleft().key] = sequence
-            draft.put(sequence, length)
+            if seqs + len(group.sequences) > self.max_num_seqs:
+                return
+            leader.blocks = self.blocks.adopt(hit)
+            leader.computed = len(hit.blocks) * self.blocks.block_size
+            length = min(group.feed - leader.computed - hit.partial_tokens, draft.budget)
+            held = leader.computed + hit.partial_tokens + length
+            if hit.partial is not None:
+                copy = self.blocks.append_copy(leader.blocks, hit.partial)
+                assert copy, "a block that was counted available is not"
+                draft.copy(group, copy)
+                leader.computed += hit.partial_tokens
+            grown = self.blocks.grow(leader.blocks, held)
+            assert grown, "blocks that were counted available are not"
+            if group.preemptions == 0:
+                group.cached_tokens = leader.computed
+                self._cached_tokens += leader.computed
+            promised += self._needs(group) - self._holds(group)
+            seqs += len(group.sequences)
+            self._running[self._waiting.popleft().key] = group
+            draft.put(group, leader, length)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, before all newer ones; its tokens are kept and computed again, so none changes."""
-        del self._running[sequence.key]
-        self.blocks.release(sequence.blocks)
-        sequence.computed = 0
-        sequence.preemptions += 1
+    def _fit(self, group: Group, available: int) -> Hit | None:
+        """What the cache has for a request, if all its tokens fit then. What a hit brings back into use is no longer
+        available, and nor is what a copy is made from: a copy that leaves no room for the rest is done without."""
+        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
+        needed = self._needs(group) - len(hit.blocks) + sum(map(self.blocks.is_cached, hit.blocks))
+        if needed > available:
+            return None
+        if hit.partial is not None and needed + self.blocks.is_cached(hit.partial) > available:
+            return Hit(hit.blocks)
+        return hit
+
+    def _needs(self, group: Group) -> int:
+        """Blocks of all the group's tokens so far: full ones of the prompt once, the rest for each sample."""
+        return self._once(group) + sum(self.blocks.blocks_for(len(one.tokens)) for one in group.sequences)
+
+    def _holds(self, group: Group) -> int:
+        once = self._once(group) if group.forked else 0
+        return once + sum(len(one.blocks) for one in group.sequences)
+
+    def _once(self, group: Group) -> int:
+        """What to add to a count over samples, so that the blocks they share count once."""
+        return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
+
+    def _preempt(self, group: Group) -> None:
+        """Back to the queue, before all newer ones, with all its samples; their tokens are kept and computed again,
+        so none changes."""
+        del self._running[group.key]
+        self._release(group)
+        group.forked = len(group.sequences) == 1
+        group.preemptions += 1
         self._preemptions += 1
-        position = next((i for i, other in enumerate(self._waiting) if other.key > sequence.key), len(self._waiting))
-        self._waiting.insert(position, sequence)
+        position = next((i for i, other in enumerate(self._waiting) if other.key > group.key), len(self._waiting))
+        self._waiting.insert(position, group)
 
-    def _append(self, sequence: Sequence, token: int) -> TokenDelta:
+    def _release(self, group: Group) -> None:
+        for sequence in group.sequences:
+            self.blocks.release(sequence.blocks)
+            sequence.computed = 0
+
+    def _book(self, chunk: Chunk) -> None:
+        """The chunk's keys and values are in the pages now: blocks that it filled become known by their content."""
+        sequence, size = chunk.sequence, self.blocks.block_size
+        first, sequence.computed = sequence.computed // size, sequence.computed + chunk.length
+        for index in range(first, sequence.computed // size):
+            self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
+
+    def _fork(self, group: Group) -> None:
+        leader = group.leader
+        for sequence in group.sequences[1:]:
+            sequence.blocks = self.blocks.fork(leader.blocks)
+            sequence.computed = leader.computed
+            sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
+        group.forked = True
+
+    def _append(self, group: Group, sequence: Sequence, token: int) -> TokenDelta:
         sequence.tokens.append(token)
         finish = None
         if token in sequence.request.stop_ids and sequence.generated >= sequence.request.sampling.min_tokens:
@@ -200,6 +306,21 @@ class Scheduler:
         elif sequence.generated >= sequence.request.sampling.max_tokens:
             finish = FinishReason.LENGTH
         if finish:
-            del self._running[sequence.key]
-            self.blocks.release(sequence.blocks)
-        return TokenDelta(sequence.key, (token,), finish)
+            self._end(group, sequence)
+        return TokenDelta(sequence.key, (token,), finish, index=sequence.index)
+
+    def end(self, key: int, index: int) -> bool:
+        """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""
+        groups = [group for group in (*self._running.values(), *self._waiting) if group.key == key]
+        for group in groups:
+            for sequence in group.sequences:
+                if sequence.index == index:
+                    self._end(group, sequence)
+                    return True
+        return False
+
+    def _end(self, group: Group, sequence: Sequence) -> None:
+        self.blocks.release(sequence.blocks)
+        group.sequences.remove(sequence)
+        if not group.sequences and self._running.pop(group.key, None) is None:
+            self._waiting.remove(group)

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paged_backend.block_manager import Key, root_key
 from paged_backend.request import GenerateRequest
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Owned by the scheduler, on the engine thread.
+    """One sample of a request. Owned by the scheduler, on the engine thread.
 
     tokens   | prompt ............ | generated ... |
     computed |<------ keys and values in the pages ->|        (at most len(tokens), usually one less)
     blocks   |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
+    chain    root   k1     k2     k3                          content keys of full blocks, as far as worked out
     """
 
     request: GenerateRequest
     tokens: list[int]
+    chain: list[Key]
+    index: int = 0  # among the request's samples
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    preemptions: int = 0
-
-    @classmethod
-    def of(cls, request: GenerateRequest) -> Sequence:
-        return cls(request, list(request.prompt_token_ids))
 
     @property
     def key(self) -> int:
         return self.request.key
+
+    @property
+    def seed(self) -> int:
+        """Sample i of seed s draws what a request of seed s + i draws."""
+        return self.request.seed + self.index
 
     @property
     def pending(self) -> int:
@@ -42,3 +46,42 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+
+@dataclass(eq=False)
+class Group:
+    """A request with all its samples. The prompt is computed once, by the first that lives; then the others fork.
+
+    sequences   0  | prompt ........... | a b c d       the prompt's blocks are in every block table; who writes
+                1  | (the same blocks)  | e f           into a shared block gets a copy of it first
+    """
+
+    request: GenerateRequest
+    sequences: list[Sequence]  # those that have not ended, by index
+    forked: bool
+    cached_tokens: int = 0  # of the prompt, found in the cache when it was first let in
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> Group:
+        tokens, root = list(request.prompt_token_ids), root_key(request.sampling.cache_salt)
+        sequences = [Sequence(request, list(tokens), [root], index) for index in range(request.sampling.n)]
+        return cls(request, sequences, forked=len(sequences) == 1)
+
+    @property
+    def key(self) -> int:
+        return self.request.key
+
+    @property
+    def leader(self) -> Sequence:
+        return self.sequences[0]
+
+    @property
+    def active(self) -> list[Sequence]:
+        """Those that may compute now."""
+        return self.sequences if self.forked else self.sequences[:1]
+
+    @property
+    def feed(self) -> int:
+        """Tokens of the leader that are to be computed before the group forks, or at all once it has."""
+        return len(self.leader.tokens) if self.forked else self.leader.num_prompt

@@ -52,11 +52,22 @@ def assemble(config: EngineConfig) -> Assembly:
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
     _warm_up(config, loaded, device)
-    blocks = BlockManager(kv_cache.num_blocks(config, spec.layers, spec.dtype, device), config.block_size)
-    limits = Limits(spec.max_model_len, spec.vocab_size, blocks.num_blocks * blocks.block_size)
-    if config.max_model_len is not None and limits.pool_tokens < config.max_model_len:
+    blocks = BlockManager(
+        kv_cache.num_blocks(config, spec.layers, spec.dtype, device),
+        config.block_size,
+        caching=config.enable_prefix_caching,
+    )
+    limits = Limits(
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    slots = blocks.num_blocks * blocks.block_size
+    if config.max_model_len is not None and slots < config.max_model_len:
         raise ConfigError(
-            f"max_model_len={config.max_model_len}: the key/value pool holds only {limits.pool_tokens} tokens"
+            f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
     kv = KVCache.allocate(

@@ -6,7 +6,7 @@ import pytest
 
 from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams
 
-LIMITS = Limits(max_model_len=8192, vocab_size=1000, pool_tokens=4096)
+LIMITS = Limits(max_model_len=8192, vocab_size=1000, num_blocks=256, block_size=16, max_num_seqs=64)
 
 
 def refusal(**values):
@@ -79,8 +79,12 @@ def test_values_are_read_as_their_type(name, value, read):
         ("repetition_penalty", 0, "above 0"),
         ("presence_penalty", -2.5, "at least -2"),
         ("frequency_penalty", 2.5, "at most 2"),
-        ("n", 2, "not supported yet"),
-        ("n", True, "not supported yet"),
+        ("n", 65, "must be 1..64"),
+        ("n", 0, "must be 1..64"),
+        ("n", True, "must be 1..64"),
+        ("best_of", 2, "not supported yet"),
+        ("cache_salt", 1, "must be a string of at most 256 bytes"),
+        ("cache_salt", "x" * 257, "must be a string of at most 256 bytes"),
         ("logprobs", 5, "not supported yet"),
         ("temprature", 0.5, "did you mean temperature?"),
         ("frobnicate", 1, "known are"),
@@ -113,7 +117,7 @@ def admit(prompt, max_tokens):
         (0, 1, "text_input: the prompt is empty"),
         (8192, 1, "prompt_tokens=8192: must be 1..8191"),
         (8000, 193, "max_tokens=193: must be 1..192 after a prompt of 8000 tokens"),
-        (4000, 98, "max_tokens=98: prompt and output need 4097 slots of the key/value pool, which has 4096"),
+        (4000, 98, "max_tokens=98: prompt and output need 257 blocks of the key/value pool, which has 256"),
     ],
 )
 def test_a_request_that_can_never_fit_is_refused_at_once(prompt, max_tokens, text):

@@ -25,14 +25,14 @@ def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_token
 
 
 def shape(plan):
-    return [(chunk.sequence.key, chunk.start, chunk.length, chunk.samples) for chunk in plan.chunks]
+    return [(chunk.sequence.key, chunk.start, chunk.length, bool(chunk.draws)) for chunk in plan.chunks]
 
 
 def step(sched, token=1):
     """One step in which every sampling chunk draws `token`."""
     plan = sched.schedule()
     sched.check()
-    deltas = sched.commit(plan, [token for chunk in plan.chunks if chunk.samples])
+    deltas = sched.commit(plan, [token for chunk in plan.chunks for _ in chunk.draws])
     sched.check()
     return plan, deltas
 
@@ -103,7 +103,7 @@ def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
     while sched.has_work:
         plan = sched.schedule()
         sched.check()
-        deltas = sched.commit(plan, [next(token) for chunk in plan.chunks if chunk.samples])
+        deltas = sched.commit(plan, [next(token) for chunk in plan.chunks for _ in chunk.draws])
         sched.check()
         for delta in deltas:
             outputs[delta.key] += delta.token_ids
@@ -181,7 +181,7 @@ def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, b
             continue
         assert plan.num_tokens <= sched.max_num_batched_tokens
         assert len(plan.chunks) <= sched.max_num_seqs
-        for delta in sched.commit(plan, [1 for chunk in plan.chunks if chunk.samples]):
+        for delta in sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws]):
             open_requests[delta.key] -= 1
             assert (delta.finish is not None) == (open_requests[delta.key] == 0)
             if delta.finish:

@@ -1,0 +1,86 @@
+"""A model without numbers: what a slot holds is a digest of every token up to it, so that any wrong block is seen.
+
+The next token is drawn from the digest that was read through the block table; whoever reads another sequence's slot,
+a stale one or one that was never written, gets other tokens, or fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from hashlib import blake2b
+
+from paged_backend.request import GenerateRequest
+from paged_backend.scheduler import Plan, Scheduler
+from paged_backend.sequence import Sequence
+
+
+def extend(digest: bytes, token: int) -> bytes:
+    return blake2b(digest + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def draw(digest: bytes, seed: int, vocab: int) -> int:
+    return blake2b(digest + seed.to_bytes(8, "little"), digest_size=2).digest()[0] % vocab
+
+
+def start(salt: str) -> bytes:
+    return salt.encode()
+
+
+def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
+    """What a sample must be, whatever else runs."""
+    digest = start(request.sampling.cache_salt)
+    for token in request.prompt_token_ids:
+        digest = extend(digest, token)
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens:
+        tokens.append(draw(digest, request.seed + index, vocab))
+        if tokens[-1] in request.stop_ids:
+            break
+        digest = extend(digest, tokens[-1])
+    return tokens
+
+
+class ShadowStore:
+    """The pool's slots, and a step on them in place of the model's."""
+
+    def __init__(self, scheduler: Scheduler, vocab: int):
+        self._blocks = scheduler.blocks
+        self._vocab = vocab
+        self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
+
+    def run(self, plan: Plan) -> list[int]:
+        self._copy(plan)
+        drawn = []
+        for chunk in plan.chunks:
+            digest = self._read(chunk.sequence, chunk.start)
+            for position in range(chunk.start, chunk.start + chunk.length):
+                digest = extend(digest, chunk.sequence.tokens[position])
+                self.slots[self._slot(chunk.sequence, position)] = digest
+            drawn += [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
+        # Only now: a row may not read what another row of the same step has overwritten.
+        for chunk in plan.chunks:
+            self._read(chunk.sequence, chunk.start + chunk.length)
+        return drawn
+
+    def _copy(self, plan: Plan) -> None:
+        size = self._blocks.block_size
+        assert not {copy.source for copy in plan.copies} & {copy.target for copy in plan.copies}
+        assert len({copy.target for copy in plan.copies}) == len(plan.copies)
+        for copy in plan.copies:
+            source = slice(copy.source * size, (copy.source + 1) * size)
+            self.slots[copy.target * size : (copy.target + 1) * size] = self.slots[source]
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        size = self._blocks.block_size
+        return sequence.blocks[position // size] * size + position % size
+
+    def _read(self, sequence: Sequence, length: int) -> bytes:
+        """Read the first `length` tokens through the block table, and be sure that they are this sequence's."""
+        digest = start(sequence.request.sampling.cache_salt)
+        for position, token in enumerate(self._prefix(sequence, length)):
+            digest = extend(digest, token)
+            assert self.slots[self._slot(sequence, position)] == digest, (sequence.key, sequence.index, position)
+        return digest
+
+    def _prefix(self, sequence: Sequence, length: int) -> Tokens[int]:
+        return sequence.tokens[:length]
