@@ -34,10 +34,12 @@ class AsyncStream(StreamBase):
 
     async def __anext__(self) -> Delta:
         """Raises PagedError, once, where the request failed; a cancelled stream just ends."""
-        fields = None if self._ended else await self._receive()
-        if fields is None:
-            raise StopAsyncIteration
-        return self._transcript.add(fields)
+        while not self._deltas:
+            fields = None if self._ended else await self._receive()
+            if fields is None:
+                raise StopAsyncIteration
+            self._deltas.extend(self._transcript.add(fields))
+        return self._deltas.popleft()
 
     async def _receive(self) -> Fields | None:
         try:

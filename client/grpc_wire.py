@@ -64,11 +64,10 @@ def read_fields(response: Any) -> Fields:
         raise PagedError.parse(response.error_message, code)
     result = InferResult(response.infer_response)
     arrays = {name: result.as_numpy(name) for name in READ}
-    return {name: _first(array) for name, array in arrays.items() if array is not None and array.size}
+    return {name: [_element_of(value) for value in array.flat] for name, array in arrays.items() if array is not None}
 
 
-def _first(array: Any) -> str | int:
-    value = array.flat[0]
+def _element_of(value: Any) -> str | int:
     return value.decode() if isinstance(value, bytes) else int(value)
 
 

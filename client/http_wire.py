@@ -37,14 +37,9 @@ def read_fields(data: str) -> Fields:
     response = _parse(data)
     if "error" in response:
         raise PagedError.parse(str(response["error"]))
-    outputs = {name: _first(response[name]) for name in READ if name in response}
-    return {name: value for name, value in outputs.items() if value is not None}
-
-
-def _first(value: Any) -> Any:
-    if isinstance(value, list):
-        return value[0] if value else None
-    return value
+    # An output of one element comes as that element.
+    values = {name: response[name] for name in READ if name in response}
+    return {name: value if isinstance(value, list) else [value] for name, value in values.items()}
 
 
 def _parse(data: str) -> dict[str, Any]:

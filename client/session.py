@@ -110,12 +110,14 @@ class Session:
             raise
         answer = stream.completion
         print(answer.text if whole and answer else "", flush=True)
+        for number, other in enumerate(answer.others if answer else (), 2):
+            print(f"--- sample {number} ---\n{other.text}", flush=True)
         return self._finish(stream)
 
     def _print_deltas(self, stream: Stream, whole: bool) -> None:
         for delta in stream:
             self._timing.first = self._timing.first or time.perf_counter()
-            if not whole:
+            if not whole and delta.index == 0:  # the other samples follow when all is there
                 print(delta.text, end="", flush=True)
 
     def _finish(self, stream: Stream) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
-from client.types import Completion, PagedError
+from client.types import Completion, Delta, PagedError
 from client.wire import Transcript
 
 
@@ -19,12 +20,13 @@ class StreamBase:
     def __init__(self, responses: Cancellable) -> None:
         self._responses = responses
         self._transcript = Transcript()
+        self._deltas: deque[Delta] = deque()  # received, not yet handed on
         self._ended = False
         self._failed = False
 
     def _end(self, error: PagedError | None = None) -> None:
         """The responses ended, by themselves or with an error. Raises it where the caller must know."""
-        if not self._ended and self._transcript.finish_reason is None:
+        if not self._ended and not self._transcript.complete:
             self._ended = self._failed = True
             # Only the last piece has a reason: without one, part of the answer is missing.
             raise error or PagedError("UNAVAILABLE", "the stream ended before the answer was complete")
@@ -34,6 +36,7 @@ class StreamBase:
         """End the request now; what came so far is in `completion`. Does nothing once the stream ended."""
         if not self._ended:
             self._ended = True
+            self._deltas.clear()
             self._responses.cancel()
 
     @property

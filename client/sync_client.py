@@ -34,10 +34,12 @@ class Stream(StreamBase):
 
     def __next__(self) -> Delta:
         """Raises PagedError, once, where the request failed; a cancelled stream just ends."""
-        fields = None if self._ended else self._receive()
-        if fields is None:
-            raise StopIteration
-        return self._transcript.add(fields)
+        while not self._deltas:
+            fields = None if self._ended else self._receive()
+            if fields is None:
+                raise StopIteration
+            self._deltas.extend(self._transcript.add(fields))
+        return self._deltas.popleft()
 
     def _receive(self) -> Fields | None:
         try:

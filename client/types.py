@@ -10,21 +10,23 @@ _ERROR_CLASS = re.compile(r"\s*([A-Z][A-Z_]+): *(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Delta:
-    """One streamed piece of an answer. A piece may hold several tokens, or none that are printable yet."""
+    """One streamed piece of one sample. A piece may hold several tokens, or none that are printable yet."""
 
     text: str
     num_output_tokens: int  # of this piece
-    finish_reason: str | None  # "stop" or "length" on the last piece, None before
+    finish_reason: str | None  # "stop", "length" or "timeout" on the sample's last piece, None before
+    index: int = 0  # of the sample, for n > 1
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop", "length" or, when the caller ended it early, "cancelled"."""
+    """A whole answer. `finish_reason` is "stop", "length", "timeout", or "cancelled" where the caller ended it."""
 
     text: str
     finish_reason: str
     num_input_tokens: int  # of the prompt; 0 where it was cancelled before the first piece came
     num_output_tokens: int
+    others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
 
 
 class PagedError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from client.types import Completion, Delta
 
@@ -34,7 +35,7 @@ READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Values = dict[str, "str | bool"]  # input name -> its one element
-Fields = Mapping[str, "str | int"]  # output name -> its one element
+Fields = Mapping[str, "Sequence[str | int]"]  # output name -> its elements, one for each sample
 
 
 def request_values(
@@ -89,31 +90,41 @@ class Transcript:
     """What one request has answered so far: turns responses into deltas, and the deltas into a whole."""
 
     def __init__(self) -> None:
-        self._deltas: list[Delta] = []
+        self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
 
     @property
-    def finish_reason(self) -> str | None:
-        return self._deltas[-1].finish_reason if self._deltas else None
+    def complete(self) -> bool:
+        """Whether every sample has its last piece."""
+        return all(deltas and deltas[-1].finish_reason for deltas in self._samples)
 
-    def add(self, fields: Fields) -> Delta:
-        reason = str(fields.get("finish_reason", "None"))
-        delta = Delta(
-            text=str(fields.get("text_output", "")),
-            num_output_tokens=int(fields.get("num_output_tokens", 0)),
-            finish_reason=None if reason == "None" else reason,
-        )
-        self._num_input_tokens = int(fields.get("num_input_tokens", self._num_input_tokens))
-        self._deltas.append(delta)
-        return delta
+    def add(self, fields: Fields) -> list[Delta]:
+        """The pieces of one response: those of samples that have something new."""
+        texts = fields.get("text_output", [""])
+        reasons = fields.get("finish_reason", ["None"] * len(texts))
+        counts = fields.get("num_output_tokens", [0] * len(texts))
+        self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
+        self._samples += [[] for _ in range(len(texts) - len(self._samples))]
+        new = []
+        for index, (text, reason, count) in enumerate(zip(texts, reasons, counts, strict=True)):
+            deltas = self._samples[index]
+            delta = Delta(str(text), int(count), None if reason == "None" else str(reason), index)
+            if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
+                deltas.append(delta)
+                new.append(delta)
+        return new
 
     def completion(self) -> Completion:
-        return Completion(
-            text="".join(delta.text for delta in self._deltas),
-            finish_reason=self.finish_reason or "cancelled",
-            num_input_tokens=self._num_input_tokens,
-            num_output_tokens=sum(delta.num_output_tokens for delta in self._deltas),
-        )
+        first, *others = [
+            Completion(
+                text="".join(delta.text for delta in deltas),
+                finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
+                num_input_tokens=self._num_input_tokens,
+                num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+            )
+            for deltas in self._samples
+        ]
+        return replace(first, others=tuple(others))
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -21,9 +21,10 @@ log = logging.getLogger("paged_llm")
 
 @dataclass(frozen=True)
 class Abort:
-    """Drop a request: cancelled, past its deadline, or ended by a stop string."""
+    """Drop a request that was cancelled or is past its deadline, or one sample of it that met a stop string."""
 
     key: int
+    index: int | None = None  # None: all of it
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Engine:
     def abort(self, key: int) -> None:
         self._inbox.put(Abort(key))
 
+    def end(self, key: int, index: int) -> None:
+        """End one sample, and the request with its last one."""
+        self._inbox.put(Abort(key, index))
+
     def _run(self) -> None:
         try:
             while self._receive():
@@ -97,7 +102,7 @@ class Engine:
             if message is None:
                 return False
             if isinstance(message, Abort):
-                changed |= self._scheduler.abort(message.key)
+                changed |= self._drop(message)
             else:
                 self._scheduler.add(message)
                 changed = True
@@ -106,6 +111,11 @@ class Engine:
         if changed:
             self._emit(StepOutput((), self._scheduler.stats, time.monotonic()))
         return True
+
+    def _drop(self, message: Abort) -> bool:
+        if message.index is None:
+            return self._scheduler.abort(message.key)
+        return self._scheduler.end(message.key, message.index)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()

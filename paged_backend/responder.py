@@ -27,39 +27,22 @@ POLL_SECONDS = 0.02  # how often open streams are asked whether they were cancel
 
 class Aborts(Protocol):
     def abort(self, key: int) -> None: ...
+    def end(self, key: int, index: int) -> None: ...
 
 
 @dataclass(eq=False)
-class Stream:
-    """One open request, on its way out."""
+class Sample:
+    """One of a request's answers, on its way out."""
 
-    request: GenerateRequest
-    call: wire.Call
-    channel: Channel
     detokenizer: Detokenizer
-    arrived: float  # time.monotonic()
+    include_stop: bool  # whether the token that ends it is part of the text
     text: str = ""  # not sent yet
     unsent_tokens: int = 0
     finish: FinishReason | None = None
-    error: RequestError | None = None
-    first_token: float | None = field(default=None, init=False)
-    last_token: float | None = field(default=None, init=False)
 
-    @property
-    def ended(self) -> bool:
-        return self.finish is not None or self.error is not None
-
-    @property
-    def overdue(self) -> bool:
-        limit = self.call.timeout_us
-        return limit > 0 and time.monotonic() - self.arrived > limit / 1e6
-
-    def take(self, delta: TokenDelta, when: float) -> None:
-        """Book what a step gave. A stop string may end the stream before the engine does."""
-        if delta.token_ids:
-            self.first_token = self.first_token or when
-            self.last_token = when
-        silent = delta.finish is FinishReason.STOP and not self.request.sampling.include_stop_str_in_output
+    def take(self, delta: TokenDelta) -> None:
+        """Book what a step gave. A stop string may end the sample before the engine does."""
+        silent = delta.finish is FinishReason.STOP and not self.include_stop
         for index, token in enumerate(delta.token_ids):
             self.unsent_tokens += 1
             if silent and index == len(delta.token_ids) - 1:
@@ -68,13 +51,53 @@ class Stream:
             if self.detokenizer.stopped:
                 self.finish = FinishReason.STOP
                 return
-        self.error = delta.error
         if delta.finish:
             self.end(delta.finish)
 
     def end(self, finish: FinishReason) -> None:
         self.text += self.detokenizer.flush()
         self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+
+
+@dataclass(eq=False)
+class Stream:
+    """One open request."""
+
+    request: GenerateRequest
+    call: wire.Call
+    channel: Channel
+    samples: list[Sample]
+    arrived: float  # time.monotonic()
+    error: RequestError | None = None
+    first_token: float | None = field(default=None, init=False)
+    last_token: float | None = field(default=None, init=False)
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finish for sample in self.samples)
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or self.error is not None
+
+    @property
+    def overdue(self) -> bool:
+        limit = self.call.timeout_us
+        return limit > 0 and time.monotonic() - self.arrived > limit / 1e6
+
+    def take(self, delta: TokenDelta, when: float) -> None:
+        """Book what a step gave one of the samples."""
+        if delta.token_ids:
+            self.first_token = self.first_token or when
+            self.last_token = when
+        self.error = delta.error
+        self.samples[delta.index].take(delta)
+
+    def end(self, finish: FinishReason) -> None:
+        """End every sample that is still open."""
+        for sample in self.samples:
+            if not sample.finish:
+                sample.end(finish)
 
 
 class Responder:
@@ -141,11 +164,12 @@ class Responder:
         touched = {}
         for delta in output.deltas:
             stream = self._streams.get(delta.key)
-            if stream and not stream.ended:  # else it was cancelled or met its stop string a moment ago
+            # Else it was cancelled, or met its stop string, a moment ago.
+            if stream and not stream.ended and (delta.error or not stream.samples[delta.index].finish):
                 self._guarded(stream, lambda one, delta=delta: one.take(delta, output.when))
                 touched[delta.key] = stream
-                if stream.ended and not delta.last:
-                    self._abort(delta.key)
+                if stream.samples[delta.index].finish and not delta.last:
+                    self._end(delta.key, delta.index)
         return touched
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:
@@ -178,38 +202,38 @@ class Responder:
         if stream.error:
             self._close(stream, "cancelled" if stream.error.code is ErrorCode.CANCELLED else "error")
             stream.channel.fail(stream.error)
-        elif stream.finish:
-            self._close(stream, stream.finish.value)
+        elif stream.finished:
+            self._close(stream, _outcome(stream))
             self._send(stream)
-        elif stream.call.stream and stream.text:
+        elif stream.call.stream and any(sample.text for sample in stream.samples):
             self._send(stream)
 
     def _send(self, stream: Stream) -> None:
-        text, tokens = stream.text, stream.unsent_tokens
-        stream.text, stream.unsent_tokens = "", 0
-        if stream.call.echo and stream.call.prompt is not None:
-            text = stream.call.prompt + text
+        prefix = stream.call.prompt if stream.call.echo and stream.call.prompt is not None else ""
         outputs = wire.write(
             stream.call,
-            text=text,
-            finish_reason=stream.finish.value if stream.finish else None,
+            texts=[prefix + sample.text for sample in stream.samples],
+            finish_reasons=[sample.finish.value if sample.finish else None for sample in stream.samples],
             num_input_tokens=len(stream.request.prompt_token_ids),
-            num_output_tokens=tokens,
+            num_output_tokens=[sample.unsent_tokens for sample in stream.samples],
         )
-        stream.channel.send(outputs, final=stream.finish is not None)
+        for sample in stream.samples:
+            sample.text, sample.unsent_tokens = "", 0
+        stream.channel.send(outputs, final=stream.finished)
 
     def _close(self, stream: Stream, outcome: str) -> None:
         """Forget the stream, and book what it took."""
         del self._streams[stream.request.key]
         self._metrics.ended(outcome)
-        generated = stream.detokenizer.num_tokens
+        generated = sum(sample.detokenizer.num_tokens for sample in stream.samples)
         if stream.first_token is None or stream.last_token is None:
             return
         self._metrics.generated_tokens.increment(generated)
         self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
         self._metrics.latency.observe(stream.last_token - stream.arrived)
-        if generated > 1:
-            self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (generated - 1))
+        longest = max(sample.detokenizer.num_tokens for sample in stream.samples)
+        if longest > 1:
+            self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
 
     def _poll(self) -> None:
         """Ask about every open stream, queued and prefilling ones too."""
@@ -232,3 +256,13 @@ class Responder:
     def _abort(self, key: int) -> None:
         assert self._engine is not None
         self._engine.abort(key)
+
+    def _end(self, key: int, index: int) -> None:
+        assert self._engine is not None
+        self._engine.end(key, index)
+
+
+def _outcome(stream: Stream) -> str:
+    """Of a request whose samples may have ended in several ways: the one that a user would rather know of."""
+    reasons = {sample.finish for sample in stream.samples}
+    return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

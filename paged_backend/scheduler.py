@@ -47,9 +47,8 @@ class _Draft:
     copies: dict[int, list[Copy]] = field(default_factory=dict)
 
     def put(self, group: Group, sequence: Sequence, length: int) -> None:
-        end = sequence.computed + length
-        draws = ()
-        if end == len(sequence.tokens):
+        draws: tuple[Sequence, ...] = ()
+        if length == sequence.pending:
             draws = (sequence,) if group.forked else tuple(group.sequences)
         self.chunks.setdefault(group.key, []).append(Chunk(sequence, sequence.computed, length, draws))
         self.budget -= length

@@ -25,7 +25,7 @@ from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
 from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams
-from paged_backend.responder import Responder, Stream
+from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 
@@ -147,7 +147,7 @@ class Service:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
             call = wire.read(*channel.received())
             request = self._admit(call)
-            self._responder.open(Stream(request, call, channel, self._detokenizer(request), arrived))
+            self._responder.open(Stream(request, call, channel, self._samples(request), arrived))
             self._engine.submit(request)
         except RequestError as error:
             channel.fail(error)
@@ -183,15 +183,21 @@ class Service:
                 ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {error}"
             ) from error
 
-    def _detokenizer(self, request: GenerateRequest) -> Detokenizer:
+    def _samples(self, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
-        return Detokenizer(
-            _decoder(self._tokenizer, sampling.skip_special_tokens),
-            request.prompt_token_ids,
-            stop=sampling.stop,
-            include_stop=sampling.include_stop_str_in_output,
-            min_tokens=sampling.min_tokens,
-        )
+        return [
+            Sample(
+                Detokenizer(
+                    _decoder(self._tokenizer, sampling.skip_special_tokens),
+                    request.prompt_token_ids,
+                    stop=sampling.stop,
+                    include_stop=sampling.include_stop_str_in_output,
+                    min_tokens=sampling.min_tokens,
+                ),
+                include_stop=sampling.include_stop_str_in_output,
+            )
+            for _ in range(sampling.n)
+        ]
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool):  # type: ignore[no-untyped-def]

@@ -98,16 +98,22 @@ def read(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], timeo
 
 
 def write(
-    call: Call, *, text: str, finish_reason: str | None, num_input_tokens: int, num_output_tokens: int
+    call: Call,
+    *,
+    texts: list[str],
+    finish_reasons: list[str | None],
+    num_input_tokens: int,
+    num_output_tokens: list[int],
 ) -> dict[str, np.ndarray]:
-    """The output tensors of one response; the optional ones only where the call asked for them."""
-    values: dict[str, Any] = {"text_output": [text.encode()]}
+    """The output tensors of one response, an element for each sample; the optional ones only where the call asked for
+    them."""
+    values: dict[str, Any] = {"text_output": [text.encode() for text in texts]}
     if call.return_finish_reason:
-        values["finish_reason"] = [str(finish_reason).encode()]  # "None" until the last response
+        values["finish_reason"] = [str(reason).encode() for reason in finish_reasons]  # "None" until the last response
     if call.return_num_input_tokens:
         values["num_input_tokens"] = [num_input_tokens]
     if call.return_num_output_tokens:
-        values["num_output_tokens"] = [num_output_tokens]
+        values["num_output_tokens"] = num_output_tokens
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
 
 

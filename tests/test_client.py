@@ -115,23 +115,23 @@ class TestResponse:
     def test_fields_of_a_grpc_response(self):
         outputs = {"text_output": "é", "finish_reason": "None", "num_input_tokens": 4, "num_output_tokens": 2}
         response = service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
-        assert grpc_wire.read_fields(response) == outputs
+        assert grpc_wire.read_fields(response) == {name: [value] for name, value in outputs.items()}
 
     def test_a_token_count_without_a_dimension_is_read_too(self):
         response = grpc_response({"text_output": "a", "num_input_tokens": 4})
         del response.outputs[1].shape[:]
         message = service_pb2.ModelStreamInferResponse(infer_response=response)
-        assert grpc_wire.read_fields(message) == {"text_output": "a", "num_input_tokens": 4}
+        assert grpc_wire.read_fields(message) == {"text_output": ["a"], "num_input_tokens": [4]}
 
     @pytest.mark.parametrize(
         "data",
         [
             '{"text_output":"a","num_output_tokens":2,"model_name":"m"}',
-            '{"text_output":["a"],"num_output_tokens":[2],"finish_reason":[]}',
+            '{"text_output":["a"],"num_output_tokens":[2]}',
         ],
     )
     def test_fields_of_an_event(self, data):
-        assert http_wire.read_fields(data) == {"text_output": "a", "num_output_tokens": 2}
+        assert http_wire.read_fields(data) == {"text_output": ["a"], "num_output_tokens": [2]}
 
     @pytest.mark.parametrize("data", ["", "[]", '{"text'])
     def test_an_event_that_is_no_object_is_an_internal_error(self, data):
@@ -141,12 +141,24 @@ class TestResponse:
 
     def test_deltas_add_up(self):
         transcript = Transcript()
-        first = {"text_output": "a", "finish_reason": "None", "num_input_tokens": 3, "num_output_tokens": 2}
-        assert transcript.add(first) == Delta("a", 2, None)
+        first = {"text_output": ["a"], "finish_reason": ["None"], "num_input_tokens": [3], "num_output_tokens": [2]}
+        assert transcript.add(first) == [Delta("a", 2, None)]
         assert transcript.completion() == Completion("a", "cancelled", 3, 2)
-        last = {"text_output": "b", "finish_reason": "length", "num_output_tokens": 1}
-        assert transcript.add(last) == Delta("b", 1, "length")
+        last = {"text_output": ["b"], "finish_reason": ["length"], "num_output_tokens": [1]}
+        assert transcript.add(last) == [Delta("b", 1, "length")]
         assert transcript.completion() == Completion("ab", "length", 3, 3)
+
+    def test_samples_are_told_apart_and_end_on_their_own(self):
+        transcript = Transcript()
+        first = {"text_output": ["a", ""], "finish_reason": ["None", "None"], "num_output_tokens": [1, 0]}
+        assert transcript.add(first | {"num_input_tokens": [3]}) == [Delta("a", 1, None, 0)]
+        second = {"text_output": ["", "c"], "finish_reason": ["None", "stop"], "num_output_tokens": [0, 2]}
+        assert transcript.add(second) == [Delta("c", 2, "stop", 1)]
+        assert not transcript.complete
+        last = {"text_output": ["b", ""], "finish_reason": ["length", "stop"], "num_output_tokens": [1, 0]}
+        assert transcript.add(last) == [Delta("b", 1, "length", 0)]
+        assert transcript.complete
+        assert transcript.completion() == Completion("ab", "length", 3, 2, (Completion("c", "stop", 3, 2),))
 
 
 class TestEvents:

@@ -159,7 +159,7 @@ def test_bad_parameters(parameters, reason):
 def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
     counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
     call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
-    outputs = wire.write(call, text="é", finish_reason=finish, num_input_tokens=3, num_output_tokens=2)
+    outputs = wire.write(call, texts=["é"], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2])
     assert {name: value.tolist() for name, value in outputs.items()} == {
         "text_output": ["é".encode()],
         "finish_reason": [str(finish).encode()],
@@ -168,6 +168,6 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
     }
     assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
     plain = wire.write(
-        read(text_input=text("x")), text="", finish_reason=finish, num_input_tokens=3, num_output_tokens=2
+        read(text_input=text("x")), texts=[""], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2]
     )
     assert list(plain) == ["text_output"]

@@ -150,11 +150,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def idle(server: TritonServer) -> None:
-    """Wait until nothing runs or waits, and every block is free."""
+    """Wait until nothing runs or waits, and nobody holds a block."""
 
     def quiet() -> bool:
         now = metrics(server)
         busy = now["paged_kv_blocks{used}"] + now["paged_requests{running}"] + now["paged_requests{waiting}"]
-        return busy == 0 and now["paged_kv_blocks{free}"] == now["paged_kv_blocks{total}"]
+        available = now["paged_kv_blocks{free}"] + now["paged_kv_blocks{cached}"]
+        return busy == 0 and available == now["paged_kv_blocks{total}"]
 
-    until(quiet, "an idle server with every block free")
+    until(quiet, "an idle server with every block free or cached")

@@ -104,7 +104,7 @@ BAD = [
     ({"text_input": "x", "sampling_parameters": '{"temperature": "hot"}'}, "temperature="),
     ({"text_input": "x", "sampling_parameters": '{"temperature": NaN}'}, "temperature="),
     ({"text_input": "x", "sampling_parameters": '{"top_p": Infinity}'}, "top_p="),
-    ({"text_input": "x", "sampling_parameters": '{"n": 1000000}'}, "n=1000000: not supported yet"),
+    ({"text_input": "x", "sampling_parameters": '{"n": 1000000}'}, "n=1000000: must be 1..32"),
     ({"text_input": "x", "sampling_parameters": '{"logprobs": 5}'}, "logprobs=5: not supported yet"),
     ({"text_input": "x", "sampling_parameters": '{"stop_token_ids": [-1]}'}, "stop_token_ids=-1: must be 0..49151"),
     ({"text_input": "x", "return_logprobs": True}, "return_logprobs=true: not supported yet"),
@@ -165,7 +165,7 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
     assert status == 400
     assert (
-        "max_tokens=38: prompt and output need 97 slots of the key/value pool, which has 96"
+        "max_tokens=38: prompt and output need 25 blocks of the key/value pool, which has 24"
         in json.loads(text)["error"]
     )
     assert post(tiny_server, {"text_input": "x" * 60, "max_tokens": 37})[0] == 200

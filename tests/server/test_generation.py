@@ -152,3 +152,63 @@ def test_metrics_count_what_happened(server):
         assert grown[f"paged_{name}_seconds_count"] == 1
         assert grown[f"paged_{name}_seconds_sum"] > 0
     assert after["paged_kv_blocks{total}"] == 640
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_samples_come_side_by_side_and_each_is_that_of_its_seed(server, streaming):
+    sampling = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "seed": 40}
+    with raw_stream(server) as stream:
+        alone = []
+        for seed in (40, 41, 42):
+            ask = {"exclude_input_in_output": True, "sampling_parameters": sampling | {"seed": seed}}
+            stream.send(text_input="Once upon a time", **ask)
+            alone.append("".join(part.text for part in stream.all()))
+        ask = {"exclude_input_in_output": True, "sampling_parameters": sampling | {"n": 3}}
+        stream.send(text_input="Once upon a time", stream=streaming, **ask, **COUNTED)
+        parts = stream.all()
+    texts = [part.outputs["text_output"] for part in parts]
+    assert all(len(elements) == 3 for elements in texts)
+    assert [b"".join(pieces).decode() for pieces in zip(*texts, strict=True)] == alone
+    assert parts[-1].outputs["finish_reason"] == [b"length"] * 3
+    assert [sum(counts) for counts in zip(*(part.outputs["num_output_tokens"] for part in parts), strict=True)] == [
+        12
+    ] * 3
+    idle(server)
+
+
+def test_a_sample_that_meets_its_stop_string_leaves_the_others_going(server):
+    """Three greedy samples differ in nothing; one of other seeds is stopped by a word that only it says."""
+    sampling = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 7, "n": 3}
+    with raw_stream(server) as stream:
+        stream.send(text_input="Once upon a time", exclude_input_in_output=True, sampling_parameters=sampling)
+        whole = [text.decode() for text in stream.all()[-1].outputs["text_output"]]
+        word = next(word for word in whole[1].split() if not any(word in other for other in (whole[0], whole[2])))
+        stream.send(
+            text_input="Once upon a time",
+            exclude_input_in_output=True,
+            sampling_parameters=sampling | {"stop": word},
+            **COUNTED,
+        )
+        outputs = stream.all()[-1].outputs
+    assert outputs["finish_reason"] == [b"length", b"stop", b"length"]
+    stopped = whole[1][: whole[1].index(word)]
+    assert [text.decode() for text in outputs["text_output"]] == [whole[0], stopped, whole[2]]
+    idle(server)
+
+
+def test_a_second_request_of_the_same_prompt_finds_its_blocks_and_says_the_same(server, tokenizer, alone):
+    """100 tokens and more, cold and then from the cache; with a salt of its own it is cold again."""
+    prompt = "The old lighthouse keeper climbed the stairs and counted them. " * 8
+    hits = []
+    with raw_stream(server) as stream:
+        for salt in ("", "", "tenant", "tenant"):
+            before = metrics(server)["paged_prefix_cache_hit_tokens_total"]
+            stream.send(
+                text_input=prompt, stream=True, sampling_parameters=GREEDY | {"max_tokens": 8, "cache_salt": salt}
+            )
+            text = "".join(part.text for part in stream.all())
+            assert text == tokenizer.decode(alone(tokenizer.encode(prompt), 8), skip_special_tokens=True)
+            idle(server)
+            hits.append(metrics(server)["paged_prefix_cache_hit_tokens_total"] - before)
+    most = len(tokenizer.encode(prompt)) - 1
+    assert hits == [0, most, 0, most]
