@@ -40,7 +40,6 @@ def test_the_repository_s_model_json_is_valid():
         ("gpu_memory_utilization", 1.2, "at most 1"),
         ("kv_cache_memory_bytes", -5, "at least 1"),
         ("num_gpu_blocks_override", 0, "at least 1"),
-        ("enable_prefix_caching", True, "false"),
         ("enable_prefix_caching", 0, "false"),
         ("kv_cache_dtype", "fp8", '"auto"'),
         ("swap_space", 4, "0"),
