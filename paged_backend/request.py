@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ErrorCode(Enum):
@@ -261,8 +261,7 @@ def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:
     return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
 
 
-@dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """What one step gave one sample of a request. Exactly one delta of a sample has `finish` set, its last; or else
     one of the request has `error` set, which ends all its samples."""
 

@@ -11,7 +11,7 @@ from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, Requ
 from paged_backend.sequence import Group, Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
     none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt."""
@@ -151,7 +151,7 @@ class Scheduler:
         drawn = iter(token_ids)
         deltas = []
         for chunk in plan.chunks:
-            group = self._running[chunk.sequence.key]
+            group = self._running[chunk.sequence.request.key]
             self._book(chunk)
             if not group.forked and group.leader.computed == group.leader.num_prompt:
                 self._fork(group)
@@ -173,6 +173,7 @@ class Scheduler:
         for sequence in self._sequences():
             assert 0 <= sequence.computed <= len(sequence.tokens)
             assert sequence.computed <= len(sequence.blocks) * self.blocks.block_size
+        assert list(self._running) == sorted(self._running)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         self.blocks.check([sequence.blocks for sequence in self._sequences()])
 
@@ -182,8 +183,11 @@ class Scheduler:
 
     def _running_in_order(self) -> list[tuple[Group, Sequence]]:
         """Decode first, so that a long prompt never delays the streams that already flow; then by arrival."""
-        active = [(group, sequence) for group in self._running.values() for sequence in group.active]
-        return sorted(active, key=lambda pair: (pair[1].pending > 1, pair[1].key, pair[1].index))
+        decoding, feeding = [], []
+        for group in self._running.values():  # which are in the order of their keys: `check` says so
+            for sequence in group.active:
+                (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
+        return decoding + feeding
 
     def _extend(self, group: Group, sequence: Sequence, draft: _Draft) -> None:
         """Plan the sequence's next chunk, taking blocks from the newest running requests if the pool is dry."""
@@ -201,13 +205,14 @@ class Scheduler:
 
     def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
         """Blocks for `num_tokens` tokens, the one to be written into next its own. False where the pool is dry."""
-        index = sequence.computed // self.blocks.block_size
-        if index < len(sequence.blocks) and self.blocks.is_shared(sequence.blocks[index]):
-            copy = self.blocks.make_writable(sequence.blocks, index)
+        table, size = sequence.blocks, self.blocks.block_size
+        index = sequence.computed // size
+        if index < len(table) and self.blocks.is_shared(table[index]):
+            copy = self.blocks.make_writable(table, index)
             if copy is None:
                 return False
             draft.copy(group, copy)
-        return self.blocks.grow(sequence.blocks, num_tokens)
+        return num_tokens <= len(table) * size or self.blocks.grow(table, num_tokens)
 
     def _admit(self, draft: _Draft) -> None:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
@@ -285,7 +290,7 @@ class Scheduler:
     def _book(self, chunk: Chunk) -> None:
         """The chunk's keys and values are in the pages now: blocks that it filled become known by their content."""
         sequence, size = chunk.sequence, self.blocks.block_size
-        first, sequence.computed = sequence.computed // size, sequence.computed + chunk.length
+        first, sequence.computed = sequence.computed // size, chunk.start + chunk.length
         for index in range(first, sequence.computed // size):
             self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
 
@@ -299,14 +304,15 @@ class Scheduler:
 
     def _append(self, group: Group, sequence: Sequence, token: int) -> TokenDelta:
         sequence.tokens.append(token)
+        request, generated = sequence.request, sequence.generated
         finish = None
-        if token in sequence.request.stop_ids and sequence.generated >= sequence.request.sampling.min_tokens:
+        if token in request.stop_ids and generated >= request.sampling.min_tokens:
             finish = FinishReason.STOP
-        elif sequence.generated >= sequence.request.sampling.max_tokens:
+        elif generated >= request.sampling.max_tokens:
             finish = FinishReason.LENGTH
         if finish:
             self._end(group, sequence)
-        return TokenDelta(sequence.key, (token,), finish, index=sequence.index)
+        return TokenDelta(request.key, (token,), finish, None, sequence.index)
 
     def end(self, key: int, index: int) -> bool:
         """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""

@@ -8,7 +8,7 @@ from paged_backend.block_manager import Key, root_key
 from paged_backend.request import GenerateRequest
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of a request. Owned by the scheduler, on the engine thread.
 
@@ -24,6 +24,10 @@ class Sequence:
     index: int = 0  # among the request's samples
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
 
     @property
     def key(self) -> int:
@@ -40,15 +44,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """A request with all its samples. The prompt is computed once, by the first that lives; then the others fork.
 
