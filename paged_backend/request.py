@@ -34,6 +34,11 @@ def invalid(field_name: str, value: Any, limit: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ARGUMENT, f"{field_name}={shown}: {limit}")
 
 
+def is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can carry: JSON may hold halves of characters (lone surrogates)."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
 class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens
@@ -130,8 +135,8 @@ def _seed(name: str, value: Any, limits: Limits) -> int | None:
 
 def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise invalid(name, value, "must be a non-empty string or a list of them")
+    if not isinstance(strings, list | tuple) or not all(is_text(text) and text for text in strings):
+        raise invalid(name, value, "must be a non-empty string of whole characters, or a list of them")
     if len(strings) > MAX_STOP_STRINGS:
         raise invalid(name, f"{len(strings)} strings", f"must be at most {MAX_STOP_STRINGS} strings")
     for text in strings:
@@ -231,6 +236,8 @@ class GenerateRequest:
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
+        if prompt > limits.pool_tokens:
+            raise invalid("prompt_tokens", prompt, f"the key/value pool has {limits.pool_tokens} slots")
         stored = prompt + output - 1  # the last token's keys and values are never needed
         if stored > limits.pool_tokens:
             raise invalid("max_tokens", output, f"prompt and output need {stored} slots of the key/value pool,"
