@@ -33,7 +33,7 @@ help:
 	@echo "Any of them: PYTHON=... another interpreter for .venv; PIP_ARGS='...' more arguments for pip"
 
 serve: setup
-	@$(BIN)/paged serve $(MODEL) $(foreach option,$(OPTIONS),-o $(option)) \
+	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
 test: lint demo-model

@@ -165,8 +165,14 @@ def serve(args: argparse.Namespace) -> int:
     model = args.model if named is None else named
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a text")
+    from paged_backend.config import ConfigError
     from paged_backend.serving import launch
+    from paged_backend.serving.tritonserver import check_options
 
+    try:
+        check_options({**options, "model": model})
+    except ConfigError as error:
+        raise UsageError(f"-o {error}") from None
     return launch.serve(
         model,
         options,

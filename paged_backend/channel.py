@@ -28,11 +28,13 @@ class Channel:
         self._sender = request.get_response_sender()
         self.closed = False
 
-    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int]:
-        """The input tensors by name, the request's parameters, and its time limit in microseconds (0: none)."""
+    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str]:
+        """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), and its
+        sequence (0 or "": none)."""
         found = ((name, self._pb_utils.get_input_tensor_by_name(self._request, name)) for name in INPUTS)
         tensors = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
-        return tensors, json.loads(self._request.parameters() or "{}"), self._request.timeout()
+        parameters = json.loads(self._request.parameters() or "{}")
+        return tensors, parameters, self._request.timeout(), self._request.correlation_id()
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
         """A round trip to the server process: never on the engine's thread."""
@@ -52,6 +54,6 @@ class Channel:
 
     def _send(self, response: Any, final: bool) -> None:
         assert not self.closed, "a response after FINAL"
-        self.closed = final
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         self._sender.send(response, flags=flags)
+        self.closed = final  # not before: where sending failed, an error may still go out

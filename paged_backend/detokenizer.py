@@ -50,8 +50,8 @@ class Detokenizer:
         return self._release(self._advance(text))
 
     def flush(self) -> str:
-        """What is left at the end: held back text, and bytes that never became a character."""
-        text = self._advance(self._decode(self._ids[self._prefix :]))
+        """What is left at the end: held back text, but not the bytes that have not become a character."""
+        text = self._advance(self._decode(self._ids[self._prefix :])).rstrip(INCOMPLETE)
         released = self._release(text)
         held, self._held = self._held, ""
         return released if self.stopped else released + held

@@ -77,13 +77,17 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 
 
 def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks the pool gets. Raises ConfigError where not even one fits."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
+    """How many blocks the pool gets. Raises ConfigError where not even one fits, or those asked for do not."""
     block = bytes_per_block(layers, config.block_size, dtype)
-    budget = config.kv_cache_memory_bytes
-    if budget is None:
-        budget = _free_on_gpu(config.gpu_memory_utilization, device) if device.type == "cuda" else _free_on_cpu()
+    wanted = _wanted_bytes(config, block)
+    free = _free_on_gpu(config.gpu_memory_utilization, device) if device.type == "cuda" else available_memory()
+    if wanted is not None and wanted > free:
+        asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
+        raise ConfigError(
+            f"{asked}={getattr(config, asked)}: a pool of {wanted / GIB:.1f} GiB, with blocks of {block} bytes; must"
+            f" fit into the {free / GIB:.1f} GiB that are free"
+        )
+    budget = wanted if wanted is not None else free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
     if budget < block:
         raise ConfigError(
             f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
@@ -92,16 +96,18 @@ def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.
     return budget // block
 
 
+def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override * block
+    return config.kv_cache_memory_bytes
+
+
 def _free_on_gpu(utilization: float, device: torch.device) -> int:
     """What remains of the allowed share now that weights and a full step's activations have had theirs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     return max(0, int(total * utilization) - (total - free) - activations)
-
-
-def _free_on_cpu() -> int:
-    return min(CPU_POOL_LIMIT, available_memory() // 2)
 
 
 def available_memory() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paged_backend.scheduler import SchedulerStats
 
-OUTCOMES = ("stop", "length", "timeout", "cancelled", "error")
+OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused")
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
 
 

@@ -89,7 +89,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         dtype=dtype,
         max_model_len=max_model_len,
         vocab_size=text_config.vocab_size,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
     )
     return LoadedModel(model, tokenizer, spec)
 
@@ -184,11 +184,12 @@ def _load_weights(
     return model
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id that the model's files name as an end: generation_config may list several, the tokenizer one more."""
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> frozenset[int]:
+    """Every id that the model's files name as an end: generation_config may list several, the tokenizer one more. One
+    that the model cannot draw ends nothing."""
     named = [model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id]
     flat = [one for ids in named for one in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(one for one in flat if one is not None)
+    return frozenset(one for one in flat if one is not None and 0 <= one < vocab_size)
 
 
 # --- the proof -------------------------------------------------------------------------------------------------

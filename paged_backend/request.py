@@ -34,6 +34,11 @@ def invalid(field_name: str, value: Any, limit: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ARGUMENT, f"{field_name}={shown}: {limit}")
 
 
+def is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can carry: JSON may hold halves of characters (lone surrogates)."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
 class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens
@@ -132,8 +137,8 @@ def _seed(name: str, value: Any, limits: Limits) -> int | None:
 
 def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise invalid(name, value, "must be a non-empty string or a list of them")
+    if not isinstance(strings, list | tuple) or not all(is_text(text) and text for text in strings):
+        raise invalid(name, value, "must be a non-empty string of whole characters, or a list of them")
     if len(strings) > MAX_STOP_STRINGS:
         raise invalid(name, f"{len(strings)} strings", f"must be at most {MAX_STOP_STRINGS} strings")
     for text in strings:
@@ -245,6 +250,10 @@ class GenerateRequest:
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
+        at_once = blocks_at_most(prompt, 1, sampling.n, limits.block_size)
+        if at_once > limits.num_blocks:
+            raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
+                          f" {limits.num_blocks}")  # fmt: skip
         needed = blocks_at_most(prompt, output, sampling.n, limits.block_size)
         if needed > limits.num_blocks:
             of = f" of {sampling.n} samples" if sampling.n > 1 else ""
@@ -269,7 +278,7 @@ class TokenDelta(NamedTuple):
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     error: RequestError | None = None
-    index: int = 0  # of the sample
+    sample: int = 0  # which of the request's
 
     @property
     def last(self) -> bool:

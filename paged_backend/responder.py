@@ -38,12 +38,14 @@ class Sample:
     include_stop: bool  # whether the token that ends it is part of the text
     text: str = ""  # not sent yet
     unsent_tokens: int = 0
+    num_tokens: int = 0
     finish: FinishReason | None = None
 
     def take(self, delta: TokenDelta) -> None:
         """Book what a step gave. A stop string may end the sample before the engine does."""
         silent = delta.finish is FinishReason.STOP and not self.include_stop
         for index, token in enumerate(delta.token_ids):
+            self.num_tokens += 1
             self.unsent_tokens += 1
             if silent and index == len(delta.token_ids) - 1:
                 break  # the token that ends the output is counted, but its text is not output
@@ -91,7 +93,7 @@ class Stream:
             self.first_token = self.first_token or when
             self.last_token = when
         self.error = delta.error
-        self.samples[delta.index].take(delta)
+        self.samples[delta.sample].take(delta)
 
     def end(self, finish: FinishReason) -> None:
         """End every sample that is still open."""
@@ -100,13 +102,18 @@ class Stream:
                 sample.end(finish)
 
 
+class Refused:
+    """A request that was answered with an error at once."""
+
+
 class Responder:
     """A thread between the engine and the clients. `open` and `emit` may be called from any thread."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._engine: Aborts | None = None
-        self._inbox: SimpleQueue[Stream | StepOutput | EngineDied | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Stream | StepOutput | EngineDied | Refused | None] = SimpleQueue()
+        self._died: RequestError | None = None
         self._streams: dict[int, Stream] = {}
         self._next_poll = 0.0
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
@@ -124,6 +131,10 @@ class Responder:
         """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
         self._inbox.put(stream)
 
+    def refused(self) -> None:
+        """Count a request that never became a stream."""
+        self._inbox.put(Refused())
+
     def emit(self, output: StepOutput | EngineDied) -> None:
         self._inbox.put(output)
 
@@ -138,6 +149,11 @@ class Responder:
                 elif isinstance(message, Stream):
                     self._streams[message.request.key] = message
                     self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
+                    if self._died:  # after it was asked whether it lives
+                        message.error = self._died
+                        touched[message.request.key] = message
+                elif isinstance(message, Refused):
+                    self._metrics.ended("refused")
                 elif isinstance(message, StepOutput):
                     stats = message.stats
                     touched |= self._book(message)
@@ -149,7 +165,7 @@ class Responder:
                 self._guarded(stream, self._deliver)
             self._poll()
 
-    def _collect(self) -> list[Stream | StepOutput | EngineDied | None]:
+    def _collect(self) -> list[Stream | StepOutput | EngineDied | Refused | None]:
         """All that has piled up; waits for the next message, but not past the next poll."""
         messages = []
         try:
@@ -161,20 +177,27 @@ class Responder:
             return messages
 
     def _book(self, output: StepOutput) -> dict[int, Stream]:
-        touched = {}
+        touched, tokens = {}, 0
         for delta in output.deltas:
             stream = self._streams.get(delta.key)
             # Else it was cancelled, or met its stop string, a moment ago.
-            if stream and not stream.ended and (delta.error or not stream.samples[delta.index].finish):
+            if stream and not stream.ended and (delta.error or not stream.samples[delta.sample].finish):
+                begun = stream.first_token is not None
                 self._guarded(stream, lambda one, delta=delta: one.take(delta, output.when))
+                tokens += len(delta.token_ids)
+                if stream.first_token is not None and not begun:
+                    self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
                 touched[delta.key] = stream
-                if stream.samples[delta.index].finish and not delta.last:
-                    self._end(delta.key, delta.index)
+                if stream.samples[delta.sample].finish and not delta.last:
+                    self._end(delta.key, delta.sample)
+        if tokens:
+            self._metrics.generated_tokens.increment(tokens)
         return touched
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:
+        self._died = RequestError(ErrorCode.INTERNAL, reason)
         for stream in self._streams.values():
-            stream.error = RequestError(ErrorCode.INTERNAL, reason)
+            stream.error = self._died
         return dict(self._streams)
 
     def _guarded(self, stream: Stream, action) -> None:  # type: ignore[no-untyped-def]
@@ -189,8 +212,8 @@ class Responder:
 
     def _drop(self, stream: Stream) -> None:
         """Give up on a stream whose answer failed, with an error if even that still goes out."""
-        self._streams.pop(stream.request.key, None)
-        self._metrics.ended("error")
+        if self._streams.pop(stream.request.key, None):
+            self._metrics.ended("error")
         try:
             stream.channel.fail(stream.error or RequestError(ErrorCode.INTERNAL, "unknown"))
         except Exception:
@@ -225,13 +248,10 @@ class Responder:
         """Forget the stream, and book what it took."""
         del self._streams[stream.request.key]
         self._metrics.ended(outcome)
-        generated = sum(sample.detokenizer.num_tokens for sample in stream.samples)
         if stream.first_token is None or stream.last_token is None:
             return
-        self._metrics.generated_tokens.increment(generated)
-        self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
         self._metrics.latency.observe(stream.last_token - stream.arrived)
-        longest = max(sample.detokenizer.num_tokens for sample in stream.samples)
+        longest = max(sample.num_tokens for sample in stream.samples)
         if longest > 1:
             self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
-LEAST = 1e-6  # what divides logits is no smaller: they stay finite in float32, and nothing else is told apart
+LEAST = 1e-6  # of what divides logits, so that they stay finite in float32, and of top_p, so that a token stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def _filters(params: Rows[SamplingParams], device: torch.device) -> Filters | No
     return Filters(
         rows=torch.tensor([row for row, _ in rows], device=device),
         top_k=_column(top_k, torch.int64, device),
-        top_p=_column([one.top_p for _, one in rows], torch.float32, device),
+        top_p=_column([max(one.top_p, LEAST) for _, one in rows], torch.float32, device),
         min_p=_column([one.min_p for _, one in rows], torch.float32, device),
         max_top_k=max([k for k in top_k if k != off], default=1),
         sort=any(one.top_p < 1 and not one.top_k for _, one in rows),

@@ -183,7 +183,8 @@ class Scheduler:
 
     def _running_in_order(self) -> list[tuple[Group, Sequence]]:
         """Decode first, so that a long prompt never delays the streams that already flow; then by arrival."""
-        decoding, feeding = [], []
+        decoding: list[tuple[Group, Sequence]] = []
+        feeding: list[tuple[Group, Sequence]] = []
         for group in self._running.values():  # which are in the order of their keys: `check` says so
             for sequence in group.active:
                 (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))

@@ -151,6 +151,7 @@ class Service:
             self._engine.submit(request)
         except RequestError as error:
             channel.fail(error)
+            self._responder.refused()
         except Exception as error:
             log.exception("a request could not be taken")
             channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
@@ -178,9 +179,10 @@ class Service:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: this model has no chat template; use text_input")
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:  # templates refuse, for example, two user turns in a row
+        except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
+            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {error}"
+                ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {reason}"
             ) from error
 
     def _samples(self, request: GenerateRequest) -> list[Sample]:

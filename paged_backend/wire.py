@@ -5,6 +5,7 @@ The tensors, their defaults and their meaning are those of Triton's vLLM backend
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.request import PARAMETER_NAMES, ErrorCode, RequestError, invalid
+from paged_backend.request import PARAMETER_NAMES, ErrorCode, RequestError, invalid, is_text
 
 
 class TensorSpec(NamedTuple):
@@ -73,8 +74,12 @@ class Call:
     timeout_us: int
 
 
-def read(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], timeout_us: int = 0) -> Call:
+def read(
+    tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], timeout_us: int = 0, sequence_id: int | str = 0
+) -> Call:
     """Raises RequestError for what is missing, malformed, contradictory or not supported yet."""
+    if sequence_id:
+        raise invalid("sequence_id", sequence_id, "not supported yet; leave it out")
     for name in _NOT_YET:
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
@@ -165,9 +170,10 @@ def _prompt(tensors: Mapping[str, np.ndarray]) -> tuple[str | None, list[dict[st
             ErrorCode.INVALID_ARGUMENT, 'messages: must be a JSON list of objects like {"role": "user", "content": "…"}'
         )
     for index, turn in enumerate(turns):
-        if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+        if not all(is_text(turn.get(name)) for name in ("role", "content")):
             raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"messages[{index}]: must have a string `role` and a string `content`"
+                ErrorCode.INVALID_ARGUMENT,
+                f"messages[{index}]: must have a `role` and a `content` that are strings of whole characters",
             )
     return None, turns
 
@@ -181,8 +187,8 @@ def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[str, Any], int]:
-    """Request parameters that are ours. Headers that the server forwards are none of our business; any other
-    unknown name is refused rather than ignored."""
+    """Request parameters that are ours. A server may be set to forward headers as parameters, and those are none of
+    our business; any other unknown name is refused rather than ignored, and one that looks like ours in any case."""
     sampling: dict[str, Any] = {}
     for name, value in parameters.items():
         if name in PARAMETER_NAMES:
@@ -194,6 +200,8 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
         elif name in _NOT_YET_PARAMETERS:
             if value not in (0, False, ""):
                 raise invalid(name, value, "not supported yet; leave it out")
+        elif near := difflib.get_close_matches(name.lower().replace("-", "_"), PARAMETER_NAMES, n=1, cutoff=0.8):
+            raise invalid(name, value, f"unknown parameter; did you mean {near[0]}?")
         elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
             raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(PARAMETER_NAMES))}")
     return sampling, timeout_us

@@ -63,14 +63,19 @@ class TestServe:
             "-o",
             "enable_prefix_caching=false",
             "-o",
-            "x=a=b",
+            'tokenizer="a=b"',
         ]
         ports = ["--http-port", "1", "--grpc-port", "2", "--metrics-port", "65535"]
         assert main(["serve", "demo", *options, *ports, "--", "--log-verbose=1", "--", "-o"]) == 7
-        expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "x": "a=b"}
+        expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "tokenizer": "a=b"}
         ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 65535}
         flags = ["--log-verbose=1", "--", "-o"]
         assert serve_calls == [(("demo", expected), {**ports, "server_args": flags})]
+
+    def test_a_bad_option_is_named_before_anything_starts(self, serve_calls, capsys):
+        assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
+        assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
+        assert serve_calls == []
 
     def test_the_model_may_be_an_option(self, serve_calls):
         assert main(["serve", "-o", "model=/m"]) == 7

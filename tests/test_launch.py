@@ -158,6 +158,12 @@ def test_a_model_that_is_no_directory_is_named(tmp_path):
     assert resolve_model("owner/model-1.5B") == "owner/model-1.5B"
 
 
+@pytest.mark.parametrize("flag", ["--http-port=1", "--allow-http=false", "--model-repository=/m"])
+def test_a_flag_that_would_contradict_ours_is_refused(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{flag}: is not for tritonserver alone"):
+        TritonServer(tmp_path, server_args=["--log-verbose=1", flag])
+
+
 def test_options_are_laid_over_the_repositorys(repository, tmp_path):
     write_repository(repository, tmp_path / "copy", {"model": "/m", "seed": 7})
     written = json.loads((tmp_path / "copy/paged_llm/1/model.json").read_text())

@@ -33,7 +33,7 @@ def finish(sched, store, *requests):
         plan = sched.schedule()
         sched.check()
         for delta in sched.commit(plan, store.run(plan)):
-            outputs.setdefault((delta.key, delta.index), []).extend(delta.token_ids)
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
         sched.check()
     assert sched.blocks.num_used == 0
     return outputs
@@ -90,10 +90,10 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size
             continue
         assert plan.num_tokens <= sched.max_num_batched_tokens
         for delta in sched.commit(plan, store.run(plan)):
-            outputs[delta.key, delta.index] += delta.token_ids
+            outputs[delta.key, delta.sample] += delta.token_ids
             if delta.finish:
                 one = requests[delta.key]
-                assert outputs.pop((delta.key, delta.index)) == alone(one, delta.index, vocab)
+                assert outputs.pop((delta.key, delta.sample)) == alone(one, delta.sample, vocab)
         sched.check()
     assert not left
     assert sched.blocks.num_used == 0

@@ -99,6 +99,11 @@ def test_a_missing_tokenizer_is_named(tmp_path):
     [
         ({"max_model_len": 257}, "max_model_len=257: must be at most 256"),
         ({"max_model_len": 200, "num_gpu_blocks_override": 8}, "max_model_len=200: the key/value pool holds only 32"),
+        ({"num_gpu_blocks_override": 2 * 10**12}, r"num_gpu_blocks_override=2000000000000: a pool of .* GiB"),
+        (
+            {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10**15},
+            "kv_cache_memory_bytes=1000000000000000: a",
+        ),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes=100: one block"),
     ],
 )
@@ -146,12 +151,12 @@ def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_leng
         model_loader.pick_max_model_len(65, config)
 
 
-def test_every_end_of_sequence_that_the_files_name(tiny, tmp_path):
+def test_every_end_of_sequence_that_the_files_name_and_the_model_can_draw(tiny, tmp_path):
     _, model = tiny
     model.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 320, -1]}))
     assert tiny_assembly(tmp_path).loaded.spec.eos_ids == {7, 9, tokenizer.eos_token_id}
 
 

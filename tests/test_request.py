@@ -67,6 +67,7 @@ def test_values_are_read_as_their_type(name, value, read):
         ("seed", 2**64, "18446744073709551615"),
         ("stop", [""], "non-empty"),
         ("stop", [1], "non-empty"),
+        ("stop", ["a\ud800"], "whole characters"),
         ("stop", 1, "non-empty"),
         ("stop", ["x"] * 17, "at most 16"),
         ("stop", ["x" * 257], "at most 256 bytes"),

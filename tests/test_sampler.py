@@ -20,7 +20,7 @@ VOCAB = 50
 
 def sequence(prompt=(1, 2, 3), generated=(), seed=0, stop_ids=frozenset(), **sampling):
     request = GenerateRequest(0, tuple(prompt), SamplingParams(**sampling), seed, frozenset(stop_ids))
-    return Sequence(request, [*prompt, *generated])
+    return Sequence(request, [*prompt, *generated], [])
 
 
 def draw(logits, sequences):
@@ -51,6 +51,8 @@ def test_the_smallest_numbers_that_are_not_0_stay_finite(logits):
     for least in (1e-45, 1e-300):
         assert support(logits, temperature=least) == {logits.argmax().item()}
         assert support(logits, repetition_penalty=least) <= {1, 2, 3}
+        assert support(logits, top_p=least) == {logits.argmax().item()}
+        assert support(logits, min_p=least) == support(logits)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])

@@ -23,10 +23,10 @@ def test_plain_make_tells_what_there_is():
 
 
 def test_make_serve_passes_its_variables_on():
-    variables = ["MODEL=/m", "OPTIONS=block_size=32 dtype=float32", "HTTP_PORT=1", "GRPC_PORT=2"]
+    variables = ["MODEL=/m n", "OPTIONS=block_size=32 dtype=float32", "HTTP_PORT=1", "GRPC_PORT=2"]
     shown = make("-n", "serve", *variables)
     line = " ".join(shown.stdout.replace("\\\n", " ").split())
-    assert "paged serve /m -o block_size=32 -o dtype=float32" in line
+    assert "paged serve '/m n' -o 'block_size=32' -o 'dtype=float32'" in line
     assert "--http-port 1 --grpc-port 2 --metrics-port 8002" in line
 
 

@@ -88,6 +88,17 @@ def test_the_tensor_wins_over_the_parameter():
     assert call.sampling == {"max_tokens": 5, "temperature": 0}
 
 
+@pytest.mark.parametrize("name", ["max-tokens", "top-p", "temprature", "Stop-Token-Ids"])
+def test_a_name_that_looks_like_ours_is_no_header(name):
+    assert refusal({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
+
+
+@pytest.mark.parametrize("sequence", [7, "a"])
+def test_a_sequence_is_refused(sequence):
+    with pytest.raises(RequestError, match=r"sequence_id=.*: not supported yet"):
+        wire.read({"text_input": text("x")}, {}, 0, sequence)
+
+
 def test_headers_that_the_server_forwards_are_none_of_our_business():
     parameters = {
         "x-tenant": "a",
@@ -125,8 +136,12 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
         ({"messages": text("[" * 100_000)}, "messages: not valid JSON"),
         ({"messages": text("{}")}, "messages: must be a JSON list"),
         ({"messages": text("[]")}, "messages: must be a JSON list"),
-        ({"messages": text('[{"role": "user"}]')}, "messages[0]: must have a string `role`"),
-        ({"messages": text('[{"role": "user", "content": 3}]')}, "messages[0]: must have a string `role`"),
+        ({"messages": text('[{"role": "user"}]')}, "messages[0]: must have a `role` and a `content`"),
+        (
+            {"messages": text('[{"role": "user", "content": "\\ud800"}]')},
+            "messages[0]: must have a `role` and a `content`",
+        ),
+        ({"messages": text('[{"role": "user", "content": 3}]')}, "messages[0]: must have a `role` and a `content`"),
         ({"messages": text('[{"role": "user", "content": "x"}]'), "exclude_input_in_output": flag(False)}, "exclude_"),
         ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),

@@ -40,8 +40,8 @@ class ServerLog:
     def tail(self, lines: int = 20) -> str:
         return "".join(self._lines[-lines:]).rstrip()
 
-    def shows_requests_ended(self) -> bool:
-        """Whether the server was asked to stop and has answered all that was open."""
+    def shows_that_it_unloads(self) -> bool:
+        """Whether the server was asked to stop, and lets in no more requests."""
         return any("All models are stopped" in line for line in self._lines[-100:])
 
     def failure(self, code: int) -> str:

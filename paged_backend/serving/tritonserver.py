@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from paged_backend.config import HUB_NAME
+from paged_backend.config import HUB_NAME, EngineConfig
 from paged_backend.serving import demo_model
 from paged_backend.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_backend.serving.server_log import ServerLog
@@ -33,6 +34,12 @@ EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own
 _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+_OWN_FLAGS = (
+    *("--model-repository", "--model-store", "--http-port", "--grpc-port", "--metrics-port"),
+    *("--allow-http", "--allow-metrics", "--backend-directory", "--model-control-mode", "--http-address"),
 )
 
 
@@ -72,6 +79,7 @@ class TritonServer:
         ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
         self.http_port, self.grpc_port, self.metrics_port = ports
         self._options = {**(options or {}), "model": resolve_model(model)}
+        check_server_args(server_args)
         self._server_args = list(server_args)
         self._repository = repository
         self._files = find_server()
@@ -223,8 +231,20 @@ class TritonServer:
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
-            if self._log.shows_requests_ended():
+            if self._log.shows_that_it_unloads() and not self._has_open_requests():
                 deadline = min(deadline, time.monotonic() + UNLOAD_TIMEOUT)
+
+    def _has_open_requests(self) -> bool:
+        """By the engine's own metrics: the server itself does not count a stream as in flight."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        except (OSError, http.client.HTTPException):
+            return True
+        finally:
+            connection.close()
+        return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", text, re.M))
 
     def _clean(self) -> None:
         for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
@@ -276,6 +296,19 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object]) 
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     settings = target / MODEL_NAME / "1" / "model.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **options}, indent=2))
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigError for an engine option that is unknown or out of range, laid over the project's model.json."""
+    settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
+    EngineConfig.from_options({**json.loads(settings.read_text()), **options})
+
+
+def check_server_args(arguments: Sequence[str]) -> None:
+    """Raises ValueError for a flag of tritonserver that would contradict what is set here."""
+    for argument in arguments:
+        if argument.partition("=")[0] in _OWN_FLAGS:
+            raise ValueError(f"{argument}: is not for tritonserver alone; paged serve sets it, or needs it as it is")
 
 
 def server_environment(files: ServerFiles) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams
+from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams, until
 
 GREEDY = {"temperature": 0}
 COUNTED = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
@@ -212,3 +212,18 @@ def test_a_second_request_of_the_same_prompt_finds_its_blocks_and_says_the_same(
             hits.append(metrics(server)["paged_prefix_cache_hit_tokens_total"] - before)
     most = len(tokenizer.encode(prompt)) - 1
     assert hits == [0, most, 0, most]
+
+
+def test_metrics_count_the_token_that_ends_the_output_and_what_was_refused(server):
+    body = {"text_input": "One two three", "temperature": 0, "max_tokens": 20, "return_num_output_tokens": True}
+    first = json.loads(post(server, body | {"max_tokens": 1, "exclude_input_in_output": True})[1])["text_output"]
+    idle(server)
+    before = metrics(server)
+    answer = json.loads(post(server, body | {"stop": first.strip()})[1])
+    assert post(server, body | {"max_tokens": 0})[0] == 400
+    refused = "paged_requests_finished_total{refused}"
+    until(lambda: metrics(server)[refused] > before[refused], "the count of what was refused")
+    grown = {name: value - before[name] for name, value in metrics(server).items()}
+    assert grown["paged_generation_tokens_total"] == answer["num_output_tokens"] == 1
+    assert grown["paged_requests_finished_total{refused}"] == 1
+    assert grown["paged_requests_finished_total{stop}"] == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paged_backend.serving import tritonserver
 from paged_backend.serving.server_files import find_server
 from paged_backend.serving.tritonserver import ServerError, TritonServer, choose_ports, server_environment
 from tests.server.conftest import idle, post, raw_stream
@@ -89,6 +90,16 @@ def test_streams_that_are_open_at_sigterm_still_end(tiny):
         assert stream.all()[-1].final
         stream.cancel()
         assert server.wait(60) == 0
+
+
+def test_stopping_waits_for_the_streams_and_for_nothing_else(tiny, monkeypatch):
+    """No second is given to a server that still answers, though it lets nobody in; nor to one that is done."""
+    monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 250, "ignore_eos": True})
+        assert not stream.next().error
+        server.stop()
+        assert stream.all()[-1].final
 
 
 @pytest.mark.skipif(shutil.which("tritonserver") is not None, reason="an installed server brings its own stub")
