@@ -161,8 +161,8 @@ def _samples(name: str, value: Any, limits: Limits) -> int:
 
 
 def _salt(name: str, value: Any, limits: Limits) -> str:
-    if not isinstance(value, str) or len(value.encode(errors="replace")) > MAX_SALT_BYTES:
-        raise invalid(name, value, f"must be a string of at most {MAX_SALT_BYTES} bytes")
+    if not is_text(value) or len(value.encode()) > MAX_SALT_BYTES:
+        raise invalid(name, value, f"must be a string of whole characters, of at most {MAX_SALT_BYTES} bytes")
     return value
 
 
