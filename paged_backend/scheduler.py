@@ -113,6 +113,11 @@ class Scheduler:
             copies=self.blocks.counters.copies,
         )
 
+    @property
+    def running(self) -> tuple[Group, ...]:
+        """Requests that hold blocks, by arrival."""
+        return tuple(self._running.values())
+
     def add(self, request: GenerateRequest) -> None:
         self._waiting.append(Group.of(request))
 

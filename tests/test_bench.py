@@ -27,6 +27,20 @@ def test_throughput_writes_its_records_and_a_picture(tiny, tmp_path, capsys, mon
     assert "round 2 of 2: paged" in shown.err
 
 
+def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    assert main(["bench", "memory", "--model", str(tiny[0]), "--requests", "100", "--json", str(file)]) == 0
+    records = {record["name"]: record for record in json.loads(file.read_text())}
+    waste = [records[f"waste ShareGPT block_size={size}"]["value"] for size in (1, 4, 16, 64, 256)]
+    assert waste[0] == 0
+    assert waste == sorted(waste)
+    assert records["waste ShareGPT block_size=16"]["peers"]["contiguous, oracle"] > waste[2]
+    for n in (2, 4, 6):
+        saved = records[f"saved by sharing ShareGPT n={n}"]
+        assert abs(saved["value"] - saved["peers"]["by arithmetic"]) < 1
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_benchmark_names_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "throughput", "--fast"])

@@ -150,6 +150,7 @@ def main(argv: Sequence[str]) -> int:
     model = resolve_model(args.model)
     budget = max(512, count)
     options = {"num_gpu_blocks_override": 35 * count, "max_num_seqs": count, "max_num_batched_tokens": budget}
+    options["enable_prefix_caching"] = False  # every round sends the same prompts
     assembly = assemble(EngineConfig.from_options({"model": model, "dtype": args.dtype} | options))
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=assembly.loaded.spec.dtype).to(assembly.device).eval()
     jobs = workload(count, assembly.loaded.spec.vocab_size)

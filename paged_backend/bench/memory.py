@@ -1,0 +1,282 @@
+"""What pages do for memory: how full they are, how many requests fit, what sharing saves, what the bookkeeping costs.
+
+All but the last part runs the real scheduler and block manager with a model that draws token 0 in no time: which
+block belongs to whom depends on lengths alone. Lengths are log-normal with the means that the paper reports for
+ShareGPT (161 in, 338 out) and Alpaca (19 in, 58 out), cut at 1,024 (Kwon et al. 2023, section 6.1; arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from paged_backend.bench._report import Record, parser, publish
+from paged_backend.block_manager import BlockManager
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.scheduler import Scheduler
+
+DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}
+LONGEST = 1024  # tokens, of a prompt and of an output
+RESERVATION = 2048  # slots that a contiguous cache reserves for each request, whatever comes
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+POOL_SLOTS = 16_384
+WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
+WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The pool at one moment, and what others would have reserved for the same requests."""
+
+    requests: int
+    live: int  # tokens in the pool
+    allocated: int  # slots
+    unshared: int  # slots that as many sequences would hold without sharing
+    analytic: int  # slots that they need by arithmetic, with sharing
+    maximum: int  # slots that a contiguous cache reserves: as many as any request may need,
+    power_of_two: int  # the next power of two of what this one will,
+    oracle: int  # or exactly that
+
+
+def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
+    """Log-normal, cut at LONGEST, and scaled so that the mean holds after the cut."""
+    drawn = [rnd.lognormvariate(0, 1) for _ in range(count)]
+    scale = mean
+    for _ in range(30):
+        cut = [max(1, min(LONGEST, round(scale * one))) for one in drawn]
+        scale *= mean / statistics.mean(cut)
+    return cut
+
+
+def requests(dataset: str, count: int, *, n: int = 1, equal: bool = False) -> list[GenerateRequest]:
+    """`equal`: all of the mean lengths."""
+    rnd = random.Random(0)
+    count *= 1 if dataset == "ShareGPT" else 6  # shorter ones: about as many tokens
+    prompts, outputs = ([mean] * count if equal else lengths(mean, count, rnd) for mean in DATASETS[dataset])
+    rnd.shuffle(outputs)
+    return [
+        GenerateRequest(key, tuple(range(prompt)), SamplingParams(max_tokens=output, n=n), 0, frozenset())
+        for key, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def simulate(work: Sequence[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
+    """Serve all requests, always as many as fit, and look at the pool from time to time while others wait."""
+    blocks = BlockManager(POOL_SLOTS // block_size, block_size)
+    scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
+    for request in work:
+        scheduler.add(request)
+    step = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, [0] * sum(len(chunk.draws) for chunk in plan.chunks))
+        step += 1
+        if step % every == 0 and scheduler.stats.waiting:
+            yield look(scheduler)
+
+
+def look(scheduler: Scheduler) -> Sample:
+    size = scheduler.blocks.block_size
+    groups = scheduler.running
+    totals = dict.fromkeys(("live", "unshared", "analytic", "maximum", "power_of_two", "oracle"), 0)
+    for group in groups:
+        prompt, samples = group.leader.num_prompt, len(group.sequences)
+        shared = prompt // size * size if samples > 1 and group.forked else 0
+        need = prompt + group.request.sampling.max_tokens
+        totals["maximum"] += RESERVATION * samples
+        totals["power_of_two"] += (1 << (need - 1).bit_length()) * samples
+        totals["oracle"] += need * samples
+        totals["live"] += shared
+        totals["analytic"] += shared
+        for sequence in group.active:
+            held = len(sequence.blocks) * size
+            totals["unshared"] += held
+            totals["live"] += sequence.computed - shared
+            totals["analytic"] += -(-sequence.computed // size) * size - shared
+    return Sample(requests=len(groups), allocated=scheduler.blocks.num_used * size, **totals)
+
+
+def utilisation(samples: Sequence[Sample], of: str) -> float:
+    """Token states over slots, over all moments."""
+    return sum(one.live for one in samples) / sum(getattr(one, of) for one in samples)
+
+
+def pages(count: int) -> tuple[list[Record], dict[str, dict[int, float]]]:
+    records, curves = [], {}
+    for dataset in DATASETS:
+        work, curves[dataset] = requests(dataset, count), {}
+        for size in BLOCK_SIZES:
+            samples = list(simulate(work, size))
+            waste = 100 * (1 - utilisation(samples, "allocated"))
+            curves[dataset][size] = waste
+            peers = {
+                f"contiguous, {of}": 100 * (1 - utilisation(samples, of))
+                for of in ("maximum", "power_of_two", "oracle")
+            }
+            place = (dataset, size)
+            records.append(
+                Record(
+                    f"waste {dataset} block_size={size}",
+                    waste,
+                    "%",
+                    WASTE_TARGETS.get(place),
+                    WASTE_LIMITS.get(place),
+                    peers,
+                )
+            )
+    return records, curves
+
+
+def capacity(count: int) -> list[Record]:
+    """Requests resident at once, against a contiguous cache that reserves RESERVATION slots for each. The limit is
+    what the same requests would reach if no slot were wasted: long ones stay longer, so that lengths that vary leave
+    less room than their means tell."""
+    records = []
+    for name, equal in (("lengths that vary", False), ("all of mean length", True)):
+        samples = list(simulate(requests("ShareGPT", count, equal=equal), 16))
+        resident = statistics.mean(one.requests for one in samples) / (POOL_SLOTS // RESERVATION)
+        limit = RESERVATION / (sum(one.live for one in samples) / sum(one.requests for one in samples))
+        records.append(Record(f"capacity ShareGPT, {name}", resident, "x", 6.0, limit))
+    return records
+
+
+def sharing(count: int) -> list[Record]:
+    """Blocks saved by parallel sampling over blocks without sharing, beside what arithmetic says."""
+    records = []
+    for dataset in DATASETS:
+        for n in (2, 4, 6):
+            samples = list(simulate(requests(dataset, count, n=n), 16))
+            unshared = sum(one.unshared for one in samples)
+            saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
+            analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
+            records.append(Record(f"saved by sharing {dataset} n={n}", saved, "%", peers={"by arithmetic": analytic}))
+    return records
+
+
+def bookkeeping(steps: int) -> list[Record]:
+    """Microseconds of schedule and commit, for each sequence that decodes."""
+    records = []
+    for running in (256, 1024):
+        for context in (64, 1024):
+            blocks = BlockManager(running * (context // 16 + 32), 16, caching=True)
+            scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
+            for key in range(running):
+                prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
+                scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=500), 0, frozenset({2})))
+            took = []
+            for _ in range(steps + 1):
+                started = time.perf_counter()
+                plan = scheduler.schedule()
+                assert plan is not None
+                scheduler.commit(plan, [0] * running)
+                took.append((time.perf_counter() - started) / running * 1e6)
+            name = f"bookkeeping running={running} context={context}"
+            records.append(Record(name, statistics.median(took[1:]), "us/sequence/step", target=3.0))
+    return records
+
+
+def system_prompt(model: str, count: int) -> list[Record]:
+    """The real model: requests that share a system prompt of 512 tokens (half of what the model takes, if that is less),
+    one after the other, cache on and off."""
+    from paged_backend.config import EngineConfig
+    from paged_backend.engine import Engine, EngineDied, StepOutput
+    from paged_backend.service import assemble
+    from paged_backend.serving.tritonserver import resolve_model
+
+    rnd = random.Random(0)
+    options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 512}
+    first: dict[bool, list[float]] = {True: [], False: []}
+    hit_rate = 0.0
+    for caching in (True, False):
+        assembly = assemble(EngineConfig.from_options(options | {"enable_prefix_caching": caching}))
+        vocab = assembly.limits.vocab_size
+        shared = min(512, assembly.limits.max_model_len // 2)
+        draw = random.Random(1).randrange
+        system = [draw(vocab) for _ in range(shared)]
+        steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
+        engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+        engine.start()
+        total = 0
+        for key in range(count):
+            prompt = system + [rnd.randrange(vocab) for _ in range(24)]
+            total += len(prompt)
+            started = time.perf_counter()
+            sampling = SamplingParams(max_tokens=1, temperature=0)
+            engine.submit(GenerateRequest.admit(key, prompt, sampling, 0, frozenset(), assembly.limits))
+            deltas: tuple[object, ...] = ()
+            while not deltas:
+                output = steps.get()
+                if isinstance(output, EngineDied):
+                    raise RuntimeError(output.reason)
+                deltas = output.deltas
+            first[caching].append(time.perf_counter() - started)
+        engine.stop()
+        if caching:
+            hit_rate = 100 * assembly.scheduler.stats.cached_tokens / total
+    medians = {caching: statistics.median(values) for caching, values in first.items()}
+    return [
+        Record(f"hit rate, system prompt of {shared} tokens", hit_rate, "%", limit=100 * shared / (shared + 24)),
+        Record("time to first token, cached", medians[True] * 1e3, "ms", peers={"cache off": medians[False] * 1e3}),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    count = min(args.requests, 200) if args.quick else args.requests
+    records, curves = pages(count)
+    records += capacity(count)
+    records += sharing(count)
+    records += bookkeeping(min(count, 200))
+    records += system_prompt(args.model, max(2, count // 10) if not args.quick else 4)
+    publish(records, args.json, lambda file, caption: draw(records, curves, file, caption))
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    made = parser("memory", __doc__.partition("\n")[0])
+    made.add_argument("--requests", type=int, default=2000, metavar="N", help="to simulate; a tenth for the real model")
+    made.add_argument("--model", default="demo", help="for the part that runs a model")
+    return made
+
+
+def draw(records: Sequence[Record], curves: dict[str, dict[int, float]], file: Path, caption: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for dataset, curve in curves.items():
+        left.plot(list(curve), list(curve.values()), marker="o", label=dataset)
+    left.set_xscale("log", base=2)
+    left.set_xlabel("tokens per block")
+    left.set_ylabel("slots that hold no token, %")
+    left.legend(frameon=False)
+    by_name = {record.name: record for record in records}
+    bars = {"pages of 16": by_name["waste ShareGPT block_size=16"].value} | dict(
+        by_name["waste ShareGPT block_size=16"].peers
+    )
+    drawn = middle.bar(
+        [name.replace("contiguous, ", "").replace("_", " ") for name in bars],
+        list(bars.values()),
+        color=["#76b900", *["#b0b0b0"] * 3],
+    )
+    middle.bar_label(drawn, fmt="%.1f")
+    middle.set_title("waste on ShareGPT lengths, %", fontsize=10)
+    for dataset in DATASETS:
+        shared = [by_name[f"saved by sharing {dataset} n={n}"].value for n in (2, 4, 6)]
+        right.plot((2, 4, 6), shared, marker="o", label=dataset)
+    right.set_xlabel("samples of one prompt")
+    right.set_ylabel("blocks saved by sharing, %")
+    right.set_ylim(0)
+    right.legend(frameon=False)
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    figure.text(0, -0.05, caption, fontsize=6, color="#606060")
+    figure.savefig(file, dpi=150, bbox_inches="tight")
