@@ -183,8 +183,8 @@ def bookkeeping(steps: int) -> list[Record]:
 
 
 def system_prompt(model: str, count: int) -> list[Record]:
-    """The real model: requests that share a system prompt of 512 tokens (half of what the model takes, if that is less),
-    one after the other, cache on and off."""
+    """The real model: requests that share a system prompt of 512 tokens (or half of what the model takes), one after
+    the other, cache on and off."""
     from paged_backend.config import EngineConfig
     from paged_backend.engine import Engine, EngineDied, StepOutput
     from paged_backend.service import assemble
@@ -254,6 +254,7 @@ def draw(records: Sequence[Record], curves: dict[str, dict[int, float]], file: P
     for dataset, curve in curves.items():
         left.plot(list(curve), list(curve.values()), marker="o", label=dataset)
     left.set_xscale("log", base=2)
+    left.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
     left.set_xlabel("tokens per block")
     left.set_ylabel("slots that hold no token, %")
     left.legend(frameon=False)
@@ -273,6 +274,7 @@ def draw(records: Sequence[Record], curves: dict[str, dict[int, float]], file: P
         right.plot((2, 4, 6), shared, marker="o", label=dataset)
     right.set_xlabel("samples of one prompt")
     right.set_ylabel("blocks saved by sharing, %")
+    right.set_xticks((2, 4, 6))
     right.set_ylim(0)
     right.legend(frameon=False)
     for axes in (left, middle, right):
