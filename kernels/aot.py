@@ -2,7 +2,7 @@
 
     python -m kernels.aot [--full] [--chip sm_90 ...]
 
-Prints one JSON object per configuration. Exits with 1 if a kernel spills registers or needs more shared
+Prints one JSON object per configuration. Exits with 1 if a kernel spills more than a little or needs more shared
 memory than the chip has. TRITON_INTERPRET must not be set.
 """
 
@@ -34,6 +34,11 @@ CHIPS = {  # target, and the shared memory one program may use
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+
+
+# Bytes of a thread. ptxas gives up a few values that are set before the loop and read after it, to reach the next
+# step of occupancy; what a loop needs would be many times as much.
+SPILLED_AT_MOST = 32
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     for chip in arguments.chip:
         for case in full_grid(chip) if arguments.full else small_grid(chip):
             cost = compile_case(case)
-            fits = cost.shared <= CHIPS[chip][1] and not cost.spilled
+            fits = cost.shared <= CHIPS[chip][1] and cost.spilled <= SPILLED_AT_MOST
             failures += not fits
             print(json.dumps({**asdict(case), **asdict(cost), "fits": fits}), flush=True)
     return min(failures, 1)
