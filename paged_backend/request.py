@@ -160,6 +160,10 @@ def _samples(name: str, value: Any, limits: Limits) -> int:
     return _whole(name, value, 1, limits.max_num_seqs)
 
 
+def _priority(name: str, value: Any, limits: Limits) -> int:
+    return _whole(name, value, -(2**31), 2**31 - 1)
+
+
 def _salt(name: str, value: Any, limits: Limits) -> str:
     if not is_text(value) or len(value.encode()) > MAX_SALT_BYTES:
         raise invalid(name, value, f"must be a string of whole characters, of at most {MAX_SALT_BYTES} bytes")
@@ -194,6 +198,7 @@ class SamplingParams:
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
     n: int = _param(_samples, 1)  # samples of the prompt
+    priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
     cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
 
     @classmethod
@@ -229,6 +234,11 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int  # the request's own, or one drawn for it
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order in which requests are served: by priority, and within one by arrival."""
+        return self.sampling.priority, self.key
 
     @classmethod
     def admit(

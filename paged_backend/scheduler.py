@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -67,6 +67,14 @@ class _Draft:
         return Plan(chunks, copies) if chunks else None
 
 
+@dataclass
+class _Room:
+    """What requests that wait may still take in this step."""
+
+    seqs: int
+    promised: int  # blocks that those which run will need for the tokens they have
+
+
 @dataclass(frozen=True)
 class SchedulerStats:
     running: int
@@ -82,14 +90,15 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """First come, first served. `schedule` plans a step, `commit` books its tokens; both on the engine thread."""
+    """By priority, and within one first come, first served. `schedule` plans a step, `commit` books its tokens; both
+    on the engine thread."""
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._waiting: deque[Group] = deque()
+        self._waiting: list[Group] = []  # by rank
         self._running: dict[int, Group] = {}
         self._preemptions = 0
         self._cached_tokens = 0
@@ -119,7 +128,7 @@ class Scheduler:
         return tuple(self._running.values())
 
     def add(self, request: GenerateRequest) -> None:
-        self._waiting.append(Group.of(request))
+        insort(self._waiting, Group.of(request), key=_rank)
 
     def abort(self, key: int) -> bool:
         """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
@@ -178,7 +187,8 @@ class Scheduler:
         for sequence in self._sequences():
             assert 0 <= sequence.computed <= len(sequence.tokens)
             assert sequence.computed <= len(sequence.blocks) * self.blocks.block_size
-        assert list(self._running) == sorted(self._running)
+        assert [group.rank for group in self.running] == sorted(group.rank for group in self.running)
+        assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         self.blocks.check([sequence.blocks for sequence in self._sequences()])
 
@@ -187,24 +197,23 @@ class Scheduler:
             yield from group.sequences
 
     def _running_in_order(self) -> list[tuple[Group, Sequence]]:
-        """Decode first, so that a long prompt never delays the streams that already flow; then by arrival."""
+        """Decode first, so that a long prompt never delays the streams that already flow; then by rank."""
         decoding: list[tuple[Group, Sequence]] = []
         feeding: list[tuple[Group, Sequence]] = []
-        for group in self._running.values():  # which are in the order of their keys: `check` says so
+        for group in self._running.values():  # which are in order: `check` says so
             for sequence in group.active:
                 (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
         return decoding + feeding
 
     def _extend(self, group: Group, sequence: Sequence, draft: _Draft) -> None:
-        """Plan the sequence's next chunk, taking blocks from the newest running requests if the pool is dry."""
+        """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""
         end = len(sequence.tokens) if group.forked else group.feed
         length = min(end - sequence.computed, draft.budget)
         if length == 0:
             return
         while not self._make_room(group, sequence, sequence.computed + length, draft):
-            victim = self._running[max(self._running)]
-            self.blocks.finish(draft.drop(victim))
-            self._preempt(victim)
+            victim = self._last
+            self._preempt(victim, draft)
             if victim is group:
                 return
         draft.put(group, sequence, length)
@@ -223,40 +232,61 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
         promised to a prompt still being fed; so prompts do not push each other out half-way."""
-        if not self._waiting:
-            return
-        promised = sum(max(0, self._needs(group) - self._holds(group)) for group in self._running.values())
-        seqs = sum(len(group.sequences) for group in self._running.values())
+        room = self._room() if self._waiting else _Room(0, 0)
         while self._waiting and draft.budget > 0:
             group = self._waiting[0]
-            leader = group.leader
-            hit = self._fit(group, self.blocks.num_available - promised)
-            if hit is None:
+            hit = self._fit(group, room)
+            if hit is not None:
+                self._enter(group, hit, draft)
+                room.seqs -= len(group.sequences)
+                room.promised += self._needs(group) - self._holds(group)
+            elif self._running and self._last.rank[0] > group.rank[0]:
+                self._preempt(self._last, draft)
+                room = self._room()
+            else:
                 return
-            if seqs + len(group.sequences) > self.max_num_seqs:
-                return
-            leader.blocks = self.blocks.adopt(hit)
-            leader.computed = len(hit.blocks) * self.blocks.block_size
-            length = min(group.feed - leader.computed - hit.partial_tokens, draft.budget)
-            held = leader.computed + hit.partial_tokens + length
-            if hit.partial is not None:
-                copy = self.blocks.append_copy(leader.blocks, hit.partial)
-                assert copy, "a block that was counted available is not"
-                draft.copy(group, copy)
-                leader.computed += hit.partial_tokens
-            grown = self.blocks.grow(leader.blocks, held)
-            assert grown, "blocks that were counted available are not"
-            if group.preemptions == 0:
-                group.cached_tokens = leader.computed
-                self._cached_tokens += leader.computed
-            promised += self._needs(group) - self._holds(group)
-            seqs += len(group.sequences)
-            self._running[self._waiting.popleft().key] = group
-            draft.put(group, leader, length)
 
-    def _fit(self, group: Group, available: int) -> Hit | None:
-        """What the cache has for a request, if all its tokens fit then. What a hit brings back into use is no longer
-        available, and nor is what a copy is made from: a copy that leaves no room for the rest is done without."""
+    def _room(self) -> _Room:
+        running = self._running.values()
+        return _Room(
+            seqs=self.max_num_seqs - sum(len(group.sequences) for group in running),
+            promised=sum(max(0, self._needs(group) - self._holds(group)) for group in running),
+        )
+
+    def _enter(self, group: Group, hit: Hit, draft: _Draft) -> None:
+        leader = group.leader
+        leader.blocks = self.blocks.adopt(hit)
+        leader.computed = len(hit.blocks) * self.blocks.block_size
+        length = min(group.feed - leader.computed - hit.partial_tokens, draft.budget)
+        held = leader.computed + hit.partial_tokens + length
+        if hit.partial is not None:
+            copy = self.blocks.append_copy(leader.blocks, hit.partial)
+            assert copy, "a block that was counted available is not"
+            draft.copy(group, copy)
+            leader.computed += hit.partial_tokens
+        grown = self.blocks.grow(leader.blocks, held)
+        assert grown, "blocks that were counted available are not"
+        if group.preemptions == 0:
+            group.cached_tokens = leader.computed
+            self._cached_tokens += leader.computed
+        last = self._last if self._running else None
+        self._running[self._waiting.pop(0).key] = group
+        if last and last.rank > group.rank:
+            self._running = {one.key: one for one in sorted(self.running, key=_rank)}
+        draft.put(group, leader, length)
+
+    @property
+    def _last(self) -> Group:
+        """Of those that run, the newest of the lowest priority."""
+        return next(reversed(self._running.values()))
+
+    def _fit(self, group: Group, room: _Room) -> Hit | None:
+        """What the cache has for a request, if all its tokens and samples fit then. What a hit brings back into use is
+        no longer available, and nor is what a copy is made from: a copy that leaves no room for the rest is done
+        without."""
+        if len(group.sequences) > room.seqs:
+            return None
+        available = self.blocks.num_available - room.promised
         hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
         needed = self._needs(group) - len(hit.blocks) + sum(map(self.blocks.is_cached, hit.blocks))
         if needed > available:
@@ -277,16 +307,15 @@ class Scheduler:
         """What to add to a count over samples, so that the blocks they share count once."""
         return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
 
-    def _preempt(self, group: Group) -> None:
-        """Back to the queue, before all newer ones, with all its samples; their tokens are kept and computed again,
-        so none changes."""
+    def _preempt(self, group: Group, draft: _Draft) -> None:
+        """Back to the queue, with all its samples; their tokens are kept and computed again, so none changes."""
+        self.blocks.finish(draft.drop(group))
         del self._running[group.key]
         self._release(group)
         group.forked = len(group.sequences) == 1
         group.preemptions += 1
         self._preemptions += 1
-        position = next((i for i, other in enumerate(self._waiting) if other.key > group.key), len(self._waiting))
-        self._waiting.insert(position, group)
+        insort(self._waiting, group, key=_rank)
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
@@ -335,3 +364,7 @@ class Scheduler:
         group.sequences.remove(sequence)
         if not group.sequences and self._running.pop(group.key, None) is None:
             self._waiting.remove(group)
+
+
+def _rank(group: Group) -> tuple[int, int]:
+    return group.rank

@@ -73,6 +73,10 @@ class Group:
         return self.request.key
 
     @property
+    def rank(self) -> tuple[int, int]:
+        return self.request.rank
+
+    @property
     def leader(self) -> Sequence:
         return self.sequences[0]
 

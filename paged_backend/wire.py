@@ -51,7 +51,7 @@ NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np
 
 _NOT_YET = ("image", "embedding_request")
 _NOT_YET_FLAGS = ("return_cumulative_logprob", "return_logprobs")
-_NOT_YET_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end", "priority")
+_NOT_YET_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 # Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
 _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"

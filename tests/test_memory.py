@@ -66,7 +66,8 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size
             if longest:
                 salt = rnd.choice(["", "tenant"])
                 max_tokens, stops = rnd.randint(1, longest), {vocab - 1} if rnd.random() < 0.3 else set()
-                one = request(25 - left, prompt, max_tokens, stops, seed=rnd.randrange(100), n=n, cache_salt=salt)
+                choice = {"n": n, "cache_salt": salt, "priority": rnd.choice([0, 0, 0, -1, 5])}
+                one = request(25 - left, prompt, max_tokens, stops, seed=rnd.randrange(100), **choice)
                 requests[one.key] = one
                 outputs |= {(one.key, index): [] for index in range(n)}
                 sched.add(one)

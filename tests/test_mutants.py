@@ -59,15 +59,15 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "the victim of a dry pool is the oldest": (
         SCHEDULER,
-        "self._running[max(self._running)]",
-        "self._running[min(self._running)]",
+        "next(reversed(self._running.values()))",
+        "next(iter(self._running.values()))",
     ),
     "a preempted group does not compute its prompt again": (SCHEDULER, "            sequence.computed = 0\n", ""),
     "a preempted group does not fork again": (SCHEDULER, "        group.forked = len(group.sequences) == 1\n", ""),
     "samples are let in one too many": (
         SCHEDULER,
-        "seqs + len(group.sequences) > self.max_num_seqs",
-        "seqs > self.max_num_seqs",
+        "len(group.sequences) > room.seqs",
+        "room.seqs < 1",
     ),
     "what a hit brings back counts as available": (SCHEDULER, " + sum(map(self.blocks.is_cached, hit.blocks))", ""),
     "a copy that leaves no room is made": (
@@ -75,9 +75,21 @@ MUTANTS = {  # (file, what is right, what is not)
         "needed + self.blocks.is_cached(hit.partial) > available",
         "needed > available",
     ),
+    "priorities are forgotten": ("request.py", "return self.sampling.priority, self.key", "return 0, self.key"),
+    "an equal displaces an equal": (
+        SCHEDULER,
+        "self._last.rank[0] > group.rank[0]",
+        "self._last.rank[0] >= group.rank[0]",
+    ),
     "the samples draw the same": (SEQUENCE, "self.request.seed + self.index", "self.request.seed"),
     "all samples go on when one ends": (SCHEDULER, "        group.sequences.remove(sequence)\n", ""),
 }
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_about_code_that_is_there(mistake):
+    file, right, _ = MUTANTS[mistake]
+    assert right in (ROOT / "paged_backend" / file).read_text()
 
 
 @pytest.mark.nightly

@@ -81,6 +81,8 @@ def test_values_are_read_as_their_type(name, value, read):
         ("presence_penalty", -2.5, "at least -2"),
         ("frequency_penalty", 2.5, "at most 2"),
         ("n", 65, "must be 1..64"),
+        ("priority", 0.5, "must be -2147483648..2147483647"),
+        ("priority", 2**31, "must be -2147483648..2147483647"),
         ("n", 0, "must be 1..64"),
         ("n", True, "must be 1..64"),
         ("best_of", 2, "not supported yet"),

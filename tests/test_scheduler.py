@@ -115,6 +115,40 @@ def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
     assert sched.blocks.num_used == 0
 
 
+def test_the_lowest_number_goes_first_and_within_one_who_came_first():
+    sched = scheduler(max_num_seqs=1)
+    for key, priority in enumerate([0, 5, -1, 0, -1]):
+        sched.add(request(key, prompt=2, max_tokens=1, priority=priority))
+    order = []
+    while sched.has_work:
+        order += [chunk.sequence.key for chunk in step(sched)[0].chunks]
+    assert order == [2, 4, 0, 3, 1]
+
+
+@pytest.mark.parametrize("short_of", ["blocks", "seqs"])
+def test_one_of_higher_priority_displaces_the_newest_of_the_lowest_and_no_equal(short_of):
+    sched = scheduler(**{"blocks": {"num_blocks": 8}, "seqs": {"max_num_seqs": 2}}[short_of])
+    for key, priority in enumerate([5, 5]):
+        sched.add(request(key, prompt=13, max_tokens=9, priority=priority))
+        step(sched)
+    sched.add(request(2, prompt=6, max_tokens=2, priority=5))
+    assert {chunk.sequence.key for chunk in step(sched)[0].chunks} == {0, 1}
+    sched.add(request(3, prompt=6, max_tokens=2, priority=1))
+    assert {chunk.sequence.key for chunk in step(sched)[0].chunks} == {0, 3}
+    assert sched.stats.preemptions == 1
+
+
+def test_the_last_of_the_lowest_priority_goes_when_the_pool_runs_dry():
+    sched = scheduler(num_blocks=4, block_size=4)
+    sched.add(request(0, prompt=7, max_tokens=9, priority=3))
+    sched.add(request(1, prompt=7, max_tokens=9, priority=0))
+    order = []
+    while sched.has_work:
+        order += [delta.key for delta in step(sched)[1] if delta.finish]
+    assert order == [1, 0]
+    assert sched.stats.preemptions == 1
+
+
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
 def test_abort_frees_the_blocks_at_once(when):
     sched = scheduler()

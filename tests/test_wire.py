@@ -162,7 +162,6 @@ def test_bad_tensors(tensors, reason):
         ({"temprature": 1}, "temprature=1: unknown parameter"),
         ({"timeout": -1}, "timeout=-1: must be"),
         ({"timeout": "soon"}, 'timeout="soon": must be'),
-        ({"priority": 3}, "priority=3: not supported yet"),
         ({"sequence_id": 7}, "sequence_id=7: not supported yet"),
     ],
 )
