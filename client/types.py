@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 _ERROR_CLASS = re.compile(r"\s*([A-Z][A-Z_]+): *(.*)", re.DOTALL)
 
@@ -27,6 +28,8 @@ class Completion:
     num_input_tokens: int  # of the prompt; 0 where it was cancelled before the first piece came
     num_output_tokens: int
     others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
+    # What the whole request took: tokens found in the cache, blocks, seconds queued, in the prompt and after it.
+    receipt: Mapping[str, float] | None = field(default=None, compare=False)
 
 
 class PagedError(Exception):

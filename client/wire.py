@@ -21,6 +21,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_logprobs": ("TYPE_BOOL", (1,)),
     "return_num_input_tokens": ("TYPE_BOOL", (1,)),
     "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+    "return_receipt": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
 }
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -30,8 +31,9 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "logprobs": ("TYPE_STRING", (-1,)),
     "num_input_tokens": ("TYPE_UINT32", (1,)),
     "num_output_tokens": ("TYPE_UINT32", (-1,)),
+    "receipt": ("TYPE_STRING", (1,)),
 }
-READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "receipt")
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Values = dict[str, "str | bool"]  # input name -> its one element
@@ -56,6 +58,7 @@ def request_values(
         "return_finish_reason": True,
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
+        "return_receipt": True,
     }
     if prompt is not None:
         values["text_input"] = _check_text("prompt", prompt)
@@ -92,6 +95,7 @@ class Transcript:
     def __init__(self) -> None:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
+        self._receipt: Mapping[str, float] | None = None
 
     @property
     def complete(self) -> bool:
@@ -104,6 +108,8 @@ class Transcript:
         reasons = fields.get("finish_reason", ["None"] * len(texts))
         counts = fields.get("num_output_tokens", [0] * len(texts))
         self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
+        for receipt in fields.get("receipt", []):
+            self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
         new = []
         for index, (text, reason, count) in enumerate(zip(texts, reasons, counts, strict=True)):
@@ -124,7 +130,7 @@ class Transcript:
             )
             for deltas in self._samples
         ]
-        return replace(first, others=tuple(others))
+        return replace(first, others=tuple(others), receipt=self._receipt)
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -34,6 +34,8 @@ class StepOutput:
     deltas: tuple[TokenDelta, ...]
     stats: SchedulerStats
     when: float  # time.monotonic() once the tokens were on the host
+    began: float = 0.0  # and when the step was planned
+    entered: tuple[int, ...] = ()  # keys of requests that computed in it for the first time
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,12 @@ class Engine:
         return self._scheduler.end(message.key, message.index)
 
     def _step(self) -> None:
+        began = time.monotonic()
         plan = self._scheduler.schedule()
         if plan is None:
             return
         deltas = self._execute(plan)
-        self._emit(StepOutput(tuple(deltas), self._scheduler.stats, time.monotonic()))
+        self._emit(StepOutput(tuple(deltas), self._scheduler.stats, time.monotonic(), began, plan.entered))
 
     def _execute(self, plan: Plan) -> list[TokenDelta]:
         try:

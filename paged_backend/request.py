@@ -234,6 +234,7 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int  # the request's own, or one drawn for it
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
+    wants_usage: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -280,6 +281,16 @@ def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:
     return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
 
 
+class Usage(NamedTuple):
+    """What a request has taken so far."""
+
+    cached_tokens: int  # of its prompt, found in the cache when it was first let in
+    blocks_new: int  # blocks that it was given, each time it was
+    blocks_reused: int  # blocks that it found
+    blocks_copied: int  # copies on write, among the new ones
+    preemptions: int
+
+
 class TokenDelta(NamedTuple):
     """What one step gave one sample of a request. Exactly one delta of a sample has `finish` set, its last; or else
     one of the request has `error` set, which ends all its samples."""
@@ -289,6 +300,7 @@ class TokenDelta(NamedTuple):
     finish: FinishReason | None = None
     error: RequestError | None = None
     sample: int = 0  # which of the request's
+    usage: Usage | None = None  # where the request asked for it
 
     @property
     def last(self) -> bool:

@@ -11,14 +11,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from paged_backend import wire
 from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import EngineDied, StepOutput
 from paged_backend.metrics import Metrics
-from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
+from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta, Usage
 
 log = logging.getLogger("paged_llm")
 
@@ -71,6 +71,8 @@ class Stream:
     samples: list[Sample]
     arrived: float  # time.monotonic()
     error: RequestError | None = None
+    usage: Usage | None = None
+    entered: float | None = field(default=None, init=False)  # when it first computed
     first_token: float | None = field(default=None, init=False)
     last_token: float | None = field(default=None, init=False)
 
@@ -93,7 +95,21 @@ class Stream:
             self.first_token = self.first_token or when
             self.last_token = when
         self.error = delta.error
+        self.usage = delta.usage or self.usage
         self.samples[delta.sample].take(delta)
+
+    def receipt(self) -> dict[str, Any]:
+        """What the request took: tokens, blocks, and seconds in each phase."""
+        now = time.monotonic()
+        entered, first, last = self.entered or now, self.first_token or now, self.last_token or now
+        return {
+            "prompt_tokens": len(self.request.prompt_token_ids),
+            "generated_tokens": sum(sample.num_tokens for sample in self.samples),
+            **(self.usage or Usage(0, 0, 0, 0, 0))._asdict(),
+            "queued_seconds": entered - self.arrived,
+            "prefill_seconds": first - entered,
+            "decode_seconds": last - first,
+        }
 
     def end(self, finish: FinishReason) -> None:
         """End every sample that is still open."""
@@ -178,6 +194,9 @@ class Responder:
 
     def _book(self, output: StepOutput) -> dict[int, Stream]:
         touched, tokens = {}, 0
+        for key in output.entered:
+            if key in self._streams:
+                self._streams[key].entered = output.began
         for delta in output.deltas:
             stream = self._streams.get(delta.key)
             # Else it was cancelled, or met its stop string, a moment ago.
@@ -239,6 +258,7 @@ class Responder:
             finish_reasons=[sample.finish.value if sample.finish else None for sample in stream.samples],
             num_input_tokens=len(stream.request.prompt_token_ids),
             num_output_tokens=[sample.unsent_tokens for sample in stream.samples],
+            receipt=stream.receipt() if stream.finished and stream.call.return_receipt else None,
         )
         for sample in stream.samples:
             sample.text, sample.unsent_tokens = "", 0

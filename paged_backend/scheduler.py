@@ -32,6 +32,7 @@ class Plan:
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...] = ()
+    entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
 
     @property
     def num_tokens(self) -> int:
@@ -45,6 +46,7 @@ class _Draft:
     budget: int
     chunks: dict[int, list[Chunk]] = field(default_factory=dict)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
+    entered: list[int] = field(default_factory=list)
 
     def put(self, group: Group, sequence: Sequence, length: int) -> None:
         draws: tuple[Sequence, ...] = ()
@@ -54,6 +56,8 @@ class _Draft:
         self.budget -= length
 
     def copy(self, group: Group, copy: Copy) -> None:
+        group.blocks_new += 1
+        group.blocks_copied += 1
         self.copies.setdefault(group.key, []).append(copy)
 
     def drop(self, group: Group) -> list[Copy]:
@@ -64,7 +68,7 @@ class _Draft:
     def plan(self) -> Plan | None:
         chunks = tuple(chunk for chunks in self.chunks.values() for chunk in chunks)
         copies = tuple(copy for copies in self.copies.values() for copy in copies)
-        return Plan(chunks, copies) if chunks else None
+        return Plan(chunks, copies, tuple(self.entered)) if chunks else None
 
 
 @dataclass
@@ -227,7 +231,13 @@ class Scheduler:
             if copy is None:
                 return False
             draft.copy(group, copy)
-        return num_tokens <= len(table) * size or self.blocks.grow(table, num_tokens)
+        return num_tokens <= len(table) * size or self._grow(group, table, num_tokens)
+
+    def _grow(self, group: Group, table: list[int], num_tokens: int) -> bool:
+        before = len(table)
+        grown = self.blocks.grow(table, num_tokens)
+        group.blocks_new += len(table) - before
+        return grown
 
     def _admit(self, draft: _Draft) -> None:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
@@ -256,6 +266,7 @@ class Scheduler:
     def _enter(self, group: Group, hit: Hit, draft: _Draft) -> None:
         leader = group.leader
         leader.blocks = self.blocks.adopt(hit)
+        group.blocks_reused += len(hit.blocks)
         leader.computed = len(hit.blocks) * self.blocks.block_size
         length = min(group.feed - leader.computed - hit.partial_tokens, draft.budget)
         held = leader.computed + hit.partial_tokens + length
@@ -264,9 +275,10 @@ class Scheduler:
             assert copy, "a block that was counted available is not"
             draft.copy(group, copy)
             leader.computed += hit.partial_tokens
-        grown = self.blocks.grow(leader.blocks, held)
+        grown = self._grow(group, leader.blocks, held)
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
+            draft.entered.append(group.key)
             group.cached_tokens = leader.computed
             self._cached_tokens += leader.computed
         last = self._last if self._running else None
@@ -347,7 +359,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
         if finish:
             self._end(group, sequence)
-        return TokenDelta(request.key, (token,), finish, None, sequence.index)
+        return TokenDelta(request.key, (token,), finish, None, sequence.index, group.usage)
 
     def end(self, key: int, index: int) -> bool:
         """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""

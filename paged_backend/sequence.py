@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paged_backend.block_manager import Key, root_key
-from paged_backend.request import GenerateRequest
+from paged_backend.request import GenerateRequest, Usage
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +59,10 @@ class Group:
     request: GenerateRequest
     sequences: list[Sequence]  # those that have not ended, by index
     forked: bool
-    cached_tokens: int = 0  # of the prompt, found in the cache when it was first let in
+    cached_tokens: int = 0  # this and those below: see Usage
+    blocks_new: int = 0
+    blocks_reused: int = 0
+    blocks_copied: int = 0
     preemptions: int = 0
 
     @classmethod
@@ -75,6 +78,12 @@ class Group:
     @property
     def rank(self) -> tuple[int, int]:
         return self.request.rank
+
+    @property
+    def usage(self) -> Usage | None:
+        if not self.request.wants_usage:
+            return None
+        return Usage(self.cached_tokens, self.blocks_new, self.blocks_reused, self.blocks_copied, self.preemptions)
 
     @property
     def leader(self) -> Sequence:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ class Service:
         sampling = SamplingParams.parse(call.sampling, limits)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
-        return GenerateRequest.admit(next(self._keys), self._tokenize(call), sampling, seed, eos, limits)
+        request = GenerateRequest.admit(next(self._keys), self._tokenize(call), sampling, seed, eos, limits)
+        return replace(request, wants_usage=call.return_receipt)
 
     def _tokenize(self, call: wire.Call) -> list[int]:
         text = call.prompt if call.prompt is not None else self._conversation(call.messages)

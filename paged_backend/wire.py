@@ -1,6 +1,6 @@
 """Triton's tensors and parameters to a request, and back. The only place that spells a tensor's name.
 
-The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`.
+The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages` and receipts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ INPUTS = {
     "return_logprobs": _BOOL,
     "return_num_input_tokens": _BOOL,
     "return_num_output_tokens": _BOOL,
+    "return_receipt": _BOOL,
     "embedding_request": _STRING,
 }
 OUTPUTS = {
@@ -46,6 +47,7 @@ OUTPUTS = {
     "logprobs": TensorSpec("TYPE_STRING", (-1,)),
     "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
     "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,)),
+    "receipt": _STRING,
 }
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
 
@@ -71,6 +73,7 @@ class Call:
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_output_tokens: bool
+    return_receipt: bool
     timeout_us: int
 
 
@@ -98,6 +101,7 @@ def read(
         return_finish_reason=_bool(tensors, "return_finish_reason", False),
         return_num_input_tokens=_bool(tensors, "return_num_input_tokens", False),
         return_num_output_tokens=_bool(tensors, "return_num_output_tokens", False),
+        return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
     )
 
@@ -109,6 +113,7 @@ def write(
     finish_reasons: list[str | None],
     num_input_tokens: int,
     num_output_tokens: list[int],
+    receipt: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """The output tensors of one response, an element for each sample; the optional ones only where the call asked for
     them."""
@@ -119,6 +124,8 @@ def write(
         values["num_input_tokens"] = [num_input_tokens]
     if call.return_num_output_tokens:
         values["num_output_tokens"] = num_output_tokens
+    if receipt is not None:
+        values["receipt"] = [json.dumps(receipt).encode()]
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
 
 

@@ -77,6 +77,7 @@ class TestRequest:
             "return_finish_reason": True,
             "return_num_input_tokens": True,
             "return_num_output_tokens": True,
+            "return_receipt": True,
         }
 
     def test_messages_stand_in_for_the_prompt(self):

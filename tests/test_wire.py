@@ -43,10 +43,12 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_logprobs": ("TYPE_BOOL", (1,)),
         "return_num_input_tokens": ("TYPE_BOOL", (1,)),
         "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+        "return_receipt": ("TYPE_BOOL", (1,)),
         "embedding_request": ("TYPE_STRING", (1,)),
     }
     assert set(tensors_of("output")) == {
-        "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens"
+        "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
+        "receipt",
     }  # fmt: skip
 
 

@@ -43,6 +43,19 @@ def test_streamed_and_whole_answers_agree(client):
     assert whole.num_input_tokens > 0
 
 
+def test_a_receipt_tells_what_a_request_took(client, protocol):
+    prompt = "A receipt lists what was bought and what it cost. " * 4
+    first, second = (client.generate(prompt, max_tokens=4, temperature=0, cache_salt=protocol) for _ in range(2))
+    assert second == first
+    assert (first.receipt["cached_tokens"], second.receipt["cached_tokens"]) == (0, first.num_input_tokens - 1)
+    full = (first.num_input_tokens - 1) // 16
+    assert (first.receipt["blocks_reused"], second.receipt["blocks_reused"]) == (0, full)
+    assert (first.receipt["blocks_new"], second.receipt["blocks_copied"]) == (-(-(first.num_input_tokens + 3) // 16), 1)
+    assert second.receipt["generated_tokens"] == 4
+    assert second.receipt["preemptions"] == 0
+    assert all(second.receipt[f"{phase}_seconds"] > 0 for phase in ("queued", "prefill", "decode"))
+
+
 def test_messages_get_the_chat_template(client):
     answer = client.generate(messages=QUESTION, max_tokens=32, **GREEDY)
     assert "Paris" in answer.text
