@@ -6,7 +6,8 @@ where they changed.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from paged_backend.scheduler import SchedulerStats
 
@@ -14,7 +15,51 @@ OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused")
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
 
 
-_BLOCK_STATES = ("total", "used", "free", "cached", "shared")
+class Gauge(NamedTuple):
+    name: str
+    help: str
+    value: Callable[[SchedulerStats], float]
+    labels: dict[str, str] = {}  # noqa: RUF012  never changed
+
+
+def _blocks(state: str, value: Callable[[SchedulerStats], float]) -> Gauge:
+    return Gauge("paged_kv_blocks", "Blocks of the key/value pool, by state", value, {"state": state})
+
+
+def _requests(state: str, value: Callable[[SchedulerStats], float]) -> Gauge:
+    return Gauge("paged_requests", "Requests in the engine, by state", value, {"state": state})
+
+
+def _trt_blocks(kind: str, value: Callable[[SchedulerStats], float]) -> Gauge:
+    name = "nv_trt_llm_kv_cache_block_metrics"
+    return Gauge(name, "KV cache block metrics, as TensorRT-LLM names them", value, {"kv_cache_block_type": kind})
+
+
+GAUGES = (
+    _blocks("total", lambda stats: stats.blocks_total),
+    _blocks("used", lambda stats: stats.blocks_used),
+    _blocks("free", lambda stats: stats.blocks_free),
+    _blocks("cached", lambda stats: stats.blocks_cached),
+    _blocks("shared", lambda stats: stats.blocks_shared),
+    _requests("running", lambda stats: stats.running),
+    _requests("waiting", lambda stats: stats.waiting),
+    # The names that dashboards of other backends read.
+    Gauge("vllm:num_requests_running", "Requests that compute", lambda stats: stats.running),
+    Gauge("vllm:num_requests_waiting", "Requests that wait", lambda stats: stats.waiting),
+    Gauge("vllm:kv_cache_usage_perc", "Share of the pool in use, 0 to 1", lambda stats: stats.usage),
+    _trt_blocks("max", lambda stats: stats.blocks_total),
+    _trt_blocks("used", lambda stats: stats.blocks_used),
+    _trt_blocks("free", lambda stats: stats.blocks_total - stats.blocks_used),
+    _trt_blocks("tokens_per", lambda stats: stats.block_size),
+    _trt_blocks("reused", lambda stats: stats.cached_tokens // stats.block_size),
+    _trt_blocks("fraction", lambda stats: stats.usage),
+)
+COUNTERS = {  # by the field of SchedulerStats
+    "preemptions": ("paged_preemptions_total", "Requests sent back to the queue"),
+    "cached_tokens": ("paged_prefix_cache_hit_tokens_total", "Prompt tokens found in the cache"),
+    "evictions": ("paged_kv_evictions_total", "Cached blocks whose content made way"),
+    "copies": ("paged_kv_copies_total", "Blocks copied on write"),
+}
 
 
 class Metrics:
@@ -24,44 +69,27 @@ class Metrics:
         self._pb_utils = pb_utils
         self._labels = labels
         self._families: dict[str, Any] = {}  # a family must outlive its metrics
-        blocks = ("paged_kv_blocks", "GAUGE", "Blocks of the key/value pool, by state")
-        requests = ("paged_requests", "GAUGE", "Requests in the engine, by state")
         ended = ("paged_requests_finished_total", "COUNTER", "Requests ended, by reason")
-        self._gauges = {f"blocks_{state}": self._metric(*blocks, state=state) for state in _BLOCK_STATES}
-        self._gauges |= {state: self._metric(*requests, state=state) for state in ("running", "waiting")}
+        self._gauges = [self._metric(gauge.name, "GAUGE", gauge.help, **gauge.labels) for gauge in GAUGES]
+        self._shown: list[float | None] = [None] * len(GAUGES)
+        self._counters = {key: self._metric(name, "COUNTER", help) for key, (name, help) in COUNTERS.items()}
+        self._counted = dict.fromkeys(COUNTERS, 0)
         self._ended = {reason: self._metric(*ended, reason=reason) for reason in OUTCOMES}
         self.prompt_tokens = self._metric("paged_prompt_tokens_total", "COUNTER", "Prompt tokens of accepted requests")
         self.generated_tokens = self._metric("paged_generation_tokens_total", "COUNTER", "Tokens generated")
-        counters = {
-            "preemptions": ("paged_preemptions_total", "Requests sent back to the queue"),
-            "cached_tokens": ("paged_prefix_cache_hit_tokens_total", "Prompt tokens found in the cache"),
-            "evictions": ("paged_kv_evictions_total", "Cached blocks whose content made way"),
-            "copies": ("paged_kv_copies_total", "Blocks copied on write"),
-        }
-        self._counters = {key: self._metric(name, "COUNTER", help) for key, (name, help) in counters.items()}
-        self._counted = dict.fromkeys(counters, 0)
         self.time_to_first_token = self._histogram("paged_time_to_first_token_seconds", "Arrival to first token")
         self.time_per_output_token = self._histogram(
             "paged_time_per_output_token_seconds", "Mean time between a request's tokens after the first"
         )
         self.latency = self._histogram("paged_request_latency_seconds", "Arrival to last token")
-        self._shown: dict[str, int] = {}
 
     def show(self, stats: SchedulerStats) -> None:
-        """Bring the gauges up to date."""
-        values = {
-            "blocks_total": stats.blocks_total,
-            "blocks_used": stats.blocks_used,
-            "blocks_free": stats.blocks_total - stats.blocks_used - stats.blocks_cached,
-            "blocks_cached": stats.blocks_cached,
-            "blocks_shared": stats.blocks_shared,
-            "running": stats.running,
-            "waiting": stats.waiting,
-        }
-        for name, value in values.items():
-            if self._shown.get(name) != value:
-                self._gauges[name].set(value)
-        self._shown = values
+        """Bring gauges and counters up to date, those that changed."""
+        for index, gauge in enumerate(GAUGES):
+            value = gauge.value(stats)
+            if value != self._shown[index]:
+                self._gauges[index].set(value)
+                self._shown[index] = value
         for name, counter in self._counters.items():
             now = getattr(stats, name)
             if now > self._counted[name]:

@@ -87,10 +87,20 @@ class SchedulerStats:
     blocks_used: int
     blocks_cached: int
     blocks_shared: int
+    block_size: int
     preemptions: int  # this and all below since the start
     cached_tokens: int
     evictions: int
     copies: int
+
+    @property
+    def blocks_free(self) -> int:
+        return self.blocks_total - self.blocks_used - self.blocks_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that requests hold."""
+        return self.blocks_used / self.blocks_total
 
 
 class Scheduler:
@@ -120,6 +130,7 @@ class Scheduler:
             blocks_used=self.blocks.num_used,
             blocks_cached=self.blocks.num_cached,
             blocks_shared=self.blocks.num_shared,
+            block_size=self.blocks.block_size,
             preemptions=self._preemptions,
             cached_tokens=self._cached_tokens,
             evictions=self.blocks.counters.evictions,

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import urllib.request
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams, until
 
+TRT_KINDS = ("max", "used", "free", "tokens_per", "reused", "fraction")
 GREEDY = {"temperature": 0}
 COUNTED = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
 
@@ -227,3 +230,15 @@ def test_metrics_count_the_token_that_ends_the_output_and_what_was_refused(serve
     assert grown["paged_generation_tokens_total"] == answer["num_output_tokens"] == 1
     assert grown["paged_requests_finished_total{refused}"] == 1
     assert grown["paged_requests_finished_total{stop}"] == 1
+
+
+def test_dashboards_of_other_backends_find_their_gauges(server):
+    idle(server)
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+        text = reply.read().decode()
+    found = dict(re.findall(r"^((?:vllm:|nv_trt_llm_)\w+(?:\{.*?\})) (\S+)$", text, re.M))
+    unlabelled = {re.sub(r'(model|version)="[^"]*",?', "", name): float(value) for name, value in found.items()}
+    by_name = {name.replace(",}", "}"): value for name, value in unlabelled.items()}
+    kinds = {kind: by_name[f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="{kind}"}}'] for kind in TRT_KINDS}
+    assert (kinds["max"], kinds["used"], kinds["free"], kinds["tokens_per"], kinds["fraction"]) == (640, 0, 640, 16, 0)
+    assert by_name["vllm:num_requests_running{}"] == by_name["vllm:kv_cache_usage_perc{}"] == 0
