@@ -55,8 +55,6 @@ class KVCache:
 
     def copy(self, copies: Tensor) -> None:
         """Copy whole blocks in every layer. copies: [num_copies, 2] int64, (source, target); no target is a source."""
-        if not len(copies):
-            return
         source, target = copies.unbind(1)
         for layer in (*self.keys, *self.values):
             layer.index_copy_(0, target, layer.index_select(0, source))

@@ -21,7 +21,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> list[int]:
         """The drawn token ids, one per draw, in order."""
-        self.kv.copy(batch.copies)
+        if batch.copies is not None:
+            self.kv.copy(batch.copies)
         logits = paged_logits(self.model, batch, self.kv)
         if batch.repeats is not None:
             logits = logits.repeat_interleave(batch.repeats, 0)

@@ -147,21 +147,21 @@ class Scheduler:
 
     def abort(self, key: int) -> bool:
         """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
-        if group := self._running.pop(key, None):
-            self._release(group)
-            return True
-        for group in self._waiting:
-            if group.key == key:
-                self._waiting.remove(group)
-                return True
-        return False
+        group = self._find(key)
+        if group is None:
+            return False
+        self._remove(group)
+        self._release(group)
+        return True
 
-    def abort_all(self) -> list[int]:
-        """Drop every request; their keys."""
-        keys = [group.key for group in (*self._running.values(), *self._waiting)]
-        for key in keys:
-            self.abort(key)
-        return keys
+    def end(self, key: int, index: int) -> bool:
+        """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""
+        group = self._find(key)
+        sequence = next((one for one in group.sequences if one.index == index), None) if group else None
+        if group is None or sequence is None:
+            return False
+        self._end(group, sequence)
+        return True
 
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run."""
@@ -372,20 +372,17 @@ class Scheduler:
             self._end(group, sequence)
         return TokenDelta(request.key, (token,), finish, None, sequence.index, group.usage)
 
-    def end(self, key: int, index: int) -> bool:
-        """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""
-        groups = [group for group in (*self._running.values(), *self._waiting) if group.key == key]
-        for group in groups:
-            for sequence in group.sequences:
-                if sequence.index == index:
-                    self._end(group, sequence)
-                    return True
-        return False
-
     def _end(self, group: Group, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         group.sequences.remove(sequence)
-        if not group.sequences and self._running.pop(group.key, None) is None:
+        if not group.sequences:
+            self._remove(group)
+
+    def _find(self, key: int) -> Group | None:
+        return self._running.get(key) or next((group for group in self._waiting if group.key == key), None)
+
+    def _remove(self, group: Group) -> None:
+        if self._running.pop(group.key, None) is None:
             self._waiting.remove(group)
 
 

@@ -14,7 +14,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from paged_backend.bench._report import Record, parser, publish
 from paged_backend.block_manager import BlockManager
@@ -185,8 +184,8 @@ def bookkeeping(steps: int) -> list[Record]:
 def system_prompt(model: str, count: int) -> list[Record]:
     """The real model: requests that share a system prompt of 512 tokens (or half of what the model takes), one after
     the other, cache on and off."""
+    from paged_backend.bench._engine import serve
     from paged_backend.config import EngineConfig
-    from paged_backend.engine import Engine, EngineDied, StepOutput
     from paged_backend.service import assemble
     from paged_backend.serving.tritonserver import resolve_model
 
@@ -200,24 +199,16 @@ def system_prompt(model: str, count: int) -> list[Record]:
         shared = min(512, assembly.limits.max_model_len // 2)
         draw = random.Random(1).randrange
         system = [draw(vocab) for _ in range(shared)]
-        steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
-        engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
-        engine.start()
         total = 0
         for key in range(count):
             prompt = system + [rnd.randrange(vocab) for _ in range(24)]
             total += len(prompt)
             started = time.perf_counter()
             sampling = SamplingParams(max_tokens=1, temperature=0)
-            engine.submit(GenerateRequest.admit(key, prompt, sampling, 0, frozenset(), assembly.limits))
-            deltas: tuple[object, ...] = ()
-            while not deltas:
-                output = steps.get()
-                if isinstance(output, EngineDied):
-                    raise RuntimeError(output.reason)
-                deltas = output.deltas
+            request = GenerateRequest.admit(key, prompt, sampling, 0, frozenset(), assembly.limits)
+            for _ in serve(assembly, [request]):
+                pass
             first[caching].append(time.perf_counter() - started)
-        engine.stop()
         if caching:
             hit_rate = 100 * assembly.scheduler.stats.cached_tokens / total
     medians = {caching: statistics.median(values) for caching, values in first.items()}

@@ -15,14 +15,13 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from paged_backend.bench._engine import serve
 from paged_backend.bench._report import Record, alternate, median_ratio, parser, publish
 from paged_backend.config import EngineConfig
-from paged_backend.engine import Engine, EngineDied, StepOutput
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.service import Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model
@@ -55,32 +54,24 @@ def workload(count: int, vocab_size: int) -> list[Job]:
 
 def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     """The engine on its own thread, as the server runs it, with all requests put in at once."""
-    steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
-    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
-    engine.start()
     started = time.perf_counter()
-    for key, job in enumerate(jobs):
-        sampling = SamplingParams(max_tokens=job.output, temperature=0, ignore_eos=True)
-        engine.submit(GenerateRequest.admit(key, job.prompt, sampling, 0, frozenset(), assembly.limits))
-    left, tokens = len(jobs), 0
+    requests = [
+        GenerateRequest.admit(
+            key, job.prompt, SamplingParams(max_tokens=job.output, temperature=0), 0, frozenset(), assembly.limits
+        )
+        for key, job in enumerate(jobs)
+    ]
+    tokens, peak = 0, (0, 0)
     held = [len(job.prompt) for job in jobs]
-    peak = (0, 0)
-    while left:
-        output = steps.get()
-        if isinstance(output, EngineDied):
-            raise RuntimeError(output.reason)
+    for output in serve(assembly, requests):
         for delta in output.deltas:
-            if delta.error:
-                raise RuntimeError(str(delta.error))
             tokens += len(delta.token_ids)
             held[delta.key] = 0 if delta.last else held[delta.key] + len(delta.token_ids)
-            left -= delta.last
         if output.stats.waiting == 0 and output.stats.running == len(jobs):
             # The newest token of a sequence is not in the pool yet.
             live = sum(held) - len(jobs)
             peak = max(peak, (output.stats.blocks_used * assembly.scheduler.blocks.block_size, live))
     seconds = time.perf_counter() - started
-    engine.stop()
     assert tokens == sum(job.output for job in jobs)
     return Run(seconds, *peak)
 

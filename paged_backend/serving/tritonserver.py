@@ -181,14 +181,8 @@ class TritonServer:
 
     def _is_ready(self) -> bool:
         """Whether the model answers ready. A server that has another model repository is not ours."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=5)
-        try:
-            connection.request("GET", f"/v2/models/{MODEL_NAME}/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        reply = _get(self.http_port, f"/v2/models/{MODEL_NAME}/ready")
+        return reply is not None and reply[0] == 200
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server ends; its exit code. Raises subprocess.TimeoutExpired."""
@@ -236,21 +230,29 @@ class TritonServer:
 
     def _has_open_requests(self) -> bool:
         """By the engine's own metrics: the server itself does not count a stream as in flight."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
-        try:
-            connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
-        except (OSError, http.client.HTTPException):
+        reply = _get(self.metrics_port, "/metrics")
+        if reply is None:
             return True
-        finally:
-            connection.close()
-        return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", text, re.M))
+        return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", reply[1], re.M))
 
     def _clean(self) -> None:
         for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
             region.unlink(missing_ok=True)
         if self._scratch:
             self._scratch.cleanup()
+
+
+def _get(port: int, path: str) -> tuple[int, str] | None:
+    """Status and text of what this machine's server answers; None where it does not."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 def choose_ports(**wanted: int) -> list[int]:
