@@ -53,11 +53,16 @@ class KVCache:
 
         return cls(pool(), pool())
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All there is. The first dimension of each is the block."""
+        return (*self.keys, *self.values)
+
     def copy(self, copies: Tensor) -> None:
         """Copy whole blocks in every layer. copies: [num_copies, 2] int64, (source, target); no target is a source."""
         source, target = copies.unbind(1)
-        for layer in (*self.keys, *self.values):
-            layer.index_copy_(0, target, layer.index_select(0, source))
+        for tensor in self.tensors:
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
