@@ -130,8 +130,8 @@ class Engine:
     def _execute(self, plan: Plan) -> list[TokenDelta]:
         try:
             batch = pack(plan, block_size=self._scheduler.blocks.block_size, device=self._device)
-            token_ids = self._runner.run(batch)
+            drawn = self._runner.run(batch)
         except Exception as error:  # the device or the model failed this step: its requests end, the others go on
             log.exception("a step failed")
             return self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-        return self._scheduler.commit(plan, token_ids)
+        return self._scheduler.commit(plan, drawn)

@@ -74,6 +74,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here 
 }
 
 
+_NOT_WITH_BEAMS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
 def _number(name: str, value: Any) -> float:
     """A finite number; a numeric string counts, as request parameters may carry one."""
     if isinstance(value, str):
@@ -170,6 +175,15 @@ def _salt(name: str, value: Any, limits: Limits) -> str:
     return value
 
 
+def _early_stopping(name: str, value: Any, limits: Limits) -> bool | str:
+    if value == "never":
+        return value
+    try:
+        return _flag(name, value, limits)
+    except RequestError:
+        raise invalid(name, value, 'must be true, false or "never"') from None
+
+
 def _tokens_from(low: int) -> Callable[[str, Any, Limits], int]:
     return lambda name, value, limits: _whole(name, value, low, limits.max_model_len)
 
@@ -197,7 +211,10 @@ class SamplingParams:
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
-    n: int = _param(_samples, 1)  # samples of the prompt
+    n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
+    beam_width: int = _param(_samples, 1)  # above 1: beam search
+    length_penalty: float = _param(_between(-10, 10), 1.0)  # a score is log-probability / length ** length_penalty
+    early_stopping: bool | str = _param(_early_stopping, False)
     priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
     cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
 
@@ -219,7 +236,28 @@ class SamplingParams:
         params = cls(**read)
         if params.min_tokens > params.max_tokens:
             raise invalid("min_tokens", params.min_tokens, f"must be 0..max_tokens={params.max_tokens}")
+        params._check_beams()
         return params
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that compute at the same time, at the most."""
+        return max(self.n, self.beam_width)
+
+    def _check_beams(self) -> None:
+        """Raises RequestError for what would have no effect: beams take the likeliest, and only they have scores."""
+        changed = [spec.name for spec in fields(self) if getattr(self, spec.name) != spec.default]
+        if self.beam_width == 1:
+            for name in ("length_penalty", "early_stopping"):
+                if name in changed:
+                    raise invalid(name, getattr(self, name), "has a meaning with beam_width above 1 only")
+            return
+        if self.n > self.beam_width:
+            raise invalid("n", self.n, f"must be 1..beam_width={self.beam_width}")
+        for name in _NOT_WITH_BEAMS:
+            if name in changed and not (name == "temperature" and self.temperature == 0):
+                raise invalid(name, getattr(self, name), f"has no meaning with beam_width={self.beam_width}; leave it"
+                              " out")  # fmt: skip
 
 
 PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(_REFUSED)
@@ -261,13 +299,14 @@ class GenerateRequest:
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
-        at_once = blocks_at_most(prompt, 1, sampling.n, limits.block_size)
+        at_once = blocks_at_most(prompt, 1, sampling.num_seqs, limits.block_size)
         if at_once > limits.num_blocks:
             raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
                           f" {limits.num_blocks}")  # fmt: skip
-        needed = blocks_at_most(prompt, output, sampling.n, limits.block_size)
+        needed = blocks_at_most(prompt, output, sampling.num_seqs, limits.block_size)
         if needed > limits.num_blocks:
-            of = f" of {sampling.n} samples" if sampling.n > 1 else ""
+            kind = "samples" if sampling.beam_width == 1 else "beams"
+            of = f" of {sampling.num_seqs} {kind}" if sampling.num_seqs > 1 else ""
             raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
                           f" which has {limits.num_blocks}")  # fmt: skip
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)

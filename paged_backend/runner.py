@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from paged_backend.attention import paged_logits
 from paged_backend.batch import PackedBatch
 from paged_backend.kv_cache import KVCache
-from paged_backend.sampler import sample
+from paged_backend.sampler import candidates, sample
+from paged_backend.scheduler import Drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,11 +20,14 @@ class Runner:
     kv: KVCache
 
     @torch.inference_mode()
-    def run(self, batch: PackedBatch) -> list[int]:
-        """The drawn token ids, one per draw, in order."""
+    def run(self, batch: PackedBatch) -> list[Drawn]:
+        """What each draw gives, in order."""
         if batch.copies is not None:
             self.kv.copy(batch.copies)
         logits = paged_logits(self.model, batch, self.kv)
         if batch.repeats is not None:
             logits = logits.repeat_interleave(batch.repeats, 0)
-        return sample(logits, batch.sampling).tolist()
+        drawn: list[Drawn] = sample(logits, batch.sampling).tolist()
+        for row, likeliest in candidates(logits, batch.sampling).items():
+            drawn[row] = likeliest
+        return drawn

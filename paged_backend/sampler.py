@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paged_backend.beam_search import Candidate, num_candidates
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
@@ -54,17 +55,28 @@ class Draws:
 
 
 @dataclass(frozen=True, eq=False)
+class Beams:
+    """Rows of live beams, which do not draw but want the likeliest tokens."""
+
+    rows: tuple[int, ...]
+    most: int  # tokens of each
+
+
+@dataclass(frozen=True, eq=False)
 class SamplingBatch:
     """How to draw, prepared on the host; what no row of the batch asks for is None and costs nothing."""
 
     banned: Tensor | None  # [2, num_banned] int64: (row, token) pairs that must not be drawn
     penalties: Penalties | None
     draws: Draws | None
+    beams: Beams | None
 
 
 def prepare(sequences: Rows[Sequence], device: torch.device) -> SamplingBatch:
     """Gather what `sample` needs for these rows, in their order."""
-    return SamplingBatch(_banned(sequences, device), _penalties(sequences, device), _draws(sequences, device))
+    return SamplingBatch(
+        _banned(sequences, device), _penalties(sequences, device), _draws(sequences, device), _beams(sequences)
+    )
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -80,6 +92,23 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return tokens
 
 
+def candidates(logits: Tensor, batch: SamplingBatch) -> dict[int, list[Candidate]]:
+    """By row of a live beam its likeliest tokens, the first first. What is banned stays out, but counts in the others'
+    probabilities, as in transformers."""
+    if batch.beams is None:
+        return {}
+    rows, logits = list(batch.beams.rows), logits.float()
+    log_probs = logits[rows].log_softmax(-1)
+    if batch.banned is not None:
+        allowed = torch.ones_like(logits, dtype=torch.bool).index_put_(tuple(batch.banned), torch.tensor(False))
+        log_probs = log_probs.where(allowed[rows], float("-inf"))
+    best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
+    return {
+        row: [Candidate(token, value) for token, value in zip(tokens, values, strict=True)]
+        for row, tokens, values in zip(rows, best.indices.tolist(), best.values.tolist(), strict=True)
+    }
+
+
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) from a counter-based generator: BLAKE2b of (seed, position), 24 bits as float32 holds."""
     key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
@@ -91,7 +120,7 @@ def _column(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
-    rows = [(row, seq) for row, seq in enumerate(sequences) if seq.request.sampling.temperature > 0]
+    rows = [(row, seq) for row, seq in enumerate(sequences) if _is_random(seq.request.sampling)]
     if not rows:
         return None
     params = [seq.request.sampling for _, seq in rows]
@@ -101,6 +130,18 @@ def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
         uniform=_column([uniform(seq.seed, seq.generated) for _, seq in rows], torch.float64, device),
         filters=_filters(params, device),
     )
+
+
+def _is_random(params: SamplingParams) -> bool:
+    return params.temperature > 0 and params.beam_width == 1
+
+
+def _beams(sequences: Rows[Sequence]) -> Beams | None:
+    rows = tuple(row for row, seq in enumerate(sequences) if seq.request.sampling.beam_width > 1)
+    if not rows:
+        return None
+    requests = [sequences[row].request for row in rows]
+    return Beams(rows, max(num_candidates(one.sampling, one.stop_ids) for one in requests))
 
 
 def _filters(params: Rows[SamplingParams], device: torch.device) -> Filters | None:

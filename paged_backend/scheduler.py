@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import BlockManager, Copy, Hit
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
+
+Drawn = int | list[Candidate]  # a token, or of a beam the likeliest ones
 
 
 @dataclass(slots=True)
@@ -143,7 +146,7 @@ class Scheduler:
         return tuple(self._running.values())
 
     def add(self, request: GenerateRequest) -> None:
-        insort(self._waiting, Group.of(request), key=_rank)
+        insort(self._waiting, Group.of(request), key=_order)
 
     def abort(self, key: int) -> bool:
         """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
@@ -157,8 +160,13 @@ class Scheduler:
     def end(self, key: int, index: int) -> bool:
         """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""
         group = self._find(key)
-        sequence = next((one for one in group.sequences if one.index == index), None) if group else None
-        if group is None or sequence is None:
+        if group is None:
+            return False
+        if group.beams:  # the outputs are not the sequences: the search goes on until all of them have ended
+            group.beams.ended.add(index)
+            return len(group.beams.ended) < group.request.sampling.n or self.abort(key)
+        sequence = next((one for one in group.sequences if one.index == index), None)
+        if sequence is None:
             return False
         self._end(group, sequence)
         return True
@@ -174,10 +182,10 @@ class Scheduler:
             self._admit(draft)
         return draft.plan()
 
-    def commit(self, plan: Plan, token_ids: list[int]) -> list[TokenDelta]:
-        """Book a step that ran: one token id per draw, in the plan's order."""
+    def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
+        """Book a step that ran: what each draw gave, in the plan's order."""
         self.blocks.finish(plan.copies)
-        drawn = iter(token_ids)
+        drawn = iter(drawn)
         deltas = []
         for chunk in plan.chunks:
             group = self._running[chunk.sequence.request.key]
@@ -185,7 +193,11 @@ class Scheduler:
             if not group.forked and group.leader.computed == group.leader.num_prompt:
                 self._fork(group)
             for sequence in chunk.draws:
-                deltas.append(self._append(group, sequence, next(drawn)))
+                token = next(drawn)
+                if isinstance(token, int):
+                    deltas.append(self._append(group, sequence, token))
+                else:
+                    deltas += self._rank(group, sequence, token)
         assert next(drawn, None) is None, "more tokens than draws"
         return deltas
 
@@ -198,7 +210,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant of scheduler and pool; for tests and idle moments."""
-        assert sum(len(group.sequences) for group in self._running.values()) <= self.max_num_seqs
+        assert sum(group.num_seqs for group in self._running.values()) <= self.max_num_seqs
         for sequence in self._sequences():
             assert 0 <= sequence.computed <= len(sequence.tokens)
             assert sequence.computed <= len(sequence.blocks) * self.blocks.block_size
@@ -259,7 +271,7 @@ class Scheduler:
             hit = self._fit(group, room)
             if hit is not None:
                 self._enter(group, hit, draft)
-                room.seqs -= len(group.sequences)
+                room.seqs -= group.num_seqs
                 room.promised += self._needs(group) - self._holds(group)
             elif self._running and self._last.rank[0] > group.rank[0]:
                 self._preempt(self._last, draft)
@@ -270,7 +282,7 @@ class Scheduler:
     def _room(self) -> _Room:
         running = self._running.values()
         return _Room(
-            seqs=self.max_num_seqs - sum(len(group.sequences) for group in running),
+            seqs=self.max_num_seqs - sum(group.num_seqs for group in running),
             promised=sum(max(0, self._needs(group) - self._holds(group)) for group in running),
         )
 
@@ -295,7 +307,7 @@ class Scheduler:
         last = self._last if self._running else None
         self._running[self._waiting.pop(0).key] = group
         if last and last.rank > group.rank:
-            self._running = {one.key: one for one in sorted(self.running, key=_rank)}
+            self._running = {one.key: one for one in sorted(self.running, key=_order)}
         draft.put(group, leader, length)
 
     @property
@@ -307,7 +319,7 @@ class Scheduler:
         """What the cache has for a request, if all its tokens and samples fit then. What a hit brings back into use is
         no longer available, and nor is what a copy is made from: a copy that leaves no room for the rest is done
         without."""
-        if len(group.sequences) > room.seqs:
+        if group.num_seqs > room.seqs:
             return None
         available = self.blocks.num_available - room.promised
         hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
@@ -336,9 +348,11 @@ class Scheduler:
         del self._running[group.key]
         self._release(group)
         group.forked = len(group.sequences) == 1
+        if group.beams:
+            group.beams.rows.clear()
         group.preemptions += 1
         self._preemptions += 1
-        insort(self._waiting, group, key=_rank)
+        insort(self._waiting, group, key=_order)
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
@@ -372,6 +386,54 @@ class Scheduler:
             self._end(group, sequence)
         return TokenDelta(request.key, (token,), finish, None, sequence.index, group.usage)
 
+    def _rank(self, group: Group, sequence: Sequence, row: list[Candidate]) -> list[TokenDelta]:
+        """Keep a live beam's candidates until every beam has its own; then fork those that go on in several ways, and
+        drop those that do not go on."""
+        beams = group.beams
+        assert beams
+        beams.rows[sequence.index] = row
+        if len(beams.rows) < len(group.sequences):
+            return []
+        rows = [beams.rows[one.index] for one in group.sequences]
+        beams.rows.clear()
+        continuations = beams.search.advance([one.output for one in group.sequences], rows)
+        self._branch(group, continuations)
+        if continuations:
+            agreed = beams.search.agree([one.output for one in group.sequences])
+            return self._to_all(group, agreed) if agreed else []
+        self._remove(group)
+        best, sent = beams.search.best, beams.search.num_agreed
+        return [
+            TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage)
+            for index, one in enumerate(best)
+            if index not in beams.ended
+        ]
+
+    def _branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
+        """Put the continuations in place of the live beams. The first of a beam takes over its block table, the
+        others share it."""
+        parents, beams = group.sequences, []
+        left = dict(enumerate(parents))
+        for continuation in continuations:
+            beam = left.pop(continuation.beam, None) or self._child(parents[continuation.beam])
+            beams.append((beam, continuation.token))
+        for beam in left.values():
+            self.blocks.release(beam.blocks)
+        for index, (beam, token) in enumerate(beams):
+            beam.index = index
+            beam.tokens.append(token)
+        group.sequences = [beam for beam, _ in beams]
+
+    def _child(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, list(parent.tokens), list(parent.chain))
+        child.blocks, child.computed = self.blocks.fork(parent.blocks), parent.computed
+        return child
+
+    def _to_all(self, group: Group, tokens: tuple[int, ...]) -> list[TokenDelta]:
+        assert group.beams
+        outputs = (index for index in range(group.request.sampling.n) if index not in group.beams.ended)
+        return [TokenDelta(group.key, tokens, None, None, index, group.usage) for index in outputs]
+
     def _end(self, group: Group, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         group.sequences.remove(sequence)
@@ -386,5 +448,5 @@ class Scheduler:
             self._waiting.remove(group)
 
 
-def _rank(group: Group) -> tuple[int, int]:
+def _order(group: Group) -> tuple[int, int]:
     return group.rank

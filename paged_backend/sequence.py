@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paged_backend.beam_search import BeamSearch, Candidate
 from paged_backend.block_manager import Key, root_key
 from paged_backend.request import GenerateRequest, Usage
 
@@ -47,6 +48,20 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+@dataclass(eq=False, slots=True)
+class Beams:
+    """A beam search under way. Its live beams are the group's sequences, the best first; each step forks and drops
+    some of them, all at once."""
+
+    search: BeamSearch
+    rows: dict[int, list[Candidate]] = field(default_factory=dict)  # this step's so far, by the sequence's index
+    ended: set[int] = field(default_factory=set)  # outputs that have met a stop string
+
 
 @dataclass(eq=False, slots=True)
 class Group:
@@ -59,6 +74,7 @@ class Group:
     request: GenerateRequest
     sequences: list[Sequence]  # those that have not ended, by index
     forked: bool
+    beams: Beams | None = None
     cached_tokens: int = 0  # this and those below: see Usage
     blocks_new: int = 0
     blocks_reused: int = 0
@@ -68,6 +84,9 @@ class Group:
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
         tokens, root = list(request.prompt_token_ids), root_key(request.sampling.cache_salt)
+        if request.sampling.beam_width > 1:
+            search = BeamSearch(request.sampling, request.stop_ids)
+            return cls(request, [Sequence(request, tokens, [root])], forked=True, beams=Beams(search))
         sequences = [Sequence(request, list(tokens), [root], index) for index in range(request.sampling.n)]
         return cls(request, sequences, forked=len(sequences) == 1)
 
@@ -88,6 +107,11 @@ class Group:
     @property
     def leader(self) -> Sequence:
         return self.sequences[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that may compute in one step, now or later."""
+        return self.request.sampling.beam_width if self.beams else len(self.sequences)
 
     @property
     def active(self) -> list[Sequence]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from hashlib import blake2b
 
+from paged_backend.beam_search import BeamSearch, Candidate
 from paged_backend.request import GenerateRequest
-from paged_backend.scheduler import Plan, Scheduler
+from paged_backend.scheduler import Drawn, Plan, Scheduler
 from paged_backend.sequence import Sequence
 
 
@@ -20,6 +21,12 @@ def extend(digest: bytes, token: int) -> bytes:
 
 def draw(digest: bytes, seed: int, vocab: int) -> int:
     return blake2b(digest + seed.to_bytes(8, "little"), digest_size=2).digest()[0] % vocab
+
+
+def candidates(digest: bytes, vocab: int) -> list[Candidate]:
+    """For a live beam: how likely each token is, the likeliest first."""
+    chances = [(-float(1 + extend(digest, token)[0]) / 64, token) for token in range(vocab)]
+    return [Candidate(token, chance) for chance, token in sorted(chances, reverse=True)]
 
 
 def start(salt: str) -> bytes:
@@ -40,6 +47,18 @@ def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
     return tokens
 
 
+def alone_with_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ...]]:
+    """What the outputs of a beam search must be."""
+    digest = start(request.sampling.cache_salt)
+    for token in request.prompt_token_ids:
+        digest = extend(digest, token)
+    search, live = BeamSearch(request.sampling, request.stop_ids), [((), digest)]
+    while live:
+        steps = search.advance([output for output, _ in live], [candidates(one, vocab) for _, one in live])
+        live = [((*live[beam][0], token), extend(live[beam][1], token)) for beam, token in steps]
+    return [one.tokens for one in search.best]
+
+
 class ShadowStore:
     """The pool's slots, and a step on them in place of the model's."""
 
@@ -48,15 +67,18 @@ class ShadowStore:
         self._vocab = vocab
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> list[Drawn]:
         self._copy(plan)
-        drawn = []
+        drawn: list[Drawn] = []
         for chunk in plan.chunks:
             digest = self._read(chunk.sequence, chunk.start)
             for position in range(chunk.start, chunk.start + chunk.length):
                 digest = extend(digest, chunk.sequence.tokens[position])
                 self.slots[self._slot(chunk.sequence, position)] = digest
-            drawn += [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
+            if chunk.sequence.request.sampling.beam_width > 1:
+                drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
+            else:
+                drawn += [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)

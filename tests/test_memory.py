@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paged_backend.block_manager import BlockManager, root_key
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
 from paged_backend.scheduler import Scheduler
-from tests.shadow import ShadowStore, alone
+from tests.shadow import ShadowStore, alone, alone_with_beams
 
 STOP = 3
 
@@ -67,9 +67,11 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size
                 salt = rnd.choice(["", "tenant"])
                 max_tokens, stops = rnd.randint(1, longest), {vocab - 1} if rnd.random() < 0.3 else set()
                 choice = {"n": n, "cache_salt": salt, "priority": rnd.choice([0, 0, 0, -1, 5])}
+                if n > 1 and rnd.random() < 0.5:
+                    choice |= {"beam_width": n, "n": rnd.randint(1, n), "early_stopping": rnd.choice([True, False])}
                 one = request(25 - left, prompt, max_tokens, stops, seed=rnd.randrange(100), **choice)
                 requests[one.key] = one
-                outputs |= {(one.key, index): [] for index in range(n)}
+                outputs |= {(one.key, index): [] for index in range(one.sampling.n)}
                 sched.add(one)
         requests = {key: one for key, one in requests.items() if any(owner == key for owner, _ in outputs)}
         if requests and rnd.random() < 0.05:
@@ -93,8 +95,11 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size
         for delta in sched.commit(plan, store.run(plan)):
             outputs[delta.key, delta.sample] += delta.token_ids
             if delta.finish:
-                one = requests[delta.key]
-                assert outputs.pop((delta.key, delta.sample)) == alone(one, delta.sample, vocab)
+                found, one = outputs.pop((delta.key, delta.sample)), requests[delta.key]
+                if one.sampling.beam_width > 1:
+                    assert tuple(found) == alone_with_beams(one, vocab)[delta.sample]
+                else:
+                    assert found == alone(one, delta.sample, vocab)
         sched.check()
     assert not left
     assert sched.blocks.num_used == 0

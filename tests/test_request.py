@@ -106,6 +106,28 @@ def test_one_sample_may_be_asked_for_by_name(name):
     SamplingParams.parse({name: 1, "logprobs": None, "logit_bias": None}, LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({"n": 3}, "n=3: must be 1..beam_width=2"),
+        ({"temperature": 0.7}, "temperature=0.7: has no meaning with beam_width=2"),
+        ({"seed": 0}, "seed=0: has no meaning with beam_width=2"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: has no meaning"),
+        ({"early_stopping": "sometimes"}, 'early_stopping="sometimes": must be true, false or "never"'),
+        ({"length_penalty": 11}, "length_penalty=11: must be at least -10"),
+        ({"beam_width": 1, "length_penalty": 0.5}, "length_penalty=0.5: has a meaning with beam_width above 1 only"),
+        ({"beam_width": 1, "early_stopping": "never"}, 'early_stopping="never": has a meaning with beam_width above 1'),
+    ],
+)
+def test_what_means_nothing_to_a_beam_search_is_refused(sampling, text):
+    assert text in refusal(**{"beam_width": 2} | sampling)
+
+
+def test_beams_take_the_default_temperature_and_a_greedy_one():
+    for sampling in ({}, {"temperature": 0}, {"temperature": 1.0}):
+        assert SamplingParams.parse({"beam_width": 2, "n": 2} | sampling, LIMITS).num_seqs == 2
+
+
 def test_min_tokens_above_max_tokens():
     assert "min_tokens=5: must be 0..max_tokens=4" in refusal(min_tokens=5, max_tokens=4)
 
