@@ -23,7 +23,6 @@ class PackedBatch:
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted
     repeats: Tensor | None  # [num_samples] int64: how many sequences draw from each; None: one
     sampling: SamplingBatch
-    copies: Tensor | None  # [num_copies, 2] int64: blocks to copy first, (source, target)
 
 
 def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
@@ -58,7 +57,6 @@ def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
         sample_rows=move(sample_rows, torch.int64),
         repeats=move(counts[counts > 0], torch.int64) if (counts > 1).any() else None,
         sampling=prepare(drawing, device),
-        copies=move(np.array([(c.source, c.target) for c in plan.copies]), torch.int64) if plan.copies else None,
     )
 
 

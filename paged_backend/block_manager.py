@@ -5,39 +5,54 @@ free     [5, 2]                                a stack: the block freed last is 
 cached   7 -> 0                                released with their content known, least recently used first
 in use   {1: 1, 3: 2, 4: 1, 6: 3}              how many block tables hold each
 
-A full block is known by a key: a BLAKE2b chain over the tenant's salt, the key of the block before it, and its own
-token ids. Equal keys mean equal tokens from the first on, so whoever asks for the same prefix finds the blocks.
-
-            salt -> k1 = H(salt, [t0..t15]) -> k2 = H(k1, [t16..t31]) -> ...
+A second pool may stand behind the first: what is evicted from the device's goes to the host's, where it can still be
+found, and what is preempted waits there. Both are this class; `Move`s say what is to be copied between them.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from typing import NamedTuple
 
-Key = bytes
+from paged_backend.content import Entry, Index, Key, extend_chain
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Copy-on-write: the whole of block `source` goes to block `target`, in every layer, before the next step."""
 
     source: int
     target: int
 
 
+class Move(NamedTuple):
+    """The whole of a block goes to a block of the other pool. `entry` is what it holds, if that is to be known there:
+    at once on the way out, and once it has arrived on the way in."""
+
+    source: int
+    target: int
+    entry: Entry | None
+
+
+class Place(NamedTuple):
+    """Where something was found."""
+
+    block: int
+    on_host: bool
+
+
 @dataclass(frozen=True)
 class Hit:
     """Blocks that hold the first tokens of a sequence. Nobody's yet: `adopt` takes them."""
 
-    blocks: tuple[int, ...]  # full ones
-    partial: int | None = None  # a block whose first `partial_tokens` continue them, and the rest does not
+    blocks: tuple[Place, ...]  # full ones
+    partial: Place | None = None  # a block whose first `partial_tokens` continue them, and the rest does not
     partial_tokens: int = 0
+
+    @property
+    def on_device(self) -> list[int]:
+        return [place.block for place in self.blocks if not place.on_host]
 
 
 @dataclass
@@ -46,6 +61,8 @@ class BlockCounters:
 
     evictions: int = 0  # cached blocks that lost their content to a newer owner
     copies: int = 0  # copy-on-write
+    moves_out: int = 0  # to the host
+    moves_in: int = 0  # and back
 
 
 NO_HIT = Hit(())
@@ -55,23 +72,21 @@ class BlockManager:
     """Hands out the blocks of a fixed pool and remembers what they hold. Free + cached + used = total, always;
     `check()` proves it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = False):
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = False, host: BlockManager | None = None):
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
+        assert host is None or host.block_size == block_size
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.block_size: int = block_size
         self.caching = caching
+        self.host = host
         self.counters = BlockCounters()
+        self.index = Index()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._keys: list[Key | None] = [None] * num_blocks
-        self._tokens: dict[int, tuple[int, ...]] = {}  # of keyed blocks
-        self._parents: dict[int, Key] = {}  # of keyed blocks
-        self._by_key: dict[Key, int] = {}
-        # By the key of the block before: (tokens, block) in order, so that who shares most is a neighbour.
-        self._children: dict[Key, list[tuple[tuple[int, ...], int]]] = {}
-        self._reading: Counter[int] = Counter()  # sources of copies that are not done yet
+        self._busy: Counter[int] = Counter()  # of the references, those of copies and moves that are not done yet
         self._shared = 0
+        self._outs: list[Move] = []  # to do before anything of the next step
 
     @property
     def num_free(self) -> int:
@@ -134,10 +149,10 @@ class BlockManager:
         if self._references[block] == 1:
             self._shared -= 1
         elif self._references[block] == 0:
-            if self._keys[block] is None:
-                self._free.append(block)
-            else:
+            if block in self.index:
                 self._cached[block] = None
+            else:
+                self._free.append(block)
 
     def hold(self, block: int) -> None:
         """One holder more. A cached block is in use again."""
@@ -158,17 +173,23 @@ class BlockManager:
 
     def is_shared(self, block: int) -> bool:
         """Whether writing into it would change what another block table reads."""
-        return self._references[block] - self._reading[block] > 1
+        return self._references[block] - self._busy[block] > 1
 
-    def append_copy(self, table: list[int], source: int) -> Copy | None:
-        """Extend a block table by a copy of `source`. None, with nothing changed, where the pool is dry."""
-        self.hold(source)
-        blocks = self.allocate(1)
-        if blocks is None:
-            self.drop(source)
-            return None
-        table.extend(blocks)
-        return self._read(source, blocks[0])
+    def lock(self, block: int) -> None:
+        """Hold a block for a copy or move; `unlock` lets it go."""
+        self.hold(block)
+        self._busy[block] += 1
+
+    def unlock(self, block: int) -> None:
+        self._busy[block] -= 1
+        self.drop(block)
+
+    def append_copy(self, table: list[int], source: int) -> Copy:
+        """Extend a block table by a copy of `source`. The pool must have room for it."""
+        self.lock(source)
+        table.extend(self._allocate(1))
+        self.counters.copies += 1
+        return Copy(source, table[-1])
 
     def make_writable(self, table: list[int], index: int) -> Copy | None:
         """Put a block of its own in place of a shared one. None, with nothing changed, where the pool is dry. Until
@@ -177,18 +198,14 @@ class BlockManager:
         if blocks is None:
             return None
         source, table[index] = table[index], blocks[0]
-        return self._read(source, blocks[0])
+        self._busy[source] += 1  # the table's reference is now the copy's
+        self.counters.copies += 1
+        return Copy(source, blocks[0])
 
     def finish(self, copies: Iterable[Copy]) -> None:
         """Let go of the sources of copies that are done, or will not be."""
         for copy in copies:
-            self._reading[copy.source] -= 1
-            self.drop(copy.source)
-
-    def _read(self, source: int, target: int) -> Copy:
-        self._reading[source] += 1
-        self.counters.copies += 1
-        return Copy(source, target)
+            self.unlock(copy.source)
 
     # --- content -------------------------------------------------------------------------------------------------
 
@@ -199,116 +216,200 @@ class BlockManager:
         if not self.caching:
             return NO_HIT
         size, most = self.block_size, len(tokens) - 1
-        blocks: list[int] = []
-        while (len(blocks) + 1) * size <= most:
-            block = self._by_key.get(self.key(chain, tokens, len(blocks)))
-            if block is None:
+        places: list[Place] = []
+        while (len(places) + 1) * size <= most:
+            place = self._find(self.key(chain, tokens, len(places)))
+            if place is None:
                 break
-            blocks.append(block)
-        start = len(blocks) * size
-        partial, length = self._nearest_child(chain[len(blocks)], tuple(tokens[start : min(start + size, most)]))
-        return Hit(tuple(blocks), partial, length)
+            places.append(place)
+        start = len(places) * size
+        return Hit(tuple(places), *self._nearest(chain[len(places)], tuple(tokens[start : min(start + size, most)])))
 
     def key(self, chain: list[Key], tokens: Sequence[int], index: int) -> Key:
         """The key of a sequence's full block `index`; works out and keeps those up to it."""
-        for start in range((len(chain) - 1) * self.block_size, (index + 1) * self.block_size, self.block_size):
-            chain.append(chain_key(chain[-1], tokens[start : start + self.block_size]))
+        extend_chain(chain, tokens, index + 1, self.block_size)
         return chain[index + 1]
 
-    def adopt(self, hit: Hit) -> list[int]:
-        """A block table of a hit's full blocks."""
-        for block in hit.blocks:
-            self.hold(block)
-        return list(hit.blocks)
+    def adopt(self, hit: Hit) -> tuple[list[int], list[Move]]:
+        """A block table of a hit's full blocks, and the moves that bring those in that are on the host. The pool must
+        have room for these."""
+        for block, on_host in hit.blocks:
+            self._hold_either(block, on_host)
+        table, moves = [], []
+        for block, on_host in hit.blocks:
+            if on_host:
+                move = self._in(block)
+                moves.append(move)
+                table.append(move.target)
+            else:
+                table.append(block)
+        return table, moves
+
+    def append_from_host(self, table: list[int], source: int) -> Move:
+        """Extend a block table by what `source` holds, to be written into."""
+        assert self.host
+        self.host.lock(source)
+        move = self._in(source)._replace(entry=None)
+        table.append(move.target)
+        return move
 
     def seal(self, block: int, chain: list[Key], tokens: Sequence[int], index: int) -> None:
-        """Make a sequence's full block `index` known by its content. Where that is known already, the block that has
-        it stays the one that is found."""
+        """Make a sequence's full block `index` known by its content."""
         assert self._references[block], f"block {block}: sealed, but not in use"
-        if not self.caching or self._keys[block] is not None:
-            return
-        key = self.key(chain, tokens, index)
-        if key in self._by_key:
-            return
-        content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-        self._keys[block], self._tokens[block], self._parents[block] = key, content, chain[index]
-        self._by_key[key] = block
-        insort(self._children.setdefault(chain[index], []), (content, block))
+        if self.caching and block not in self.index:
+            key = self.key(chain, tokens, index)
+            content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
+            self.index.add(block, Entry(key, chain[index], content))
 
     def forget(self) -> None:
         """Empty the cache; blocks in use keep theirs until they are released."""
         while self._cached:
             self._free.append(self._evict())
 
-    def _nearest_child(self, parent: Key, tokens: tuple[int, ...]) -> tuple[int | None, int]:
-        """The block after `parent` that starts with most of `tokens`, and how many. Copying a block costs less than
-        computing even one token of it."""
-        children = self._children.get(parent, [])
-        place = bisect_left(children, (tokens, -1))
-        best, most = None, 0
-        for content, block in children[max(0, place - 1) : place + 1]:
-            length = _common(content, tokens)
-            if length > most:
-                best, most = block, length
-        return best, most
+    def _find(self, key: Key) -> Place | None:
+        block = self.index.find(key)
+        if block is not None:
+            return Place(block, False)
+        block = self.host.index.find(key) if self.host else None
+        return None if block is None else Place(block, True)
+
+    def _nearest(self, parent: Key, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
+        here = self.index.nearest_child(parent, tokens) or (-1, 0)
+        there = (self.host.index.nearest_child(parent, tokens) if self.host else None) or (-1, 0)
+        block, length = max(here, there, key=lambda found: found[1])  # of equals the one that is nearer
+        return (Place(block, there[1] > here[1]), length) if length else (None, 0)
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.allocate(count)
+        assert blocks is not None, "blocks that were counted available are not"
+        return blocks
 
     def _take(self) -> int:
         return self._free.pop() if self._free else self._evict()
 
     def _evict(self) -> int:
-        """The least recently used cached block, its content forgotten."""
+        """The least recently used cached block; its content goes to the host, if there is room, or is forgotten."""
         block, _ = self._cached.popitem(last=False)
-        key = self._keys[block]
-        assert key is not None
-        del self._by_key[key]
-        self._keys[block] = None
-        parent, content = self._parents.pop(block), self._tokens.pop(block)
-        siblings = self._children[parent]
-        del siblings[bisect_left(siblings, (content, block))]
-        if not siblings:
-            del self._children[parent]
+        if self.host and self.host.caching and (kept := self._out(block)) is not None:
+            self.host.drop(kept)
+        self.index.remove(block)
         self.counters.evictions += 1
         return block
 
+    # --- the host's pool -----------------------------------------------------------------------------------------
+
+    def take_outs(self) -> tuple[Move, ...]:
+        """What must leave before anything else of the next step happens."""
+        outs, self._outs = tuple(self._outs), []
+        return outs
+
+    def put_back(self, outs: Iterable[Move]) -> None:
+        self._outs = [*outs, *self._outs]
+
+    def finish_outs(self, outs: Iterable[Move], *, done: bool = True) -> None:
+        """Let go of the host's blocks. What did not arrive is not known there."""
+        for move in outs:
+            assert self.host
+            if not done and move.target in self.host.index:
+                self.host.index.remove(move.target)
+            self.host.unlock(move.target)
+
+    def finish_ins(self, ins: Iterable[Move], *, done: bool = True) -> None:
+        """Let go of the host's blocks. What has arrived is known here."""
+        for move in ins:
+            assert self.host
+            if done and move.entry and self.caching:
+                self.index.add(move.target, move.entry)
+            self.host.unlock(move.source)
+
+    def swap_out(self, tables: Sequence[list[int]]) -> list[list[int]] | None:
+        """Move block tables to the host: tables of its blocks, which hold them, in their place. None, with nothing
+        changed, where it has no room for all."""
+        if self.host is None or len({block for table in tables for block in table}) > self.host.num_available:
+            return None
+        moved: dict[int, int] = {}
+        for block in (block for table in tables for block in table):
+            if block in moved:
+                self.host.hold(moved[block])
+            else:
+                target = self._out(block)
+                assert target is not None, "blocks that were counted available are not"
+                moved[block] = target
+        on_host = [[moved[block] for block in table] for table in tables]
+        for table in tables:
+            self.release(table)
+        return on_host
+
+    def swap_in(self, tables: Sequence[list[int]]) -> tuple[list[list[int]], list[Move]]:
+        """Block tables with the content of these of the host's, which are released, and the moves that bring it. What
+        is still known here is taken as it is. The pool must have room for the rest."""
+        assert self.host
+        blocks = list(dict.fromkeys(block for table in tables for block in table))
+        here: dict[int, int] = {}
+        for block in blocks:  # first, so that none of them is evicted for another
+            entry = self.host.index.entry(block)
+            known = self.index.find(entry.key) if entry else None
+            if known is not None:
+                self.hold(known)
+                here[block] = known
+        moves = []
+        for block in blocks:
+            if block not in here:
+                self.host.lock(block)
+                moves.append(self._in(block))
+                here[block] = moves[-1].target
+        held = Counter(block for table in tables for block in table)
+        for block in held - Counter(blocks):
+            for _ in range(held[block] - 1):
+                self.hold(here[block])
+        moved = [[here[block] for block in table] for table in tables]
+        for table in tables:
+            self.host.release(table)
+        return moved, moves
+
+    def _out(self, block: int) -> int | None:
+        """A block of the host's with this one's content, held for the caller. None where there is no room."""
+        assert self.host
+        entry = self.index.entry(block)
+        known = self.host.index.find(entry.key) if entry else None
+        if known is not None:
+            self.host.hold(known)
+            return known
+        blocks = self.host.allocate(1)
+        if blocks is None:
+            return None
+        if entry and self.host.caching:
+            self.host.index.add(blocks[0], entry)
+        self.host.lock(blocks[0])
+        self._outs.append(Move(block, blocks[0], entry))
+        self.counters.moves_out += 1
+        return blocks[0]
+
+    def _in(self, block: int) -> Move:
+        """Bring in a block of the host's, which is locked."""
+        assert self.host
+        self.counters.moves_in += 1
+        return Move(block, self._allocate(1)[0], self.host.index.entry(block))
+
+    def _hold_either(self, block: int, on_host: bool) -> None:
+        if on_host:
+            assert self.host
+            self.host.lock(block)
+        else:
+            self.hold(block)
+
+    # -------------------------------------------------------------------------------------------------------------
+
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert every invariant, against all live block tables. For tests and idle moments: it walks the pool."""
-        owned = Counter(block for table in tables for block in table) + self._reading
+        owned = Counter(block for table in tables for block in table) + self._busy
         assert all(self._references[block] == owned[block] for block in range(self.num_blocks)), "a wrong count"
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert not set(self._free) & self._cached.keys(), "a block is free and cached"
         assert not (set(self._free) | self._cached.keys()) & owned.keys(), "a block is free and owned"
         assert len(owned) + len(self._free) + len(self._cached) == self.num_blocks, "a block is lost"
         assert self._shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is off"
-        self._check_content()
-
-    def _check_content(self) -> None:
-        keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
-        assert {key: block for block, key in keyed.items()} == self._by_key, "keys and blocks disagree"
-        assert keyed.keys() == self._tokens.keys() == self._parents.keys(), "a known block lacks its content"
-        assert not keyed.keys() & set(self._free), "a free block is known"
-        assert self._cached.keys() <= keyed.keys(), "a cached block is not known"
-        for block, key in keyed.items():
-            assert chain_key(self._parents[block], self._tokens[block]) == key, f"block {block}: not its key"
-            assert (self._tokens[block], block) in self._children[self._parents[block]], f"block {block}: an orphan"
-        assert sum(map(len, self._children.values())) == len(keyed), "a parent knows a block that is not"
-        assert all(children == sorted(children) for children in self._children.values()), "children out of order"
-
-
-def root_key(salt: str) -> Key:
-    """Where a tenant's chains begin."""
-    return blake2b(salt.encode(), digest_size=32, person=b"paged_llm salt").digest()
-
-
-def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a block that holds `tokens` after the block of key `parent`."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=32, person=b"paged_llm block").digest()
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading elements two sequences share."""
-    length = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+        known = set(self.index)
+        assert not known & set(self._free), "a free block is known"
+        assert self._cached.keys() <= known, "a cached block is not known"
+        self.index.check()

@@ -57,6 +57,11 @@ def _fraction(value: Any) -> str | None:
     return None if number and 0 < value <= 1 else "must be a number above 0 and at most 1"
 
 
+def _at_least_zero(value: Any) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if number and 0 <= value < float("inf") else "must be a number of at least 0"
+
+
 def _one_of(*allowed: Any) -> Check:
     limit = "must be " + " or ".join(json.dumps(value) for value in allowed)
     return lambda value: None if any(value == a and type(value) is type(a) for a in allowed) else limit
@@ -107,7 +112,19 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(_flag, "keep the blocks of ended requests for others of the same prefix", True)
     kv_cache_dtype: str = option(_one_of("auto"), "keys and values are kept in `dtype`: only `auto`", "auto")
-    swap_space: float = option(_one_of(0, 0.0), "GiB of host memory for preempted requests: not built yet, only `0`", 0)
+    swap_space: float | None = option(
+        _at_least_zero,
+        "GiB of host memory for requests that are preempted and for cached blocks that are evicted; default: 4 with a"
+        " GPU, none on a CPU",
+        None,
+        optional=True,
+    )
+    preemption_mode: str = option(
+        _one_of("auto", "swap", "recompute"),
+        "what is done with a preempted request's keys and values: moved to the host, or computed again; `auto`: what"
+        " takes less time, as measured when the model is loaded",
+        "auto",
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):

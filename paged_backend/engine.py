@@ -129,6 +129,7 @@ class Engine:
 
     def _execute(self, plan: Plan) -> list[TokenDelta]:
         try:
+            self._runner.move(plan)
             batch = pack(plan, block_size=self._scheduler.blocks.block_size, device=self._device)
             drawn = self._runner.run(batch)
         except Exception as error:  # the device or the model failed this step: its requests end, the others go on

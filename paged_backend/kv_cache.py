@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.block_manager import Copy, Move
 from paged_backend.config import ConfigError, EngineConfig
 
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
+SWAP_SPACE = 4  # GiB, where there is a GPU
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,35 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        pinned: bool = False,
     ) -> KVCache:
+        """`pinned`: in host memory that a GPU can reach by itself."""
+
         def pool() -> tuple[Tensor, ...]:
             shapes = [(num_blocks, layer.num_kv_heads, block_size, layer.head_dim) for layer in layers]
-            return tuple(_zeros(shape, dtype, device) for shape in shapes)
+            tensors = (_zeros(shape, dtype, device) for shape in shapes)
+            return tuple(tensor.pin_memory() if pinned else tensor for tensor in tensors)
 
         return cls(pool(), pool())
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All there is. The first dimension of each is the block."""
         return (*self.keys, *self.values)
 
-    def copy(self, copies: Tensor) -> None:
-        """Copy whole blocks in every layer. copies: [num_copies, 2] int64, (source, target); no target is a source."""
-        source, target = copies.unbind(1)
-        for tensor in self.tensors:
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+    def copy(self, moves: Sequence[Copy] | Sequence[Move], target: KVCache | None = None) -> None:
+        """Copy whole blocks in every layer, to the same cache or another's. No target is a source of the same cache,
+        and none is there twice."""
+        if not moves:
+            return
+        sources, targets = torch.tensor([(move.source, move.target) for move in moves]).unbind(1)
+        for here, there in zip(self.tensors, (target or self).tensors, strict=True):
+            taken = here.index_select(0, sources.to(here.device))
+            there.index_copy_(0, targets.to(there.device), taken.to(there.device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,6 +111,23 @@ def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.
             " give the pool more memory"
         )
     return budget // block
+
+
+def num_host_blocks(
+    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many blocks the host's pool gets; 0: there is none. Raises ConfigError where those asked for do not fit."""
+    block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
+    if wanted is None:
+        wanted = SWAP_SPACE if device.type == "cuda" else 0
+        wanted = min(wanted, available_memory() / 2 / GIB)
+    elif wanted * GIB > available_memory():
+        raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
+    elif 0 < wanted * GIB < block:
+        raise ConfigError(
+            f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
+        )
+    return int(wanted * GIB) // block
 
 
 def _wanted_bytes(config: EngineConfig, block: int) -> int | None:

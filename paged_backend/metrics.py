@@ -22,8 +22,19 @@ class Gauge(NamedTuple):
     labels: dict[str, str] = {}  # noqa: RUF012  never changed
 
 
+class Counter(NamedTuple):
+    field: str
+    name: str
+    help: str
+    labels: dict[str, str] = {}  # noqa: RUF012  never changed
+
+
 def _blocks(state: str, value: Callable[[SchedulerStats], float]) -> Gauge:
     return Gauge("paged_kv_blocks", "Blocks of the key/value pool, by state", value, {"state": state})
+
+
+def _host_blocks(state: str, value: Callable[[SchedulerStats], float]) -> Gauge:
+    return Gauge("paged_host_blocks", "Blocks of the host's pool, by state", value, {"state": state})
 
 
 def _requests(state: str, value: Callable[[SchedulerStats], float]) -> Gauge:
@@ -41,6 +52,9 @@ GAUGES = (
     _blocks("free", lambda stats: stats.blocks_free),
     _blocks("cached", lambda stats: stats.blocks_cached),
     _blocks("shared", lambda stats: stats.blocks_shared),
+    _host_blocks("total", lambda stats: stats.host_total),
+    _host_blocks("used", lambda stats: stats.host_used),
+    _host_blocks("cached", lambda stats: stats.host_cached),
     _requests("running", lambda stats: stats.running),
     _requests("waiting", lambda stats: stats.waiting),
     # The names that dashboards of other backends read.
@@ -54,12 +68,20 @@ GAUGES = (
     _trt_blocks("reused", lambda stats: stats.cached_tokens // stats.block_size),
     _trt_blocks("fraction", lambda stats: stats.usage),
 )
-COUNTERS = {  # by the field of SchedulerStats
-    "preemptions": ("paged_preemptions_total", "Requests sent back to the queue"),
-    "cached_tokens": ("paged_prefix_cache_hit_tokens_total", "Prompt tokens found in the cache"),
-    "evictions": ("paged_kv_evictions_total", "Cached blocks whose content made way"),
-    "copies": ("paged_kv_copies_total", "Blocks copied on write"),
-}
+COUNTERS = (  # by the field of SchedulerStats
+    Counter("recomputed", "paged_preemptions_total", "Requests sent back to the queue, by kind", {"kind": "recompute"}),
+    Counter("swapped", "paged_preemptions_total", "Requests sent back to the queue, by kind", {"kind": "swap"}),
+    Counter("cached_tokens", "paged_prefix_cache_hit_tokens_total", "Prompt tokens found in the cache"),
+    Counter("host_tokens", "paged_host_cache_hit_tokens_total", "Of those, tokens that came from the host"),
+    Counter("evictions", "paged_kv_evictions_total", "Cached blocks whose content made way"),
+    Counter("copies", "paged_kv_copies_total", "Blocks copied on write"),
+    Counter("moves_out", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "out"}),
+    Counter("moves_in", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "in"}),
+    # The names that dashboards of other backends read.
+    Counter("preemptions", "vllm:num_preemptions_total", "Requests sent back to the queue"),
+    Counter("cached_tokens", "vllm:prefix_cache_hits_total", "Tokens found in the cache"),
+    Counter("queried_tokens", "vllm:prefix_cache_queries_total", "Tokens looked for in the cache"),
+)
 
 
 class Metrics:
@@ -72,8 +94,8 @@ class Metrics:
         ended = ("paged_requests_finished_total", "COUNTER", "Requests ended, by reason")
         self._gauges = [self._metric(gauge.name, "GAUGE", gauge.help, **gauge.labels) for gauge in GAUGES]
         self._shown: list[float | None] = [None] * len(GAUGES)
-        self._counters = {key: self._metric(name, "COUNTER", help) for key, (name, help) in COUNTERS.items()}
-        self._counted = dict.fromkeys(COUNTERS, 0)
+        self._counters = [self._metric(one.name, "COUNTER", one.help, **one.labels) for one in COUNTERS]
+        self._counted = [0] * len(COUNTERS)
         self._ended = {reason: self._metric(*ended, reason=reason) for reason in OUTCOMES}
         self.prompt_tokens = self._metric("paged_prompt_tokens_total", "COUNTER", "Prompt tokens of accepted requests")
         self.generated_tokens = self._metric("paged_generation_tokens_total", "COUNTER", "Tokens generated")
@@ -90,11 +112,11 @@ class Metrics:
             if value != self._shown[index]:
                 self._gauges[index].set(value)
                 self._shown[index] = value
-        for name, counter in self._counters.items():
-            now = getattr(stats, name)
-            if now > self._counted[name]:
-                counter.increment(now - self._counted[name])
-                self._counted[name] = now
+        for index, counter in enumerate(COUNTERS):
+            now = getattr(stats, counter.field)
+            if now > self._counted[index]:
+                self._counters[index].increment(now - self._counted[index])
+                self._counted[index] = now
 
     def ended(self, reason: str) -> None:
         self._ended[reason].increment(1)

@@ -327,6 +327,7 @@ class Usage(NamedTuple):
     blocks_new: int  # blocks that it was given, each time it was
     blocks_reused: int  # blocks that it found
     blocks_copied: int  # copies on write, among the new ones
+    blocks_from_host: int  # brought back from the host's memory, among the new ones
     preemptions: int
 
 

@@ -105,7 +105,7 @@ class Stream:
         return {
             "prompt_tokens": len(self.request.prompt_token_ids),
             "generated_tokens": sum(sample.num_tokens for sample in self.samples),
-            **(self.usage or Usage(0, 0, 0, 0, 0))._asdict(),
+            **(self.usage or Usage(*[0] * len(Usage._fields)))._asdict(),
             "queued_seconds": entered - self.arrived,
             "prefill_seconds": first - entered,
             "decode_seconds": last - first,

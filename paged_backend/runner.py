@@ -11,19 +11,26 @@ from paged_backend.attention import paged_logits
 from paged_backend.batch import PackedBatch
 from paged_backend.kv_cache import KVCache
 from paged_backend.sampler import candidates, sample
-from paged_backend.scheduler import Drawn
+from paged_backend.scheduler import Drawn, Plan
 
 
 @dataclass(frozen=True, eq=False)
 class Runner:
     model: PreTrainedModel
     kv: KVCache
+    host: KVCache | None = None
+
+    @torch.inference_mode()
+    def move(self, plan: Plan) -> None:
+        """The blocks that a step wants somewhere else. Before `run`."""
+        if self.host is not None:
+            self.kv.copy(plan.outs, self.host)
+            self.host.copy(plan.ins, self.kv)
+        self.kv.copy(plan.copies)
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> list[Drawn]:
         """What each draw gives, in order."""
-        if batch.copies is not None:
-            self.kv.copy(batch.copies)
         logits = paged_logits(self.model, batch, self.kv)
         if batch.repeats is not None:
             logits = logits.repeat_interleave(batch.repeats, 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from paged_backend.beam_search import Candidate, Continuation
-from paged_backend.block_manager import BlockManager, Copy, Hit
+from paged_backend.block_manager import NO_HIT, BlockManager, Copy, Hit, Move
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
 
@@ -30,10 +31,22 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What decides whether a copy is cheaper than computing again. Seconds, measured when the model is loaded."""
+
+    token: float = 1.0  # to compute one, in a full step
+    copy: float = 0.0  # to copy a block on the device
+    move: float = 0.0  # to copy a block between device and host
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One step: the block copies to do first, and chunks in the order of their rows, decode first."""
+    """One step. First the moves out, then those in, then the copies; then chunks in the order of their rows, decode
+    first."""
 
     chunks: tuple[Chunk, ...]
+    outs: tuple[Move, ...] = ()  # device to host
+    ins: tuple[Move, ...] = ()  # host to device
     copies: tuple[Copy, ...] = ()
     entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
 
@@ -49,6 +62,7 @@ class _Draft:
     budget: int
     chunks: dict[int, list[Chunk]] = field(default_factory=dict)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
+    ins: dict[int, list[Move]] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)
 
     def put(self, group: Group, sequence: Sequence, length: int) -> None:
@@ -63,15 +77,25 @@ class _Draft:
         group.blocks_copied += 1
         self.copies.setdefault(group.key, []).append(copy)
 
-    def drop(self, group: Group) -> list[Copy]:
-        """Take a group out; the copies that it no longer needs."""
-        self.budget += sum(chunk.length for chunk in self.chunks.pop(group.key, []))
-        return self.copies.pop(group.key, [])
+    def bring(self, group: Group, moves: list[Move]) -> None:
+        if moves:
+            group.blocks_new += len(moves)
+            group.blocks_from_host += len(moves)
+            self.ins.setdefault(group.key, []).extend(moves)
 
-    def plan(self) -> Plan | None:
-        chunks = tuple(chunk for chunks in self.chunks.values() for chunk in chunks)
-        copies = tuple(copy for copies in self.copies.values() for copy in copies)
-        return Plan(chunks, copies, tuple(self.entered)) if chunks else None
+    def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
+        """Take a group out; the copies and moves that it no longer needs."""
+        self.budget += sum(chunk.length for chunk in self.chunks.pop(group.key, []))
+        return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
+
+    def plan(self, blocks: BlockManager) -> Plan | None:
+        if not self.chunks:
+            return None
+        return Plan(_flat(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
+
+
+def _flat(parts: dict[int, list[Any]]) -> tuple[Any, ...]:
+    return tuple(one for part in parts.values() for one in part)
 
 
 @dataclass
@@ -91,10 +115,22 @@ class SchedulerStats:
     blocks_cached: int
     blocks_shared: int
     block_size: int
-    preemptions: int  # this and all below since the start
-    cached_tokens: int
+    host_total: int  # blocks of the host's pool, and of them
+    host_cached: int
+    host_used: int  # by requests that were preempted
+    recomputed: int  # this and all below since the start: requests preempted, to be computed again
+    swapped: int  # and with their blocks moved to the host
+    queried_tokens: int  # looked for in the cache
+    cached_tokens: int  # and found
+    host_tokens: int  # of those, the ones that came from the host
     evictions: int
     copies: int
+    moves_out: int
+    moves_in: int
+
+    @property
+    def preemptions(self) -> int:
+        return self.recomputed + self.swapped
 
     @property
     def blocks_free(self) -> int:
@@ -110,15 +146,21 @@ class Scheduler:
     """By priority, and within one first come, first served. `schedule` plans a step, `commit` books its tokens; both
     on the engine thread."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, costs: Costs | None = None
+    ):
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
+        self.costs = costs or Costs()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[Group] = []  # by rank
         self._running: dict[int, Group] = {}
-        self._preemptions = 0
+        self._recomputed = 0
+        self._swapped = 0
+        self._queried_tokens = 0
         self._cached_tokens = 0
+        self._host_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -126,6 +168,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
+        host, counters = self.blocks.host, self.blocks.counters
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -134,10 +177,18 @@ class Scheduler:
             blocks_cached=self.blocks.num_cached,
             blocks_shared=self.blocks.num_shared,
             block_size=self.blocks.block_size,
-            preemptions=self._preemptions,
+            host_total=host.num_blocks if host else 0,
+            host_cached=host.num_cached if host else 0,
+            host_used=host.num_used if host else 0,
+            recomputed=self._recomputed,
+            swapped=self._swapped,
+            queried_tokens=self._queried_tokens,
             cached_tokens=self._cached_tokens,
-            evictions=self.blocks.counters.evictions,
-            copies=self.blocks.counters.copies,
+            host_tokens=self._host_tokens,
+            evictions=counters.evictions,
+            copies=counters.copies,
+            moves_out=counters.moves_out,
+            moves_in=counters.moves_in,
         )
 
     @property
@@ -174,16 +225,18 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run."""
         draft = _Draft(self.max_num_batched_tokens)
-        preempted = self._preemptions
+        preempted = self._recomputed + self._swapped
         for group, sequence in self._running_in_order():
             if group.key in self._running:  # an earlier one in this loop may have taken its blocks
                 self._extend(group, sequence, draft)
-        if self._preemptions == preempted:
+        if self._recomputed + self._swapped == preempted:
             self._admit(draft)
-        return draft.plan()
+        return draft.plan(self.blocks)
 
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
         """Book a step that ran: what each draw gave, in the plan's order."""
+        self.blocks.finish_outs(plan.outs)
+        self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
         deltas = []
@@ -202,8 +255,15 @@ class Scheduler:
         return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
-        """A step that could not run ends the requests in it, and no other. What it wrote is nobody's content."""
+        """A step that could not run ends the requests in it, and no other. What it wrote or moved is nobody's
+        content."""
+        self.blocks.finish_outs(plan.outs, done=False)
+        self.blocks.finish_ins(plan.ins, done=False)
         self.blocks.finish(plan.copies)
+        lost = {move.target for move in plan.outs}
+        for group in self._waiting:
+            if any(lost.intersection(sequence.swapped) for sequence in group.sequences):
+                self._restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
         return [TokenDelta(key, error=error) for key in keys if self.abort(key)]
@@ -213,11 +273,14 @@ class Scheduler:
         assert sum(group.num_seqs for group in self._running.values()) <= self.max_num_seqs
         for sequence in self._sequences():
             assert 0 <= sequence.computed <= len(sequence.tokens)
-            assert sequence.computed <= len(sequence.blocks) * self.blocks.block_size
+            assert sequence.computed <= len(sequence.blocks or sequence.swapped) * self.blocks.block_size
         assert [group.rank for group in self.running] == sorted(group.rank for group in self.running)
         assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
+        assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
         self.blocks.check([sequence.blocks for sequence in self._sequences()])
+        if self.blocks.host:
+            self.blocks.host.check([sequence.swapped for sequence in self._sequences()])
 
     def _sequences(self) -> Iterator[Sequence]:
         for group in (*self._running.values(), *self._waiting):
@@ -287,28 +350,45 @@ class Scheduler:
         )
 
     def _enter(self, group: Group, hit: Hit, draft: _Draft) -> None:
-        leader = group.leader
-        leader.blocks = self.blocks.adopt(hit)
-        group.blocks_reused += len(hit.blocks)
-        leader.computed = len(hit.blocks) * self.blocks.block_size
-        length = min(group.feed - leader.computed - hit.partial_tokens, draft.budget)
-        held = leader.computed + hit.partial_tokens + length
-        if hit.partial is not None:
-            copy = self.blocks.append_copy(leader.blocks, hit.partial)
-            assert copy, "a block that was counted available is not"
-            draft.copy(group, copy)
-            leader.computed += hit.partial_tokens
-        grown = self._grow(group, leader.blocks, held)
-        assert grown, "blocks that were counted available are not"
-        if group.preemptions == 0:
-            draft.entered.append(group.key)
-            group.cached_tokens = leader.computed
-            self._cached_tokens += leader.computed
         last = self._last if self._running else None
         self._running[self._waiting.pop(0).key] = group
         if last and last.rank > group.rank:
             self._running = {one.key: one for one in sorted(self.running, key=_order)}
+        if group.swapped:
+            self._bring_back(group, draft)
+            return
+        leader, size = group.leader, self.blocks.block_size
+        leader.blocks, moves = self.blocks.adopt(hit)
+        draft.bring(group, moves)
+        group.blocks_reused += len(hit.on_device)
+        leader.computed = len(hit.blocks) * size
+        if hit.partial is not None:
+            leader.computed += hit.partial_tokens
+            if hit.partial.on_host:
+                draft.bring(group, [self.blocks.append_from_host(leader.blocks, hit.partial.block)])
+            else:
+                draft.copy(group, self.blocks.append_copy(leader.blocks, hit.partial.block))
+        length = min(group.feed - leader.computed, draft.budget)
+        grown = self._grow(group, leader.blocks, leader.computed + length)
+        assert grown, "blocks that were counted available are not"
+        if group.preemptions == 0:
+            draft.entered.append(group.key)
+            group.cached_tokens = leader.computed
+        self._queried_tokens += group.feed
+        self._cached_tokens += leader.computed
+        self._host_tokens += len(moves) * size
+        if hit.partial is not None and hit.partial.on_host:
+            self._host_tokens += hit.partial_tokens
         draft.put(group, leader, length)
+
+    def _bring_back(self, group: Group, draft: _Draft) -> None:
+        """Every sequence of a group goes on where it was when it was moved to the host."""
+        tables, moves = self.blocks.swap_in([sequence.swapped for sequence in group.sequences])
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            sequence.blocks = table
+        draft.bring(group, moves)
+        for sequence in group.active:
+            self._extend(group, sequence, draft)
 
     @property
     def _last(self) -> Group:
@@ -322,13 +402,32 @@ class Scheduler:
         if group.num_seqs > room.seqs:
             return None
         available = self.blocks.num_available - room.promised
+        if group.swapped:
+            return NO_HIT if self._to_bring_back(group) <= available else None
         hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
-        needed = self._needs(group) - len(hit.blocks) + sum(map(self.blocks.is_cached, hit.blocks))
+        here = hit.on_device
+        needed = self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here))
         if needed > available:
             return None
-        if hit.partial is not None and needed + self.blocks.is_cached(hit.partial) > available:
-            return Hit(hit.blocks)
+        if hit.partial is not None:
+            source, on_host = hit.partial
+            cost = self.costs.move if on_host else self.costs.copy
+            taken = not on_host and self.blocks.is_cached(source)
+            if needed + taken > available or cost > hit.partial_tokens * self.costs.token:
+                return Hit(hit.blocks)
         return hit
+
+    def _to_bring_back(self, group: Group) -> int:
+        """Blocks that a group needs whose own were moved to the host: as many, what its tokens need more, and a copy
+        for each sequence that would write into a block that another has too."""
+        size = self.blocks.block_size
+        held = {block for sequence in group.sequences for block in sequence.swapped}
+        more = sum(self.blocks.blocks_for(len(one.tokens)) - len(one.swapped) for one in group.active)
+        next_ones = [one.computed // size for one in group.active]
+        written = [
+            one.swapped[index] for one, index in zip(group.active, next_ones, strict=True) if index < len(one.swapped)
+        ]
+        return len(held) + more + len(written) - len(set(written))
 
     def _needs(self, group: Group) -> int:
         """Blocks of all the group's tokens so far: full ones of the prompt once, the rest for each sample."""
@@ -343,21 +442,54 @@ class Scheduler:
         return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
 
     def _preempt(self, group: Group, draft: _Draft) -> None:
-        """Back to the queue, with all its samples; their tokens are kept and computed again, so none changes."""
-        self.blocks.finish(draft.drop(group))
+        """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
+        the host, so no token changes."""
+        copies, ins = draft.drop(group)
+        # What this very step would have brought is not there: those start again, with what the cache has.
+        swapped = not copies and not ins and self._swap_out(group)
+        self.blocks.finish(copies)
+        self.blocks.finish_ins(ins, done=False)
         del self._running[group.key]
+        if swapped:
+            self._swapped += 1
+        else:
+            self._restart(group)
+            self._recomputed += 1
+        group.preemptions += 1
+        insort(self._waiting, group, key=_order)
+
+    def _swap_out(self, group: Group) -> bool:
+        """Move a group's blocks to the host, where that and the way back are cheaper than computing them again, and
+        there is room."""
+        blocks = {block for sequence in group.sequences for block in sequence.blocks}
+        shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
+        tokens = sum(sequence.computed for sequence in group.sequences) - shared
+        if 2 * len(blocks) * self.costs.move >= tokens * self.costs.token:
+            return False
+        tables = self.blocks.swap_out([sequence.blocks for sequence in group.sequences])
+        if tables is None:
+            return False
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            sequence.swapped = table
+        return True
+
+    def _restart(self, group: Group) -> None:
+        """Everything is to be computed again, the prompt once."""
         self._release(group)
         group.forked = len(group.sequences) == 1
         if group.beams:
             group.beams.rows.clear()
-        group.preemptions += 1
-        self._preemptions += 1
-        insort(self._waiting, group, key=_order)
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
-            self.blocks.release(sequence.blocks)
+            self._let_go(sequence)
             sequence.computed = 0
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.blocks)
+        if sequence.swapped:
+            assert self.blocks.host
+            self.blocks.host.release(sequence.swapped)
 
     def _book(self, chunk: Chunk) -> None:
         """The chunk's keys and values are in the pages now: blocks that it filled become known by their content."""
@@ -435,7 +567,7 @@ class Scheduler:
         return [TokenDelta(group.key, tokens, None, None, index, group.usage) for index in outputs]
 
     def _end(self, group: Group, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks)
+        self._let_go(sequence)
         group.sequences.remove(sequence)
         if not group.sequences:
             self._remove(group)

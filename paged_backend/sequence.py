@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paged_backend.beam_search import BeamSearch, Candidate
-from paged_backend.block_manager import Key, root_key
+from paged_backend.content import Key, root_key
 from paged_backend.request import GenerateRequest, Usage
 
 
@@ -24,6 +24,7 @@ class Sequence:
     chain: list[Key]
     index: int = 0  # among the request's samples
     blocks: list[int] = field(default_factory=list)
+    swapped: list[int] = field(default_factory=list)  # the host's blocks instead, while it waits after a preemption
     computed: int = 0
     num_prompt: int = field(init=False)
 
@@ -79,6 +80,7 @@ class Group:
     blocks_new: int = 0
     blocks_reused: int = 0
     blocks_copied: int = 0
+    blocks_from_host: int = 0
     preemptions: int = 0
 
     @classmethod
@@ -102,7 +104,14 @@ class Group:
     def usage(self) -> Usage | None:
         if not self.request.wants_usage:
             return None
-        return Usage(self.cached_tokens, self.blocks_new, self.blocks_reused, self.blocks_copied, self.preemptions)
+        return Usage(
+            self.cached_tokens,
+            self.blocks_new,
+            self.blocks_reused,
+            self.blocks_copied,
+            self.blocks_from_host,
+            self.preemptions,
+        )
 
     @property
     def leader(self) -> Sequence:
@@ -112,6 +121,10 @@ class Group:
     def num_seqs(self) -> int:
         """Sequences that may compute in one step, now or later."""
         return self.request.sampling.beam_width if self.beams else len(self.sequences)
+
+    @property
+    def swapped(self) -> bool:
+        return any(sequence.swapped for sequence in self.sequences)
 
     @property
     def active(self) -> list[Sequence]:

@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paged_backend import kv_cache, model_loader, wire
-from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager
 from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
@@ -28,6 +27,7 @@ from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestErr
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
+from paged_backend.warm_up import measure, warm_up
 
 log = logging.getLogger("paged_llm")
 
@@ -51,12 +51,12 @@ def assemble(config: EngineConfig) -> Assembly:
     device = model_loader.pick_device(config)
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
-    _warm_up(config, loaded, device)
-    blocks = BlockManager(
-        kv_cache.num_blocks(config, spec.layers, spec.dtype, device),
-        config.block_size,
-        caching=config.enable_prefix_caching,
-    )
+    seconds_per_token = warm_up(config, loaded, device)
+    pool = kv_cache.num_blocks(config, spec.layers, spec.dtype, device)
+    behind = kv_cache.num_host_blocks(config, spec.layers, spec.dtype, device)
+    caching = config.enable_prefix_caching
+    host = BlockManager(behind, config.block_size, caching=caching) if behind else None
+    blocks = BlockManager(pool, config.block_size, caching=caching, host=host)
     limits = Limits(
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
@@ -70,11 +70,28 @@ def assemble(config: EngineConfig) -> Assembly:
             f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
-    kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+    runner = Runner(
+        loaded.model,
+        KVCache.allocate(
+            spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+        ),
+        KVCache.allocate(
+            spec.layers,
+            num_blocks=behind,
+            block_size=blocks.block_size,
+            dtype=spec.dtype,
+            device=torch.device("cpu"),
+            pinned=device.type == "cuda",
+        )
+        if behind
+        else None,
     )
+    costs = measure(config, runner, seconds_per_token, behind)
     scheduler = Scheduler(
-        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        costs=costs,
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
@@ -87,25 +104,15 @@ def assemble(config: EngineConfig) -> Assembly:
         blocks.block_size,
         blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.dtype) / kv_cache.GIB,
     )
-    return Assembly(loaded, limits, scheduler, Runner(loaded.model, kv), device)
-
-
-def _warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> None:
-    """One step as large as steps get, over a pool just large enough: afterwards the peak of activation memory is
-    known, which the real pool must leave room for, and the first request pays for no initialisation."""
-    spec = loaded.spec
-    length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
-    count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
-    blocks = BlockManager(count * -(-length // config.block_size), config.block_size)
-    scheduler = Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=count * length)
-    for key in range(count):
-        scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
-    kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+    log.info(
+        "a token takes %.3g ms to compute, a block %.3g ms to copy and %.3g ms to move to the host, which has room for"
+        " %d",
+        costs.token * 1e3,
+        costs.copy * 1e3,
+        costs.move * 1e3,
+        behind,
     )
-    plan = scheduler.schedule()
-    assert plan is not None
-    Runner(loaded.model, kv).run(pack(plan, block_size=blocks.block_size, device=device))
+    return Assembly(loaded, limits, scheduler, runner, device)
 
 
 class Service:

@@ -66,6 +66,8 @@ class ShadowStore:
         self._blocks = scheduler.blocks
         self._vocab = vocab
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
+        host = scheduler.blocks.host
+        self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
 
     def run(self, plan: Plan) -> list[Drawn]:
         self._copy(plan)
@@ -85,12 +87,20 @@ class ShadowStore:
         return drawn
 
     def _copy(self, plan: Plan) -> None:
+        for moves, source, target in (
+            (plan.outs, self.slots, self.host),
+            (plan.ins, self.host, self.slots),
+            (plan.copies, self.slots, self.slots),
+        ):
+            targets = [move.target for move in moves]
+            assert len(set(targets)) == len(targets)
+            assert source is not target or not set(targets) & {move.source for move in moves}
+            for move in moves:
+                target[self._span(move.target)] = source[self._span(move.source)]
+
+    def _span(self, block: int) -> slice:
         size = self._blocks.block_size
-        assert not {copy.source for copy in plan.copies} & {copy.target for copy in plan.copies}
-        assert len({copy.target for copy in plan.copies}) == len(plan.copies)
-        for copy in plan.copies:
-            source = slice(copy.source * size, (copy.source + 1) * size)
-            self.slots[copy.target * size : (copy.target + 1) * size] = self.slots[source]
+        return slice(block * size, (block + 1) * size)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         size = self._blocks.block_size

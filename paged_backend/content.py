@@ -1,0 +1,112 @@
+"""What blocks hold: each full block is known by a key, a BLAKE2b chain over the tenant's salt, the key of the block
+before it, and its own token ids. Equal keys mean equal tokens from the first on, so whoever asks for the same prefix
+finds the blocks.
+
+    salt -> k1 = H(salt, [t0..t15]) -> k2 = H(k1, [t16..t31]) -> ...
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+Key = bytes
+
+
+class Entry(NamedTuple):
+    """What a full block holds."""
+
+    key: Key
+    parent: Key  # of the block before it, or of the salt
+    tokens: tuple[int, ...]
+
+
+class Index:
+    """The known blocks of one pool, by key and by what they continue."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._by_key: dict[Key, int] = {}
+        # By the key of the block before: (tokens, block) in order, so that who shares most is a neighbour.
+        self._children: dict[Key, list[tuple[tuple[int, ...], int]]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
+    def entry(self, block: int) -> Entry | None:
+        return self._entries.get(block)
+
+    def find(self, key: Key) -> int | None:
+        return self._by_key.get(key)
+
+    def add(self, block: int, entry: Entry) -> bool:
+        """Make a block known. False where its content is known already: the block that has it stays the one that is
+        found."""
+        if block in self._entries or entry.key in self._by_key:
+            return False
+        self._entries[block] = entry
+        self._by_key[entry.key] = block
+        insort(self._children.setdefault(entry.parent, []), (entry.tokens, block))
+        return True
+
+    def remove(self, block: int) -> Entry:
+        entry = self._entries.pop(block)
+        del self._by_key[entry.key]
+        siblings = self._children[entry.parent]
+        del siblings[bisect_left(siblings, (entry.tokens, block))]
+        if not siblings:
+            del self._children[entry.parent]
+        return entry
+
+    def nearest_child(self, parent: Key, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+        """The block after `parent` that starts with most of `tokens`, and how many, if any does."""
+        children = self._children.get(parent, [])
+        place = bisect_left(children, (tokens, -1))
+        best, most = None, 0
+        for content, block in children[max(0, place - 1) : place + 1]:
+            length = _common(content, tokens)
+            if length > most:
+                best, most = block, length
+        return None if best is None else (best, most)
+
+    def check(self) -> None:
+        """Assert every invariant; for tests and idle moments."""
+        assert {entry.key: block for block, entry in self._entries.items()} == self._by_key, "keys and blocks disagree"
+        for block, entry in self._entries.items():
+            assert chain_key(entry.parent, entry.tokens) == entry.key, f"block {block}: not its key"
+            assert (entry.tokens, block) in self._children[entry.parent], f"block {block}: an orphan"
+        assert sum(map(len, self._children.values())) == len(self._entries), "a parent knows a block that is not"
+        assert all(children == sorted(children) for children in self._children.values()), "children out of order"
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._entries)
+
+
+def root_key(salt: str) -> Key:
+    """Where a tenant's chains begin."""
+    return blake2b(salt.encode(), digest_size=32, person=b"paged_llm salt").digest()
+
+
+def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
+    """The key of a block that holds `tokens` after the block of key `parent`."""
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=32, person=b"paged_llm block").digest()
+
+
+def extend_chain(chain: list[Key], tokens: Sequence[int], count: int, block_size: int) -> None:
+    """Work out the keys of a sequence's first `count` full blocks, as far as `chain`, which begins with a root key,
+    does not have them yet."""
+    for start in range((len(chain) - 1) * block_size, count * block_size, block_size):
+        chain.append(chain_key(chain[-1], tokens[start : start + block_size]))
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading elements two sequences share."""
+    length = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -1,0 +1,77 @@
+"""What is run once before a model is ready: a step as large as steps get, and a block copied, each timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from paged_backend.batch import pack
+from paged_backend.block_manager import BlockManager, Copy, Move
+from paged_backend.config import EngineConfig
+from paged_backend.kv_cache import KVCache
+from paged_backend.model_loader import LoadedModel
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.runner import Runner
+from paged_backend.scheduler import Costs, Plan, Scheduler
+
+REPEATS = 3
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> float:
+    """Seconds that a token takes in a step as large as steps get. It runs over a pool just large enough, twice:
+    afterwards the peak of activation memory is known, which the real pool must leave room for, and the first request
+    pays for no initialisation."""
+    spec = loaded.spec
+    length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
+    count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
+    blocks = BlockManager(count * -(-length // config.block_size), config.block_size)
+    scheduler = Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=count * length)
+    for key in range(count):
+        scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
+    kv = KVCache.allocate(
+        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+    )
+    plan, runner = scheduler.schedule(), Runner(loaded.model, kv)
+    assert plan is not None
+
+    def step() -> None:
+        runner.run(pack(plan, block_size=blocks.block_size, device=device))
+
+    step()
+    return _seconds(step, device) / plan.num_tokens
+
+
+def measure(config: EngineConfig, runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
+    """What decides between copying and computing. The pool is empty still, so its first blocks may be copied."""
+    if config.preemption_mode == "recompute":
+        move = float("inf")
+    elif config.preemption_mode == "swap" or not num_host_blocks:
+        move = 0.0
+    else:
+        there_and_back = Plan((), outs=(Move(0, 0, None),), ins=(Move(0, 0, None),))
+        move = _median(lambda: runner.move(there_and_back), runner.kv.device) / 2
+    copy = 0.0
+    if len(runner.kv.tensors[0]) > 1:
+        copy = _median(lambda: runner.move(Plan((), copies=(Copy(0, 1),))), runner.kv.device)
+    return Costs(token=seconds_per_token, copy=copy, move=move)
+
+
+def _median(action: Callable[[], None], device: torch.device) -> float:
+    action()  # the first one pays for memory that was never touched
+    return statistics.median(_seconds(action, device) for _ in range(REPEATS))
+
+
+def _seconds(action: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    action()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
