@@ -6,7 +6,7 @@ where they changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paged_backend.scheduler import SchedulerStats
@@ -92,11 +92,11 @@ class Metrics:
         self._labels = labels
         self._families: dict[str, Any] = {}  # a family must outlive its metrics
         ended = ("paged_requests_finished_total", "COUNTER", "Requests ended, by reason")
-        self._gauges = [self._metric(gauge.name, "GAUGE", gauge.help, **gauge.labels) for gauge in GAUGES]
+        self._gauges = [self._metric(gauge.name, "GAUGE", gauge.help, gauge.labels) for gauge in GAUGES]
         self._shown: list[float | None] = [None] * len(GAUGES)
-        self._counters = [self._metric(one.name, "COUNTER", one.help, **one.labels) for one in COUNTERS]
+        self._counters = [self._metric(one.name, "COUNTER", one.help, one.labels) for one in COUNTERS]
         self._counted = [0] * len(COUNTERS)
-        self._ended = {reason: self._metric(*ended, reason=reason) for reason in OUTCOMES}
+        self._ended = {reason: self._metric(*ended, {"reason": reason}) for reason in OUTCOMES}
         self.prompt_tokens = self._metric("paged_prompt_tokens_total", "COUNTER", "Prompt tokens of accepted requests")
         self.generated_tokens = self._metric("paged_generation_tokens_total", "COUNTER", "Tokens generated")
         self.time_to_first_token = self._histogram("paged_time_to_first_token_seconds", "Arrival to first token")
@@ -127,8 +127,8 @@ class Metrics:
             self._families[name] = families(name=name, description=help, kind=getattr(families, kind))
         return self._families[name]
 
-    def _metric(self, name: str, kind: str, help: str, **labels: str) -> Any:
-        return self._family(name, kind, help).Metric(labels=self._labels | labels)
+    def _metric(self, name: str, kind: str, help: str, labels: Mapping[str, str] = {}) -> Any:
+        return self._family(name, kind, help).Metric(labels=self._labels | dict(labels))
 
     def _histogram(self, name: str, help: str) -> Any:
         return self._family(name, "HISTOGRAM", help).Metric(labels=self._labels, buckets=_SECONDS)
