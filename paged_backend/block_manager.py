@@ -12,7 +12,7 @@ found, and what is preempted waits there. Both are this class; `Move`s say what 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -303,9 +303,6 @@ class BlockManager:
         outs, self._outs = tuple(self._outs), []
         return outs
 
-    def put_back(self, outs: Iterable[Move]) -> None:
-        self._outs = [*outs, *self._outs]
-
     def finish_outs(self, outs: Iterable[Move], *, done: bool = True) -> None:
         """Let go of the host's blocks. What did not arrive is not known there."""
         for move in outs:
@@ -321,6 +318,31 @@ class BlockManager:
             if done and move.entry and self.caching:
                 self.index.add(move.target, move.entry)
             self.host.unlock(move.source)
+
+    def spill(self, wanted: Callable[[Key], bool], most: int) -> tuple[Move, ...]:
+        """Up to `most` cached blocks of wanted content go to the host as well, the least recently used first."""
+        if self.host is None:
+            return ()
+        left = most
+        for block in self._cached:
+            entry = self.index.entry(block)
+            assert entry
+            if wanted(entry.key) and self.host.index.find(entry.key) is None:
+                kept = self._out(block) if left else None
+                if kept is None:
+                    break
+                self.host.drop(kept)
+                left -= 1
+        return self.take_outs()
+
+    def keep(self, entry: Entry) -> int | None:
+        """A block that holds this and that nobody holds, to be filled at once. None where there is one, or no room."""
+        if self.index.find(entry.key) is not None or not self.num_available:
+            return None
+        block = self._allocate(1)[0]
+        self.index.add(block, entry)
+        self.drop(block)
+        return block
 
     def swap_out(self, tables: Sequence[list[int]]) -> list[list[int]] | None:
         """Move block tables to the host: tables of its blocks, which hold them, in their place. None, with nothing

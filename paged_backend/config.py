@@ -62,6 +62,10 @@ def _at_least_zero(value: Any) -> str | None:
     return None if number and 0 <= value < float("inf") else "must be a number of at least 0"
 
 
+def _above_zero(value: Any) -> str | None:
+    return None if _at_least_zero(value) is None and value > 0 else "must be a number above 0"
+
+
 def _one_of(*allowed: Any) -> Check:
     limit = "must be " + " or ".join(json.dumps(value) for value in allowed)
     return lambda value: None if any(value == a and type(value) is type(a) for a in allowed) else limit
@@ -126,6 +130,15 @@ class EngineConfig:
         "auto",
     )
 
+    disk_cache_dir: str | None = option(
+        _text,
+        "directory where cached blocks are kept as files beyond the host's memory, for a server that starts again, too;"
+        " needs `swap_space`",
+        None,
+        optional=True,
+    )
+    disk_cache_gib: float = option(_above_zero, "GiB that those files may take", 10)
+
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -137,6 +150,12 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least"
                 f" max_num_seqs={self.max_num_seqs}, so that every running sequence can decode in one step"
+            )
+
+        if self.disk_cache_dir and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"disk_cache_dir={json.dumps(self.disk_cache_dir)}: keeps what the prefix cache finds; needs"
+                " enable_prefix_caching=true"
             )
 
     @classmethod

@@ -6,17 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 import torch
+from torch import Tensor
 
 from paged_backend.batch import pack
+from paged_backend.content import Entry, extend_chain, root_key
+from paged_backend.disk import DiskTier
 from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Plan, Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
+
+SPILL_BLOCKS = 4  # written at a time, while the engine is idle: a request that comes waits no longer
+SETTLE_SECONDS = 0.2  # for the last of them to be written, so that the metrics tell of it
+FLUSH_SECONDS = 10  # for what is cached and not on disk yet, when the engine stops
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,14 @@ class Abort:
 
     key: int
     index: int | None = None  # None: all of it
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A request, and the blocks of its prompt that were on disk."""
+
+    request: GenerateRequest
+    blocks: tuple[tuple[Entry, list[Tensor]], ...]
 
 
 @dataclass(frozen=True)
@@ -53,12 +69,17 @@ class Engine:
         runner: Runner,
         device: torch.device,
         emit: Callable[[StepOutput | EngineDied], None],
+        disk: DiskTier | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
         self._device = device
         self._emit = emit
-        self._inbox: SimpleQueue[GenerateRequest | Abort | None] = SimpleQueue()
+        self._disk = disk
+        self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
+        self._fetching: set[int] = set()  # keys of requests whose blocks are being read
+        self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -66,16 +87,27 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop after the step in hand, and wait for it."""
+        """End the loop after the step in hand, and wait for it; then keep on disk what is cached."""
+        if self._fetcher:
+            self._fetcher.shutdown()
         self._inbox.put(None)
         self._thread.join()
+        if self._disk:
+            deadline = time.monotonic() + FLUSH_SECONDS
+            while not self._spilled and not self._dead and time.monotonic() < deadline:
+                self._spill()
+            self._disk.close()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._dead
 
     def submit(self, request: GenerateRequest) -> None:
-        self._inbox.put(request)
+        if self._fetcher and self._disk and self._disk.up:
+            self._fetching.add(request.key)
+            self._fetcher.submit(self._fetch, request)
+        else:
+            self._inbox.put(request)
 
     def abort(self, key: int) -> None:
         self._inbox.put(Abort(key))
@@ -98,7 +130,7 @@ class Engine:
         changed = False
         while True:
             try:
-                message = self._inbox.get(block=not self._scheduler.has_work)
+                message = self._inbox.get(block=not self._scheduler.has_work and self._spilled)
             except Empty:
                 break
             if message is None:
@@ -106,15 +138,28 @@ class Engine:
             if isinstance(message, Abort):
                 changed |= self._drop(message)
             else:
-                self._scheduler.add(message)
-                changed = True
+                changed |= self._add(message)
             if changed and not self._scheduler.has_work:
                 break
         if changed:
-            self._emit(StepOutput((), self._scheduler.stats, time.monotonic()))
+            self._emit(StepOutput((), self._stats(), time.monotonic()))
+        return True
+
+    def _add(self, message: GenerateRequest | Fetched) -> bool:
+        if isinstance(message, Fetched):
+            for entry, content in message.blocks:
+                self._keep(entry, content)
+            message = message.request
+            if message.key not in self._fetching:
+                return False  # aborted meanwhile
+            self._fetching.remove(message.key)
+        self._scheduler.add(message)
         return True
 
     def _drop(self, message: Abort) -> bool:
+        if message.key in self._fetching:
+            self._fetching.remove(message.key)
+            return True
         if message.index is None:
             return self._scheduler.abort(message.key)
         return self._scheduler.end(message.key, message.index)
@@ -123,16 +168,82 @@ class Engine:
         began = time.monotonic()
         plan = self._scheduler.schedule()
         if plan is None:
+            if not self._spilled:
+                self._spill()
             return
+        self._spilled = self._disk is None
         deltas = self._execute(plan)
-        self._emit(StepOutput(tuple(deltas), self._scheduler.stats, time.monotonic(), began, plan.entered))
+        self._emit(StepOutput(tuple(deltas), self._stats(), time.monotonic(), began, plan.entered))
+
+    def _stats(self) -> SchedulerStats:
+        stats = self._scheduler.stats
+        if self._disk is None:
+            return stats
+        disk = self._disk.stats
+        return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)
 
     def _execute(self, plan: Plan) -> list[TokenDelta]:
         try:
             self._runner.move(plan)
+            self._write(plan)
             batch = pack(plan, block_size=self._scheduler.blocks.block_size, device=self._device)
             drawn = self._runner.run(batch)
         except Exception as error:  # the device or the model failed this step: its requests end, the others go on
             log.exception("a step failed")
             return self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
         return self._scheduler.commit(plan, drawn)
+
+    # --- the disk ------------------------------------------------------------------------------------------------
+
+    def _fetch(self, request: GenerateRequest) -> None:
+        """On the fetcher's thread."""
+        found: list[tuple[Entry, list[Tensor]]] = []
+        try:
+            found = self._read(request)
+        except Exception:  # the request goes on without
+            log.exception("request %d: could not read its prefix from disk", request.key)
+        self._inbox.put(Fetched(request, tuple(found)))
+
+    def _read(self, request: GenerateRequest) -> list[tuple[Entry, list[Tensor]]]:
+        """What the prompt's prefix has on disk, and neither device nor host have. Looking at their indexes from another
+        thread may err, which costs a read or a hit, never a wrong block."""
+        assert self._disk and self._scheduler.blocks.host
+        blocks, host = self._scheduler.blocks, self._scheduler.blocks.host
+        size, tokens = blocks.block_size, request.prompt_token_ids
+        chain = [root_key(request.sampling.cache_salt)]
+        found: list[tuple[Entry, list[Tensor]]] = []
+        for count in range(1, (len(tokens) - 1) // size + 1):
+            extend_chain(chain, tokens, count, size)
+            if blocks.index.find(chain[-1]) is None and host.index.find(chain[-1]) is None:
+                block = self._disk.get(chain[-1]) if len(found) < host.num_available else None
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def _keep(self, entry: Entry, content: list[Tensor]) -> None:
+        assert self._scheduler.blocks.host and self._runner.host
+        block = self._scheduler.blocks.host.keep(entry)
+        if block is not None:
+            self._runner.host.fill(block, content)
+
+    def _write(self, plan: Plan, timeout: float = 0) -> None:
+        """What has just gone to the host goes to disk as well."""
+        if self._disk is None:
+            return
+        assert self._runner.host
+        for move in plan.outs:
+            if move.entry and self._disk.lacks(move.entry.key):
+                self._disk.put(move.entry, self._runner.host.block(move.target), timeout)
+
+    def _spill(self) -> None:
+        """While there is nothing else to do: a few cached blocks that are not on disk yet."""
+        assert self._disk
+        plan = Plan((), outs=self._scheduler.blocks.spill(self._disk.lacks, SPILL_BLOCKS))
+        self._runner.move(plan)
+        self._write(plan, timeout=FLUSH_SECONDS)
+        self._scheduler.blocks.finish_outs(plan.outs)
+        if not plan.outs:
+            self._spilled = True
+            self._disk.settle(SETTLE_SECONDS)
+            self._emit(StepOutput((), self._stats(), time.monotonic()))

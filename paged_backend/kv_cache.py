@@ -68,6 +68,14 @@ class KVCache:
         """All there is. The first dimension of each is the block."""
         return (*self.keys, *self.values)
 
+    def block(self, number: int) -> list[Tensor]:
+        """A copy of one block, on the host."""
+        return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]
+
+    def fill(self, number: int, content: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self.tensors, content, strict=True):
+            tensor[number] = value
+
     def copy(self, moves: Sequence[Copy] | Sequence[Move], target: KVCache | None = None) -> None:
         """Copy whole blocks in every layer, to the same cache or another's. No target is a source of the same cache,
         and none is there twice."""

@@ -55,6 +55,8 @@ GAUGES = (
     _host_blocks("total", lambda stats: stats.host_total),
     _host_blocks("used", lambda stats: stats.host_used),
     _host_blocks("cached", lambda stats: stats.host_cached),
+    Gauge("paged_disk_tier_up", "1 while cached blocks are kept on disk", lambda stats: stats.disk_up),
+    Gauge("paged_disk_blocks", "Blocks on disk", lambda stats: stats.disk_blocks),
     _requests("running", lambda stats: stats.running),
     _requests("waiting", lambda stats: stats.waiting),
     # The names that dashboards of other backends read.
@@ -77,6 +79,8 @@ COUNTERS = (  # by the field of SchedulerStats
     Counter("copies", "paged_kv_copies_total", "Blocks copied on write"),
     Counter("moves_out", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "out"}),
     Counter("moves_in", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "in"}),
+    Counter("disk_read", "paged_disk_blocks_read_total", "Blocks that came from disk"),
+    Counter("disk_written", "paged_disk_blocks_written_total", "Blocks that went to disk"),
     # The names that dashboards of other backends read.
     Counter("preemptions", "vllm:num_preemptions_total", "Requests sent back to the queue"),
     Counter("cached_tokens", "vllm:prefix_cache_hits_total", "Tokens found in the cache"),

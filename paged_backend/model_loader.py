@@ -56,6 +56,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
+    directory: Path
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
@@ -91,7 +92,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
     )
-    return LoadedModel(model, tokenizer, spec)
+    return LoadedModel(directory, model, tokenizer, spec)
 
 
 def find(name: str, root: Path, config: EngineConfig) -> Path:

@@ -127,6 +127,10 @@ class SchedulerStats:
     copies: int
     moves_out: int
     moves_in: int
+    disk_up: bool = False
+    disk_blocks: int = 0
+    disk_read: int = 0  # blocks
+    disk_written: int = 0
 
     @property
     def preemptions(self) -> int:

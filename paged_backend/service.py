@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
 import time
@@ -19,6 +20,7 @@ from paged_backend.block_manager import BlockManager
 from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
+from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.engine import Engine
 from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
@@ -43,6 +45,7 @@ class Assembly:
     scheduler: Scheduler
     runner: Runner
     device: torch.device
+    disk: DiskTier | None = None
 
 
 def assemble(config: EngineConfig) -> Assembly:
@@ -112,7 +115,18 @@ def assemble(config: EngineConfig) -> Assembly:
         costs.move * 1e3,
         behind,
     )
-    return Assembly(loaded, limits, scheduler, runner, device)
+    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner))
+
+
+def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier | None:
+    if config.disk_cache_dir is None:
+        return None
+    if runner.host is None:
+        raise ConfigError(
+            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
+        )
+    directory = Path(config.disk_cache_dir).expanduser() / fingerprint(config, loaded.directory)
+    return DiskTier(directory, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0))
 
 
 class Service:
@@ -129,9 +143,8 @@ class Service:
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
         self._responder = Responder(metrics)
-        self._engine = Engine(
-            self._assembly.scheduler, self._assembly.runner, self._assembly.device, self._responder.emit
-        )
+        assembly = self._assembly
+        self._engine = Engine(assembly.scheduler, assembly.runner, assembly.device, self._responder.emit, assembly.disk)
         metrics.show(self._assembly.scheduler.stats)
         self._responder.start(self._engine)
         self._engine.start()

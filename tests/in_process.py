@@ -72,7 +72,7 @@ class InProcess:
 def running(assembly: Assembly) -> Iterator[InProcess]:
     """An engine over `assembly`; at the end every block must be free and every invariant hold."""
     steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
-    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put, assembly.disk)
     engine.start()
     try:
         yield InProcess(assembly, engine, steps)

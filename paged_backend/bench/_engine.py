@@ -14,7 +14,7 @@ def serve(assembly: Assembly, requests: Iterable[GenerateRequest]) -> Iterator[S
     """Put all requests in at once, each of one sample; what every step gives until the last has ended. The engine has
     a thread of its own, as in the server. Raises RuntimeError where it or a request fails."""
     steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
-    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put, assembly.disk)
     engine.start()
     left = 0
     for request in requests:

@@ -1,0 +1,203 @@
+"""Cached blocks outlive the process, and a disk that misbehaves costs hits, never a token."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged_backend.content import Entry, chain_key, root_key
+from paged_backend.disk import DiskTier
+from tests.in_process import generate_alone, running, tiny_assembly
+
+PROMPT = list(range(40, 89))
+MAX_TOKENS = 4
+LAYOUT = [torch.zeros(2, 3), torch.zeros(1, dtype=torch.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    return generate_alone(tiny[1], PROMPT, MAX_TOKENS)
+
+
+@pytest.fixture
+def assembly(tiny, tmp_path):
+    def make(**options):
+        defaults = {"swap_space": 0.01, "disk_cache_dir": str(tmp_path / "kv"), "disk_cache_gib": 0.01}
+        return tiny_assembly(tiny[0], **defaults | options)
+
+    return make
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "kv").glob("*/*/*.safetensors"))
+
+
+def ask(assembly, prompt=PROMPT):
+    """Its tokens, and the stats after; the engine has stopped then, and the disk is at rest."""
+    with running(assembly) as engine:
+        tokens = engine.generate([prompt], max_tokens=MAX_TOKENS)[0]
+        stats = engine.history[-1].stats
+    return tokens, stats
+
+
+def test_a_server_that_restarts_finds_its_prefixes(assembly, tmp_path, alone):
+    assert ask(assembly())[0] == alone
+    assert len(files(tmp_path)) == (len(PROMPT) + MAX_TOKENS - 1) // 4
+    tokens, stats = ask(assembly())
+    assert tokens == alone
+    assert stats.cached_tokens == stats.host_tokens == 48
+    assert stats.disk_read == 12
+
+
+def test_while_idle_the_cache_goes_to_disk(assembly, tmp_path):
+    """A server that is killed later loses nothing."""
+    with running(assembly()) as engine:
+        engine.generate([PROMPT], max_tokens=MAX_TOKENS)
+        while engine.step().stats.disk_blocks < 13:
+            pass
+        assert len(files(tmp_path)) == 13
+
+
+def test_another_model_finds_nothing(assembly, tmp_path, alone):
+    ask(assembly())
+    for options in ({"block_size": 8}, {"load_format": "dummy"}):
+        assert ask(assembly(**options))[1].disk_read == 0
+    assert ask(assembly())[1].disk_read > 0
+
+
+def damage_truncated(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_missing(path):
+    path.unlink()
+
+
+def damage_no_safetensors(path):
+    path.write_bytes(b"not what it was")
+
+
+def damage_changed(path):
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(data)
+
+
+def damage_foreign(path):
+    save_file({"0": torch.zeros(1)}, path, {"parent": "", "tokens": "[]", "digest": ""})
+
+
+def damage_no_metadata(path):
+    save_file(load_file(path), path)
+
+
+@pytest.mark.parametrize("damage", [value for name, value in sorted(globals().items()) if name.startswith("damage")])
+def test_a_damaged_file_turns_the_tier_off_and_changes_no_token(assembly, tmp_path, alone, damage, caplog):
+    ask(assembly())
+    made = assembly()
+    for path in files(tmp_path):
+        damage(path)
+    tokens, stats = ask(made)
+    assert tokens == alone
+    assert stats.cached_tokens == 0
+    assert not stats.disk_up
+    assert "disk_cache_dir: " in caplog.text
+    assert "the tier is off" in caplog.text
+
+
+def test_a_block_under_another_ones_name_is_not_used(assembly, tmp_path, alone):
+    ask(assembly())
+    first, second = files(tmp_path)[:2]
+    first.write_bytes(second.read_bytes())
+    made = assembly()
+    tokens, stats = ask(made)
+    assert tokens == alone
+    assert not stats.disk_up
+
+
+def test_a_full_disk_turns_the_tier_off(assembly, monkeypatch, alone, caplog):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("paged_backend.disk.os.replace", full)
+    made = assembly()
+    assert ask(made)[0] == alone
+    assert not made.disk.up
+    assert "No space left on device" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made_turns_the_tier_off(assembly, tmp_path, alone, caplog):
+    (tmp_path / "kv").write_text("in the way")
+    tokens, stats = ask(assembly())
+    assert tokens == alone
+    assert not stats.disk_up
+    assert "cannot be used" in caplog.text
+
+
+def test_a_budget_is_kept(assembly, tmp_path, alone):
+    made = assembly(disk_cache_gib=30_000 / 2**30)
+    ask(made)
+    assert made.disk.up
+    held = files(tmp_path)
+    assert 0 < len(held) < 13
+    assert sum(path.stat().st_size for path in held) <= 30_000
+
+
+# --- the tier by itself ------------------------------------------------------------------------------------------
+
+
+def entry(*tokens):
+    root = root_key("")
+    return Entry(chain_key(root, tokens), root, tokens)
+
+
+def content(value):
+    return [torch.full((2, 3), float(value)), torch.full((1,), float(value), dtype=torch.bfloat16)]
+
+
+def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path):
+    one, two, three = entry(1, 2), entry(3, 4), entry(5, 6)
+    tier = DiskTier(tmp_path, 10**6, LAYOUT)
+    for value, each in enumerate((one, two)):
+        tier.put(each, content(value))
+    tier.settle(60)
+    size = tier.stats.nbytes // 2
+    found, tensors = tier.get(one.key)
+    assert found == one
+    assert all(torch.equal(a, b) for a, b in zip(tensors, content(0), strict=True))
+    tier.close()
+
+    tier = DiskTier(tmp_path, 2 * size, LAYOUT)
+    tier.put(three, content(2))
+    tier.close()
+    assert [tier.lacks(each.key) for each in (one, two, three)] == [False, True, False]
+
+
+def test_leftovers_of_a_process_that_died_are_swept(tmp_path):
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "x.part").write_text("half")
+    (tmp_path / "ab" / "notes.safetensors").write_text("not ours")
+    tier = DiskTier(tmp_path, 100, LAYOUT)
+    assert tier.stats.blocks == 0
+    assert not (tmp_path / "ab" / "x.part").exists()
+    tier.close()
+
+
+def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):
+    tier = DiskTier(tmp_path, 100, LAYOUT)
+    tier.put(entry(1, 2), content(1))
+    tier.close()
+    assert not tier.up
+    assert "the budget is 100" in caplog.text
+
+
+def test_metadata_says_which_tokens_a_file_holds(tmp_path):
+    tier = DiskTier(tmp_path, 10**6, LAYOUT)
+    tier.put(entry(7, 8), content(1))
+    tier.close()
+    (path,) = tmp_path.glob("*/*.safetensors")
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    assert json.loads(header["__metadata__"]["tokens"]) == [7, 8]
