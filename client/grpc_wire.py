@@ -14,7 +14,7 @@ import grpc
 from tritonclient.grpc import InferResult, service_pb2
 
 from client.types import PagedError
-from client.wire import INPUTS, READ, Fields, Values
+from client.wire import INPUTS, READ, SEQUENCE, Fields, Values
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -39,14 +39,27 @@ def infer_request(model: str, values: Values, request_id: str) -> Any:
     """The one ModelInferRequest of a call."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
+        if name in SEQUENCE:
+            _set_parameter(request.parameters[name], value)
+            continue
         request.inputs.add(name=name, datatype=_DATATYPES[INPUTS[name][0]], shape=[1])
         request.raw_input_contents.append(_element(value))
     return request
 
 
-def _element(value: str | bool) -> bytes:
+def _set_parameter(parameter: Any, value: str | bool | int) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    else:
+        parameter.string_param = value
+
+
+def _element(value: str | bool | int) -> bytes:
     if isinstance(value, bool):
         return struct.pack("?", value)
+    assert isinstance(value, str), value
     data = value.encode()
     return struct.pack("<I", len(data)) + data
 

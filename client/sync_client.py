@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
+from client.conversation import Conversation
 from client.stream import Cancellable, StreamBase
 from client.types import Completion, Delta, PagedError
 from client.wire import Fields, Message, Values, check_timeout, request_values
@@ -134,13 +135,18 @@ class Client:
                 applies the model's chat template.
             request_id: appears in the server's log.
             timeout: seconds for the whole request; None: no limit.
-            sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], …
+            sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], … And for a
+                session sequence_id, sequence_start and sequence_end; or see `conversation`.
 
         Raises:
             ValueError: arguments that no request can be made of.
             PagedError: here or while iterating; `code` tells why.
         """
         return self._open(request_values(prompt, messages, sampling, stream=True), request_id, timeout)
+
+    def conversation(self, **sampling: object) -> Conversation:
+        """A session of its own on the server, which then remembers what was said; `sampling` goes with every turn."""
+        return Conversation(self, sampling)
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> Stream:
         return Stream(self._transport.open(values, request_id, check_timeout(timeout)))

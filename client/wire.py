@@ -36,7 +36,8 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
 READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "receipt")
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
-Values = dict[str, "str | bool"]  # input name -> its one element
+Values = dict[str, "str | bool | int"]  # input name -> its one element, and Triton's own words for a session
+SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 Fields = Mapping[str, "Sequence[str | int]"]  # output name -> its elements, one for each sample
 
 
@@ -51,6 +52,8 @@ def request_values(
     """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
+    sequence = {name: value for name, value in sampling.items() if name in SEQUENCE}
+    sampling = {name: value for name, value in sampling.items() if name not in SEQUENCE}
     values: Values = {
         "stream": stream,
         "sampling_parameters": _json_object(sampling),
@@ -60,11 +63,23 @@ def request_values(
         "return_num_output_tokens": True,
         "return_receipt": True,
     }
+    for name in SEQUENCE:
+        if name in sequence:
+            values[name] = _sequence_value(name, sequence[name])
     if prompt is not None:
         values["text_input"] = _check_text("prompt", prompt)
     else:
         values["messages"] = _json("messages", messages)
     return values
+
+
+def _sequence_value(name: str, value: object) -> str | bool | int:
+    if name == "sequence_id":
+        if isinstance(value, bool) or not (isinstance(value, str) or (isinstance(value, int) and 0 < value < 2**63)):
+            raise ValueError(f"{name}={value!r}: must be a string, or a whole number in 1..{2**63 - 1}")
+    elif not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+    return value
 
 
 def _json_object(sampling: Mapping[str, object]) -> str:

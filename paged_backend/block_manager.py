@@ -184,13 +184,6 @@ class BlockManager:
         self._busy[block] -= 1
         self.drop(block)
 
-    def append_copy(self, table: list[int], source: int) -> Copy:
-        """Extend a block table by a copy of `source`. The pool must have room for it."""
-        self.lock(source)
-        table.extend(self._allocate(1))
-        self.counters.copies += 1
-        return Copy(source, table[-1])
-
     def make_writable(self, table: list[int], index: int) -> Copy | None:
         """Put a block of its own in place of a shared one. None, with nothing changed, where the pool is dry. Until
         `finish` the source of a copy is held: neither evicted nor anybody else's target."""
@@ -230,28 +223,29 @@ class BlockManager:
         extend_chain(chain, tokens, index + 1, self.block_size)
         return chain[index + 1]
 
-    def adopt(self, hit: Hit) -> tuple[list[int], list[Move]]:
-        """A block table of a hit's full blocks, and the moves that bring those in that are on the host. The pool must
-        have room for these."""
-        for block, on_host in hit.blocks:
-            self._hold_either(block, on_host)
-        table, moves = [], []
+    def adopt(self, hit: Hit) -> tuple[list[int], list[Move], list[Copy]]:
+        """A block table of a hit's blocks, the partial one as a block of its own; the moves that bring in what is on
+        the host, and the copy of a partial one that is not. The pool must have room for these."""
+        for place in hit.blocks:  # first, so that nothing of the hit is evicted for the rest of it
+            self._lock(place) if place.on_host else self.hold(place.block)
+        if hit.partial:
+            self._lock(hit.partial)
+        table, moves, copies = [], [], []
         for block, on_host in hit.blocks:
             if on_host:
-                move = self._in(block)
-                moves.append(move)
-                table.append(move.target)
+                moves.append(self._in(block))
+                block = moves[-1].target
+            table.append(block)
+        if hit.partial:
+            source, on_host = hit.partial
+            if on_host:
+                moves.append(self._in(source)._replace(entry=None))
+                table.append(moves[-1].target)
             else:
-                table.append(block)
-        return table, moves
-
-    def append_from_host(self, table: list[int], source: int) -> Move:
-        """Extend a block table by what `source` holds, to be written into."""
-        assert self.host
-        self.host.lock(source)
-        move = self._in(source)._replace(entry=None)
-        table.append(move.target)
-        return move
+                copies.append(Copy(source, self._allocate(1)[0]))
+                table.append(copies[-1].target)
+                self.counters.copies += 1
+        return table, moves, copies
 
     def seal(self, block: int, chain: list[Key], tokens: Sequence[int], index: int) -> None:
         """Make a sequence's full block `index` known by its content."""
@@ -413,12 +407,10 @@ class BlockManager:
         self.counters.moves_in += 1
         return Move(block, self._allocate(1)[0], self.host.index.entry(block))
 
-    def _hold_either(self, block: int, on_host: bool) -> None:
-        if on_host:
-            assert self.host
-            self.host.lock(block)
-        else:
-            self.hold(block)
+    def _lock(self, place: Place) -> None:
+        pool = self.host if place.on_host else self
+        assert pool
+        pool.lock(place.block)
 
     # -------------------------------------------------------------------------------------------------------------
 

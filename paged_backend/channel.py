@@ -28,13 +28,14 @@ class Channel:
         self._sender = request.get_response_sender()
         self.closed = False
 
-    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str]:
-        """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), and its
-        sequence (0 or "": none)."""
+    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int]:
+        """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence
+        (0 or "": none), and its flags."""
         found = ((name, self._pb_utils.get_input_tensor_by_name(self._request, name)) for name in INPUTS)
         tensors = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
         parameters = json.loads(self._request.parameters() or "{}")
-        return tensors, parameters, self._request.timeout(), self._request.correlation_id()
+        request = self._request
+        return tensors, parameters, request.timeout(), request.correlation_id(), request.flags()
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
         """A round trip to the server process: never on the engine's thread."""

@@ -139,6 +139,14 @@ class EngineConfig:
     )
     disk_cache_gib: float = option(_above_zero, "GiB that those files may take", 10)
 
+    session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
+    max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)
+    session_memory: float = option(
+        _fraction,
+        "share of the pool that sessions may keep between their turns; past it the longest idle one lets go first",
+        0.5,
+    )
+
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)

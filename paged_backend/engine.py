@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -33,6 +33,13 @@ class Abort:
 
     key: int
     index: int | None = None  # None: all of it
+
+
+@dataclass(frozen=True)
+class Unpin:
+    """Let go of a session's blocks."""
+
+    session: Hashable
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Engine:
         self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | None] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -116,6 +123,9 @@ class Engine:
         """End one sample, and the request with its last one."""
         self._inbox.put(Abort(key, index))
 
+    def unpin(self, session: Hashable) -> None:
+        self._inbox.put(Unpin(session))
+
     def _run(self) -> None:
         try:
             while self._receive():
@@ -137,6 +147,9 @@ class Engine:
                 return False
             if isinstance(message, Abort):
                 changed |= self._drop(message)
+            elif isinstance(message, Unpin):
+                self._scheduler.pins.drop(message.session)
+                changed = True
             else:
                 changed |= self._add(message)
             if changed and not self._scheduler.has_work:

@@ -52,6 +52,7 @@ GAUGES = (
     _blocks("free", lambda stats: stats.blocks_free),
     _blocks("cached", lambda stats: stats.blocks_cached),
     _blocks("shared", lambda stats: stats.blocks_shared),
+    _blocks("pinned", lambda stats: stats.blocks_pinned),
     _host_blocks("total", lambda stats: stats.host_total),
     _host_blocks("used", lambda stats: stats.host_used),
     _host_blocks("cached", lambda stats: stats.host_cached),
@@ -101,6 +102,8 @@ class Metrics:
         self._counters = [self._metric(one.name, "COUNTER", one.help, one.labels) for one in COUNTERS]
         self._counted = [0] * len(COUNTERS)
         self._ended = {reason: self._metric(*ended, {"reason": reason}) for reason in OUTCOMES}
+        self._sessions = self._metric("paged_sessions", "GAUGE", "Sessions that are open")
+        self._shown_sessions = -1
         self.prompt_tokens = self._metric("paged_prompt_tokens_total", "COUNTER", "Prompt tokens of accepted requests")
         self.generated_tokens = self._metric("paged_generation_tokens_total", "COUNTER", "Tokens generated")
         self.time_to_first_token = self._histogram("paged_time_to_first_token_seconds", "Arrival to first token")
@@ -121,6 +124,11 @@ class Metrics:
             if now > self._counted[index]:
                 self._counters[index].increment(now - self._counted[index])
                 self._counted[index] = now
+
+    def show_sessions(self, count: int) -> None:
+        if count != self._shown_sessions:
+            self._sessions.set(count)
+            self._shown_sessions = count
 
     def ended(self, reason: str) -> None:
         self._ended[reason].increment(1)

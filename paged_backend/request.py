@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -273,6 +273,7 @@ class GenerateRequest:
     seed: int  # the request's own, or one drawn for it
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
     wants_usage: bool = False
+    session: Hashable = None  # whose next turn will go on from this one's blocks
 
     @property
     def rank(self) -> tuple[int, int]:

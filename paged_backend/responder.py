@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import EngineDied, StepOutput
 from paged_backend.metrics import Metrics
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta, Usage
+from paged_backend.sessions import Sessions, Turn
 
 log = logging.getLogger("paged_llm")
 
@@ -40,6 +42,8 @@ class Sample:
     unsent_tokens: int = 0
     num_tokens: int = 0
     finish: FinishReason | None = None
+    all_text: str = ""
+    tokens: list[int] = field(default_factory=list)  # those that the text was made of
 
     def take(self, delta: TokenDelta) -> None:
         """Book what a step gave. A stop string may end the sample before the engine does."""
@@ -49,7 +53,8 @@ class Sample:
             self.unsent_tokens += 1
             if silent and index == len(delta.token_ids) - 1:
                 break  # the token that ends the output is counted, but its text is not output
-            self.text += self.detokenizer.push(token)
+            self.tokens.append(token)
+            self._say(self.detokenizer.push(token))
             if self.detokenizer.stopped:
                 self.finish = FinishReason.STOP
                 return
@@ -57,8 +62,12 @@ class Sample:
             self.end(delta.finish)
 
     def end(self, finish: FinishReason) -> None:
-        self.text += self.detokenizer.flush()
+        self._say(self.detokenizer.flush())
         self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        self.all_text += text
 
 
 @dataclass(eq=False)
@@ -70,6 +79,8 @@ class Stream:
     channel: Channel
     samples: list[Sample]
     arrived: float  # time.monotonic()
+    encode: Callable[[str], list[int]]
+    turn: Turn | None = None
     error: RequestError | None = None
     usage: Usage | None = None
     entered: float | None = field(default=None, init=False)  # when it first computed
@@ -111,6 +122,18 @@ class Stream:
             "decode_seconds": last - first,
         }
 
+    def settle(self, *, answered: bool) -> None:
+        """Before the last response goes out: a session goes on from here, or from where it was."""
+        if self.turn is None:
+            return
+        if not answered:
+            self.turn.undo()
+            return
+        (sample,) = self.samples
+        # A stop string cuts text that its tokens still have: what was seen is encoded anew.
+        tokens = self.encode(sample.all_text) if sample.detokenizer.stopped else sample.tokens
+        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.all_text)
+
     def end(self, finish: FinishReason) -> None:
         """End every sample that is still open."""
         for sample in self.samples:
@@ -125,8 +148,9 @@ class Refused:
 class Responder:
     """A thread between the engine and the clients. `open` and `emit` may be called from any thread."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, sessions: Sessions):
         self._metrics = metrics
+        self._sessions = sessions
         self._engine: Aborts | None = None
         self._inbox: SimpleQueue[Stream | StepOutput | EngineDied | Refused | None] = SimpleQueue()
         self._died: RequestError | None = None
@@ -180,13 +204,16 @@ class Responder:
             for stream in touched.values():
                 self._guarded(stream, self._deliver)
             self._poll()
+            self._metrics.show_sessions(len(self._sessions))
 
     def _collect(self) -> list[Stream | StepOutput | EngineDied | Refused | None]:
-        """All that has piled up; waits for the next message, but not past the next poll."""
+        """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
+        session."""
         messages = []
         try:
-            wait = max(0.0, self._next_poll - time.monotonic()) if self._streams else None
-            messages.append(self._inbox.get(timeout=wait))
+            poll = self._next_poll - time.monotonic() if self._streams else None
+            waits = [wait for wait in (poll, self._sessions.seconds_left()) if wait is not None]
+            messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
             while True:
                 messages.append(self._inbox.get_nowait())
         except Empty:
@@ -233,6 +260,7 @@ class Responder:
         """Give up on a stream whose answer failed, with an error if even that still goes out."""
         if self._streams.pop(stream.request.key, None):
             self._metrics.ended("error")
+            stream.settle(answered=False)
         try:
             stream.channel.fail(stream.error or RequestError(ErrorCode.INTERNAL, "unknown"))
         except Exception:
@@ -266,6 +294,7 @@ class Responder:
 
     def _close(self, stream: Stream, outcome: str) -> None:
         """Forget the stream, and book what it took."""
+        stream.settle(answered=stream.error is None)
         del self._streams[stream.request.key]
         self._metrics.ended(outcome)
         if stream.first_token is None or stream.last_token is None:
@@ -276,9 +305,10 @@ class Responder:
             self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
 
     def _poll(self) -> None:
-        """Ask about every open stream, queued and prefilling ones too."""
+        """Ask about every open stream, queued and prefilling ones too; forget sessions whose time is over."""
         if time.monotonic() < self._next_poll:
             return
+        self._sessions.expire()
         for stream in list(self._streams.values()):
             self._guarded(stream, self._check)
         self._next_poll = time.monotonic() + POLL_SECONDS

@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Copy, Hit, Move
+from paged_backend.pins import Pins
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
 
@@ -114,6 +115,7 @@ class SchedulerStats:
     blocks_used: int
     blocks_cached: int
     blocks_shared: int
+    blocks_pinned: int  # for sessions between their turns
     block_size: int
     host_total: int  # blocks of the host's pool, and of them
     host_cached: int
@@ -151,9 +153,17 @@ class Scheduler:
     on the engine thread."""
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, costs: Costs | None = None
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: Costs | None = None,
+        session_blocks: int = 0,
     ):
+        """session_blocks: how many sessions may keep between their turns."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
+        self.pins = Pins(blocks, session_blocks)
         self.blocks = blocks
         self.costs = costs or Costs()
         self.max_num_seqs = max_num_seqs
@@ -180,6 +190,7 @@ class Scheduler:
             blocks_used=self.blocks.num_used,
             blocks_cached=self.blocks.num_cached,
             blocks_shared=self.blocks.num_shared,
+            blocks_pinned=self.pins.num_blocks,
             block_size=self.blocks.block_size,
             host_total=host.num_blocks if host else 0,
             host_cached=host.num_cached if host else 0,
@@ -282,7 +293,7 @@ class Scheduler:
         assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
-        self.blocks.check([sequence.blocks for sequence in self._sequences()])
+        self.blocks.check([*(sequence.blocks for sequence in self._sequences()), *self.pins.tables])
         if self.blocks.host:
             self.blocks.host.check([sequence.swapped for sequence in self._sequences()])
 
@@ -306,6 +317,8 @@ class Scheduler:
         if length == 0:
             return
         while not self._make_room(group, sequence, sequence.computed + length, draft):
+            if self.pins.drop_oldest():
+                continue
             victim = self._last
             self._preempt(victim, draft)
             if victim is group:
@@ -343,7 +356,7 @@ class Scheduler:
             elif self._running and self._last.rank[0] > group.rank[0]:
                 self._preempt(self._last, draft)
                 room = self._room()
-            else:
+            elif self._running or not self.pins.drop_oldest():
                 return
 
     def _room(self) -> _Room:
@@ -362,16 +375,12 @@ class Scheduler:
             self._bring_back(group, draft)
             return
         leader, size = group.leader, self.blocks.block_size
-        leader.blocks, moves = self.blocks.adopt(hit)
+        leader.blocks, moves, copies = self.blocks.adopt(hit)
         draft.bring(group, moves)
+        for copy in copies:
+            draft.copy(group, copy)
         group.blocks_reused += len(hit.on_device)
-        leader.computed = len(hit.blocks) * size
-        if hit.partial is not None:
-            leader.computed += hit.partial_tokens
-            if hit.partial.on_host:
-                draft.bring(group, [self.blocks.append_from_host(leader.blocks, hit.partial.block)])
-            else:
-                draft.copy(group, self.blocks.append_copy(leader.blocks, hit.partial.block))
+        leader.computed = len(hit.blocks) * size + hit.partial_tokens
         length = min(group.feed - leader.computed, draft.budget)
         grown = self._grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
@@ -380,9 +389,9 @@ class Scheduler:
             group.cached_tokens = leader.computed
         self._queried_tokens += group.feed
         self._cached_tokens += leader.computed
-        self._host_tokens += len(moves) * size
-        if hit.partial is not None and hit.partial.on_host:
-            self._host_tokens += hit.partial_tokens
+        self._host_tokens += leader.computed - len(hit.on_device) * size
+        if copies:
+            self._host_tokens -= hit.partial_tokens
         draft.put(group, leader, length)
 
     def _bring_back(self, group: Group, draft: _Draft) -> None:
@@ -571,6 +580,9 @@ class Scheduler:
         return [TokenDelta(group.key, tokens, None, None, index, group.usage) for index in outputs]
 
     def _end(self, group: Group, sequence: Sequence) -> None:
+        if group.request.session is not None and sequence.blocks:
+            full = sequence.computed // self.blocks.block_size
+            self.pins.pin(group.request.session, sequence.blocks[:full])
         self._let_go(sequence)
         group.sequences.remove(sequence)
         if not group.sequences:

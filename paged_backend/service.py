@@ -25,10 +25,11 @@ from paged_backend.engine import Engine
 from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
-from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams
+from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams, invalid
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
+from paged_backend.sessions import SessionName, Sessions, Turn
 from paged_backend.warm_up import measure, warm_up
 
 log = logging.getLogger("paged_llm")
@@ -95,6 +96,7 @@ def assemble(config: EngineConfig) -> Assembly:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=costs,
+        session_blocks=int(blocks.num_blocks * config.session_memory),
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
@@ -142,7 +144,8 @@ class Service:
         self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
-        self._responder = Responder(metrics)
+        self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
+        self._responder = Responder(metrics, self._sessions)
         assembly = self._assembly
         self._engine = Engine(assembly.scheduler, assembly.runner, assembly.device, self._responder.emit, assembly.disk)
         metrics.show(self._assembly.scheduler.stats)
@@ -166,9 +169,10 @@ class Service:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
             call = wire.read(*channel.received())
-            request = self._admit(call)
-            self._responder.open(Stream(request, call, channel, self._samples(request), arrived))
-            self._engine.submit(request)
+            stream = self._admit(call, channel, arrived)
+            if stream is not None:
+                self._responder.open(stream)
+                self._engine.submit(stream.request)
         except RequestError as error:
             channel.fail(error)
             self._responder.refused()
@@ -176,16 +180,54 @@ class Service:
             log.exception("a request could not be taken")
             channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
-    def _admit(self, call: wire.Call) -> GenerateRequest:
-        limits = self._assembly.limits
-        sampling = SamplingParams.parse(call.sampling, limits)
+    def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
+        """A stream of a request that may be queued; None where the request was answered here."""
+        sampling = SamplingParams.parse(call.sampling, self._assembly.limits)
+        turn = self._turn(call, sampling) if call.sequence else None
+        try:
+            if call.only_ends and turn:
+                outputs = wire.write(
+                    call, texts=[""], finish_reasons=["stop"], num_input_tokens=0, num_output_tokens=[0]
+                )
+                turn.finish([], "")
+                channel.send(outputs, final=True)
+                return None
+            request = self._request(call, sampling, turn)
+            return Stream(request, call, channel, self._samples(request), arrived, self._encode, turn)
+        except Exception:
+            if turn:
+                turn.undo()
+            raise
+
+    def _turn(self, call: wire.Call, sampling: SamplingParams) -> Turn:
+        """Begin a turn of a session. Raises RequestError for what a session cannot do."""
+        assert call.sequence
+        name = call.sequence.id
+        if not self._assembly.scheduler.blocks.caching:
+            raise invalid("sequence_id", name, "sessions keep what the prefix cache finds, and it is off"
+                          " (enable_prefix_caching)")  # fmt: skip
+        if sampling.num_seqs > 1:
+            field = "n" if sampling.n > 1 else "beam_width"
+            raise invalid(field, getattr(sampling, field), "must be 1 in a session, which goes on from one answer")
+        session = SessionName(sampling.cache_salt, name)
+        return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
+
+    def _request(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> GenerateRequest:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
-        request = GenerateRequest.admit(next(self._keys), self._tokenize(call), sampling, seed, eos, limits)
-        return replace(request, wants_usage=call.return_receipt)
+        tokens = self._tokenize(call, turn)
+        request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, self._assembly.limits)
+        goes_on = turn.name if turn and not turn.is_last else None
+        return replace(request, wants_usage=call.return_receipt, session=goes_on)
 
-    def _tokenize(self, call: wire.Call) -> list[int]:
-        text = call.prompt if call.prompt is not None else self._conversation(call.messages)
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _tokenize(self, call: wire.Call, turn: Turn | None) -> list[int]:
+        """The prompt, after what the session has said before. Only its beginning gets what the tokenizer puts there."""
+        before = turn.tokens_before() if turn and call.prompt is not None else []
+        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+        text = call.prompt if call.prompt is not None else self._conversation(messages)
         if len(text) > self._longest_text:
             name = "text_input" if call.prompt is not None else "messages"
             raise RequestError(
@@ -193,7 +235,7 @@ class Service:
                 f"{name}: {len(text)} characters; must be at most {self._longest_text}, which no prompt within"
                 f" max_model_len={self._assembly.limits.max_model_len} exceeds",
             )
-        return self._tokenizer.encode(text, add_special_tokens=call.prompt is not None)
+        return before + self._tokenizer.encode(text, add_special_tokens=call.prompt is not None and not before)
 
     def _conversation(self, messages: list[dict[str, Any]] | None) -> str:
         if not self._tokenizer.chat_template:

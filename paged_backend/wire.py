@@ -53,12 +53,23 @@ NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np
 
 _NOT_YET = ("image", "embedding_request")
 _NOT_YET_FLAGS = ("return_cumulative_logprob", "return_logprobs")
-_NOT_YET_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
+SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
+MAX_SEQUENCE_ID_BYTES = 128
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+_PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout",))
 # Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
 _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
     " upgrade via".split()
 )
+
+
+class SequenceControl(NamedTuple):
+    """Which session a request is a turn of. Triton's own words."""
+
+    id: int | str
+    start: bool
+    end: bool
 
 
 @dataclass(frozen=True)
@@ -75,14 +86,23 @@ class Call:
     return_num_output_tokens: bool
     return_receipt: bool
     timeout_us: int
+    sequence: SequenceControl | None = None
+
+    @property
+    def only_ends(self) -> bool:
+        """Whether it ends a session and asks for nothing."""
+        return self.prompt is None and self.messages is None
 
 
 def read(
-    tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any], timeout_us: int = 0, sequence_id: int | str = 0
+    tensors: Mapping[str, np.ndarray],
+    parameters: Mapping[str, Any],
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    flags: int = 0,
 ) -> Call:
-    """Raises RequestError for what is missing, malformed, contradictory or not supported yet."""
-    if sequence_id:
-        raise invalid("sequence_id", sequence_id, "not supported yet; leave it out")
+    """Raises RequestError for what is missing, malformed, contradictory or not supported yet. `sequence_id` and `flags`
+    are the request's own; over the generate endpoints they come as parameters."""
     for name in _NOT_YET:
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
@@ -90,7 +110,8 @@ def read(
         if _bool(tensors, name, False):
             raise invalid(name, True, "not supported yet; leave it out")
     stream = _bool(tensors, "stream", False)
-    prompt, messages = _prompt(tensors)
+    sequence = _sequence(parameters, sequence_id, flags)
+    prompt, messages = _prompt(tensors, may_lack=sequence is not None and sequence.end)
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
     return Call(
         prompt=prompt,
@@ -103,6 +124,7 @@ def read(
         return_num_output_tokens=_bool(tensors, "return_num_output_tokens", False),
         return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
+        sequence=sequence,
     )
 
 
@@ -162,8 +184,27 @@ def _json(name: str, text: str) -> Any:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None
 
 
-def _prompt(tensors: Mapping[str, np.ndarray]) -> tuple[str | None, list[dict[str, Any]] | None]:
+def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int) -> SequenceControl | None:
+    name = parameters.get("sequence_id", sequence_id) or sequence_id
+    if isinstance(name, bool) or not isinstance(name, int | str) or (isinstance(name, int) and name < 0):
+        raise invalid("sequence_id", name, "must be a whole number above 0 or a string")
+    if isinstance(name, str) and len(name.encode(errors="replace")) > MAX_SEQUENCE_ID_BYTES:
+        raise invalid("sequence_id", name, f"must be at most {MAX_SEQUENCE_ID_BYTES} bytes")
+    given = []
+    for field, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
+        value = parameters.get(field, False)
+        if not isinstance(value, bool):
+            raise invalid(field, value, "must be true or false")
+        given.append(value or bool(flags & bit))
+        if given[-1] and not name:
+            raise invalid(field, True, "needs a sequence_id")
+    return SequenceControl(name, *given) if name else None
+
+
+def _prompt(tensors: Mapping[str, np.ndarray], *, may_lack: bool) -> tuple[str | None, list[dict[str, Any]] | None]:
     prompt, messages = _text(tensors, "text_input"), _text(tensors, "messages")
+    if may_lack and not prompt and messages is None:
+        return None, None
     if (prompt is None) == (messages is None):
         given = "neither is given" if prompt is None else "both are given"
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages: {given}; give exactly one")
@@ -204,13 +245,12 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise invalid(name, value, "must be a whole number of microseconds, at least 0")
             timeout_us = value
-        elif name in _NOT_YET_PARAMETERS:
-            if value not in (0, False, ""):
-                raise invalid(name, value, "not supported yet; leave it out")
-        elif near := difflib.get_close_matches(name.lower().replace("-", "_"), PARAMETER_NAMES, n=1, cutoff=0.8):
+        elif name in _SEQUENCE:
+            continue  # read before
+        elif near := difflib.get_close_matches(name.lower().replace("-", "_"), _PARAMETERS, n=1, cutoff=0.8):
             raise invalid(name, value, f"unknown parameter; did you mean {near[0]}?")
         elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
-            raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(PARAMETER_NAMES))}")
+            raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(_PARAMETERS))}")
     return sampling, timeout_us
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.block_manager import BlockManager
+from paged_backend.block_manager import BlockManager, Hit
 from paged_backend.content import root_key
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
 from paged_backend.scheduler import Costs, Scheduler
@@ -15,15 +15,30 @@ from tests.shadow import ShadowStore, alone, alone_with_beams
 STOP = 3
 
 
-def scheduler(num_blocks=32, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, caching=True, host=0, costs=None):
+def scheduler(
+    num_blocks=32,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    caching=True,
+    host=0,
+    costs=None,
+    session_blocks=0,
+):
     behind = BlockManager(host, block_size, caching=caching) if host else None
     blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, costs=costs)
+    return Scheduler(
+        blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        costs=costs,
+        session_blocks=session_blocks,
+    )
 
 
-def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, **sampling):
+def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=None, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids))
+    return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids), session=session)
 
 
 def finish(sched, store, *requests):
@@ -52,14 +67,15 @@ def finish(sched, store, *requests):
     vocab=st.sampled_from([2, 3, 5]),
     host=st.sampled_from([0, 0, 1, 5, 30]),
     swap=st.booleans(),
+    pinned=st.sampled_from([0, 0, 4, 100]),
 )
 def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
-    seed, blocks, size, seqs, extra, caching, vocab, host, swap
+    seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned
 ):
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between."""
     rnd = random.Random(seed)
     costs = Costs(move=0 if swap else float("inf"))
-    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, costs)
+    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, costs, session_blocks=pinned)
     store = ShadowStore(sched, vocab)
     requests, outputs, left = {}, {}, 25
     for _ in range(5000):
@@ -76,6 +92,8 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
                 choice = {"n": n, "cache_salt": salt, "priority": rnd.choice([0, 0, 0, -1, 5])}
                 if n > 1 and rnd.random() < 0.5:
                     choice |= {"beam_width": n, "n": rnd.randint(1, n), "early_stopping": rnd.choice([True, False])}
+                if n == 1 and pinned:
+                    choice["session"] = rnd.choice([None, "a", "b"])
                 one = request(25 - left, prompt, max_tokens, stops, seed=rnd.randrange(100), **choice)
                 requests[one.key] = one
                 outputs |= {(one.key, index): [] for index in range(one.sampling.n)}
@@ -91,6 +109,8 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
             if outputs[key, index] and sched.end(key, index):
                 sched.check()
                 del outputs[key, index]
+        if pinned and rnd.random() < 0.02:
+            sched.pins.drop(rnd.choice("ab"))
         plan = sched.schedule()
         sched.check()
         if plan is None:
@@ -109,6 +129,9 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
                     assert found == alone(one, delta.sample, vocab)
         sched.check()
     assert not left
+    assert sched.blocks.num_used == sched.stats.blocks_pinned <= pinned
+    while sched.pins.drop_oldest():
+        sched.check()
     assert sched.blocks.num_used == 0
     sched.blocks.forget()
     assert sched.blocks.num_free == blocks
@@ -132,7 +155,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
         chain = [root_key(salt)]
         hit = blocks.match(chain, tokens)
         assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
-        table, _ = blocks.adopt(hit)
+        table, _, _ = blocks.adopt(Hit(hit.blocks))
         if blocks.grow(table, len(tokens)):
             for index in range(len(tokens) // size):
                 blocks.seal(table[index], chain, tokens, index)
@@ -360,3 +383,62 @@ def test_a_request_that_waits_on_the_host_can_be_aborted():
     assert sched.abort(1)
     sched.check()
     assert sched.stats.host_used == 0
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_blocks_between_turns():
+    """Others fill the pool with what they leave behind; without the pins, the first session's blocks would go."""
+    sched = scheduler(num_blocks=16, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    first = request(0, range(100, 117), max_tokens=5, session="chat")
+    answer = finish_with_pins(sched, store, first)[0, 0]
+    assert sched.stats.blocks_pinned == sched.blocks.num_used == 5
+    for key in range(1, 6):
+        finish_with_pins(sched, store, request(key, range(200 * key, 200 * key + 40)))
+    cached = sched.stats.cached_tokens
+    finish_with_pins(sched, store, request(9, [*first.prompt_token_ids, *answer, 7, 7], session="chat"))
+    assert sched.stats.cached_tokens - cached >= 20
+    sched.pins.drop("chat")
+    sched.check()
+    assert sched.blocks.num_used == 0
+
+
+def finish_with_pins(sched, store, one):
+    sched.add(one)
+    outputs = {}
+    while sched.has_work:
+        plan = sched.schedule()
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    return outputs
+
+
+def test_past_the_limit_the_session_that_was_idle_longest_lets_go():
+    sched = scheduler(num_blocks=32, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    for key, name in enumerate("abca"):
+        finish_with_pins(sched, store, request(key, range(100 * key, 100 * key + 12), max_tokens=1, session=name))
+    assert sched.stats.blocks_pinned == 6
+    held = sched.blocks.num_used
+    sched.pins.drop("b")
+    assert sched.blocks.num_used == held
+
+
+def test_a_session_lets_go_before_anybody_is_preempted():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
+    assert sched.stats.blocks_pinned == 4
+    finish_with_pins(sched, store, request(1, range(200, 212), max_tokens=18))
+    assert sched.stats.blocks_pinned == 0
+    assert sched.stats.preemptions == 0
+
+
+def test_a_session_does_not_keep_out_a_request_that_needs_the_whole_pool():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
+    assert finish_with_pins(sched, store, request(1, range(200, 232), max_tokens=1))

@@ -95,10 +95,43 @@ def test_a_name_that_looks_like_ours_is_no_header(name):
     assert refusal({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
 
 
-@pytest.mark.parametrize("sequence", [7, "a"])
-def test_a_sequence_is_refused(sequence):
-    with pytest.raises(RequestError, match=r"sequence_id=.*: not supported yet"):
-        wire.read({"text_input": text("x")}, {}, 0, sequence)
+@pytest.mark.parametrize(
+    ("parameters", "own", "control"),
+    [
+        ({}, (7, 0), (7, False, False)),
+        ({}, ("talk", 1), ("talk", True, False)),
+        ({}, (7, 3), (7, True, True)),
+        ({"sequence_id": 7, "sequence_start": True}, (0, 0), (7, True, False)),
+        ({"sequence_id": "talk", "sequence_end": True, "sequence_start": False}, (0, 0), ("talk", False, True)),
+        ({"sequence_id": 0}, (0, 0), None),
+        ({}, ("", 0), None),
+    ],
+)
+def test_a_sequence_comes_with_the_request_or_among_its_parameters(parameters, own, control):
+    assert wire.read({"text_input": text("x")}, parameters, 0, *own).sequence == control
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"sequence_id": -1}, "sequence_id=-1: must be a whole number above 0 or a string"),
+        ({"sequence_id": 1.5}, "sequence_id=1.5: must be"),
+        ({"sequence_id": True}, "sequence_id=true: must be"),
+        ({"sequence_id": "x" * 129}, "must be at most 128 bytes"),
+        ({"sequence_id": 1, "sequence_start": 1}, "sequence_start=1: must be true or false"),
+        ({"sequence_start": True}, "sequence_start=true: needs a sequence_id"),
+        ({"sequence_end": True}, "sequence_end=true: needs a sequence_id"),
+        ({"sequence-id": 1}, "sequence-id=1: unknown parameter; did you mean sequence_id?"),
+    ],
+)
+def test_a_sequence_that_makes_no_sense(parameters, reason):
+    assert reason in refusal(parameters, text_input=text("x"))
+
+
+def test_only_an_end_may_come_without_a_prompt():
+    assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
+    assert read({"sequence_id": 7, "sequence_end": True}).only_ends
+    assert "neither is given" in refusal({"sequence_id": 7})
 
 
 def test_headers_that_the_server_forwards_are_none_of_our_business():
@@ -164,7 +197,6 @@ def test_bad_tensors(tensors, reason):
         ({"temprature": 1}, "temprature=1: unknown parameter"),
         ({"timeout": -1}, "timeout=-1: must be"),
         ({"timeout": "soon"}, 'timeout="soon": must be'),
-        ({"sequence_id": 7}, "sequence_id=7: not supported yet"),
     ],
 )
 def test_bad_parameters(parameters, reason):

@@ -1,0 +1,162 @@
+"""Conversations that the server remembers between requests, under Triton's own sequence ids.
+
+A turn sends only its new text; what came before is kept here, as tokens or as messages. Its keys and values are kept
+by the scheduler, which pins their blocks (pins.py); where it had to let them go, they are computed again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from paged_backend.request import ErrorCode, RequestError, invalid
+
+Message = dict[str, Any]
+
+
+class SessionName(NamedTuple):
+    """Sequences of different salts are different: knowing another tenant's id opens nothing."""
+
+    salt: str
+    sequence_id: int | str
+
+
+@dataclass(eq=False)
+class Session:
+    """What has been said. One of `tokens` and `messages` is None: a conversation stays with what it began with."""
+
+    name: SessionName
+    tokens: list[int] | None = None
+    messages: list[Message] | None = None
+    busy: bool = False
+    expires: float = 0.0
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request of a session, which is its own until `finish` or `undo`."""
+
+    sessions: Sessions
+    session: Session
+    is_first: bool
+    is_last: bool
+    messages: list[Message] = field(default_factory=list)  # the whole conversation, this turn's included
+
+    @property
+    def name(self) -> SessionName:
+        return self.session.name
+
+    def tokens_before(self) -> list[int]:
+        """What the new text continues. Raises RequestError in a conversation of messages."""
+        if self.session.messages is not None:
+            raise invalid("sequence_id", self.name.sequence_id, "was begun with messages; go on with messages")
+        return self.session.tokens or []
+
+    def conversation(self, messages: list[Message]) -> list[Message]:
+        """All messages, with these new ones. Raises RequestError in a conversation of plain text."""
+        if self.session.tokens is not None:
+            raise invalid("sequence_id", self.name.sequence_id, "was begun with text_input; go on with text_input")
+        self.messages = [*(self.session.messages or []), *messages]
+        return self.messages
+
+    def finish(self, tokens: list[int], text: str) -> None:
+        """The turn was answered. tokens: everything so far, the answer included; text: the answer."""
+        if self.messages:
+            self.session.messages = [*self.messages, {"role": "assistant", "content": text}]
+        else:
+            self.session.tokens = tokens
+        self.sessions.close(self, forget=self.is_last)
+
+    def undo(self) -> None:
+        """The turn failed or was cancelled: as if it had never been sent."""
+        self.sessions.close(self, forget=self.is_first)
+
+
+class Sessions:
+    """All sessions of a model instance. Safe to use from any thread.
+
+    ttl: seconds without a turn after which a session is forgotten; most: how many there may be; unpin: called for
+    each that ends, so that its blocks are let go of.
+    """
+
+    def __init__(
+        self,
+        ttl: float,
+        most: int,
+        unpin: Callable[[SessionName], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._ttl = ttl
+        self._most = most
+        self._unpin = unpin
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # in the order in which they expire
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def begin(self, name: SessionName, *, start: bool, end: bool) -> Turn:
+        """Raises RequestError for a session that is unknown or has expired, that is in the middle of a turn, or that
+        would be one too many."""
+        self.expire()
+        with self._lock:
+            session = self._sessions.get(name)
+            if session and session.busy:
+                raise RequestError(
+                    ErrorCode.UNAVAILABLE,
+                    f"sequence_id={name.sequence_id!r}: its last turn is not answered yet; wait for it, or cancel it",
+                )
+            if start:
+                if session is None and len(self._sessions) >= self._most:
+                    raise RequestError(
+                        ErrorCode.UNAVAILABLE,
+                        f"sequence_id={name.sequence_id!r}: max_sessions={self._most} are open; end one, or wait for"
+                        " one to expire",
+                    )
+                if session is not None:
+                    self._unpin(name)  # a start begins anew, as everywhere in Triton
+                session = self._sessions[name] = Session(name)
+            elif session is None:
+                raise invalid(
+                    "sequence_id",
+                    name.sequence_id,
+                    f"no such session: never begun, ended, or expired after session_ttl={self._ttl:g} seconds; send"
+                    " sequence_start",
+                )
+            session.busy = True
+            return Turn(self, session, is_first=start, is_last=end)
+
+    def close(self, turn: Turn, *, forget: bool) -> None:
+        with self._lock:
+            turn.session.busy = False
+            turn.session.expires = self._clock() + self._ttl
+            if forget:
+                del self._sessions[turn.name]
+            else:
+                self._sessions.move_to_end(turn.name)
+        if forget:
+            self._unpin(turn.name)
+
+    def expire(self) -> None:
+        """Forget those whose time is over."""
+        over = []
+        with self._lock:
+            while (idle := self._first_idle()) and idle.expires <= self._clock():
+                over.append(idle.name)
+                del self._sessions[idle.name]
+        for name in over:
+            self._unpin(name)
+
+    def seconds_left(self) -> float | None:
+        """Until the next one expires; None where nothing is to expire."""
+        with self._lock:
+            idle = self._first_idle()
+        return None if idle is None else idle.expires - self._clock()
+
+    def _first_idle(self) -> Session | None:
+        return next((one for one in self._sessions.values() if not one.busy), None)

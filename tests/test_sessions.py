@@ -1,0 +1,148 @@
+"""What the server remembers of a conversation, by itself: the state and the clock."""
+
+import pytest
+
+from paged_backend.request import RequestError
+from paged_backend.sessions import SessionName, Sessions
+
+NAME = SessionName("", 7)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def unpinned():
+    return []
+
+
+@pytest.fixture
+def sessions(clock, unpinned):
+    return Sessions(10, 2, unpinned.append, clock)
+
+
+def begun(sessions, name=NAME, tokens=(1, 2, 3), **flags):
+    turn = sessions.begin(name, **{"start": True, "end": False} | flags)
+    turn.finish(list(tokens), "text")
+    return turn
+
+
+def refusal(sessions, name=NAME, **flags):
+    with pytest.raises(RequestError) as caught:
+        sessions.begin(name, **{"start": False, "end": False} | flags)
+    return str(caught.value)
+
+
+def test_a_turn_goes_on_from_the_last(sessions):
+    begun(sessions)
+    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+
+
+def test_messages_are_remembered_with_the_answers(sessions):
+    turn = sessions.begin(NAME, start=True, end=False)
+    turn.conversation([{"role": "user", "content": "hello"}])
+    turn.finish([], "hi")
+    said = sessions.begin(NAME, start=False, end=False).conversation([{"role": "user", "content": "how are you"}])
+    assert [one["content"] for one in said] == ["hello", "hi", "how are you"]
+    assert [one["role"] for one in said] == ["user", "assistant", "user"]
+
+
+def test_a_conversation_stays_with_what_it_began_with(sessions):
+    begun(sessions)
+    turn = sessions.begin(NAME, start=False, end=False)
+    with pytest.raises(RequestError, match="sequence_id=7: was begun with text_input"):
+        turn.conversation([{"role": "user", "content": "hello"}])
+    turn.undo()
+    other = sessions.begin(SessionName("", 8), start=True, end=False)
+    other.conversation([{"role": "user", "content": "hello"}])
+    other.finish([], "hi")
+    with pytest.raises(RequestError, match="sequence_id=8: was begun with messages"):
+        sessions.begin(SessionName("", 8), start=False, end=False).tokens_before()
+
+
+def test_an_unknown_session_is_refused(sessions):
+    assert refusal(sessions).startswith("INVALID_ARGUMENT: sequence_id=7: no such session")
+
+
+def test_another_salt_is_another_session(sessions):
+    begun(sessions, SessionName("tenant", 7))
+    assert "no such session" in refusal(sessions, SessionName("", 7))
+
+
+def test_a_second_turn_at_once_is_refused(sessions):
+    turn = sessions.begin(NAME, start=True, end=False)
+    assert "UNAVAILABLE: sequence_id=7: its last turn is not answered yet" in refusal(sessions)
+    assert "not answered yet" in refusal(sessions, start=True)
+    turn.finish([1], "")
+    sessions.begin(NAME, start=False, end=False)
+
+
+def test_an_expired_session_is_refused_and_lets_go(sessions, clock, unpinned):
+    begun(sessions)
+    clock.now = 9.9
+    assert sessions.seconds_left() == pytest.approx(0.1)
+    begun(sessions, start=False)
+    clock.now = 19.8
+    assert sessions.seconds_left() == pytest.approx(0.1)
+    sessions.expire()
+    assert unpinned == []
+    clock.now = 19.9
+    sessions.expire()
+    assert unpinned == [NAME]
+    assert sessions.seconds_left() is None
+    assert "expired after session_ttl=10 seconds" in refusal(sessions)
+
+
+def test_a_session_does_not_expire_in_the_middle_of_a_turn(sessions, clock, unpinned):
+    turn = sessions.begin(NAME, start=True, end=False)
+    clock.now = 100
+    sessions.expire()
+    assert unpinned == []
+    assert sessions.seconds_left() is None
+    turn.finish([1], "")
+    assert sessions.seconds_left() == 10
+
+
+def test_an_end_forgets(sessions, unpinned):
+    begun(sessions)
+    begun(sessions, start=False, end=True)
+    assert unpinned == [NAME]
+    assert "no such session" in refusal(sessions)
+
+
+def test_a_turn_that_fails_leaves_what_was_there(sessions, unpinned):
+    begun(sessions)
+    for flags in ({}, {"end": True}):
+        sessions.begin(NAME, **{"start": False, "end": False} | flags).undo()
+    assert unpinned == []
+    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+
+
+def test_a_first_turn_that_fails_leaves_nothing(sessions, unpinned):
+    sessions.begin(NAME, start=True, end=False).undo()
+    assert unpinned == [NAME]
+    assert "no such session" in refusal(sessions)
+
+
+def test_a_start_begins_anew(sessions, unpinned):
+    begun(sessions)
+    assert sessions.begin(NAME, start=True, end=False).tokens_before() == []
+    assert unpinned == [NAME]
+
+
+def test_one_too_many_is_refused(sessions, clock):
+    begun(sessions, SessionName("", 1))
+    begun(sessions, SessionName("", "two"))
+    assert "UNAVAILABLE: sequence_id=7: max_sessions=2 are open" in refusal(sessions, start=True)
+    clock.now = 10
+    begun(sessions)
+    assert len(sessions) == 1
