@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from paged_backend.batch import pack
+from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Plan, Scheduler, SchedulerStats
@@ -25,6 +26,26 @@ class Abort:
 
     key: int
     index: int | None = None  # None: all of it
+
+
+class Look:
+    """Emit a map of the pool, before the next step."""
+
+
+@dataclass(frozen=True)
+class PoolMap:
+    """The pool at one moment."""
+
+    when: float  # time.time()
+    states: str  # see BlockManager.states
+    tokens: int  # whose keys and values are in blocks that sequences hold; in a shared one they count once
+    stats: SchedulerStats
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> PoolMap:
+        states, stats = scheduler.blocks.states(), scheduler.stats
+        held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
+        return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
 
 
 @dataclass(frozen=True)
@@ -52,13 +73,13 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         device: torch.device,
-        emit: Callable[[StepOutput | EngineDied], None],
+        emit: Callable[[StepOutput | PoolMap | EngineDied], None],
     ):
         self._scheduler = scheduler
         self._runner = runner
         self._device = device
         self._emit = emit
-        self._inbox: SimpleQueue[GenerateRequest | Abort | None] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Abort | Look | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -84,6 +105,10 @@ class Engine:
         """End one sample, and the request with its last one."""
         self._inbox.put(Abort(key, index))
 
+    def look(self) -> None:
+        """Have a map of the pool emitted: one for all who ask between two steps."""
+        self._inbox.put(Look())
+
     def _run(self) -> None:
         try:
             while self._receive():
@@ -95,23 +120,25 @@ class Engine:
 
     def _receive(self) -> bool:
         """Take what the inbox holds, waiting only where there is nothing else to do. False: stop."""
-        changed = False
+        changed = looked = False
         while True:
             try:
-                message = self._inbox.get(block=not self._scheduler.has_work)
+                message = self._inbox.get(block=not (self._scheduler.has_work or changed or looked))
             except Empty:
                 break
             if message is None:
                 return False
             if isinstance(message, Abort):
                 changed |= self._drop(message)
+            elif isinstance(message, Look):
+                looked = True
             else:
                 self._scheduler.add(message)
                 changed = True
-            if changed and not self._scheduler.has_work:
-                break
         if changed:
             self._emit(StepOutput((), self._scheduler.stats, time.monotonic()))
+        if looked:
+            self._emit(PoolMap.of(self._scheduler))
         return True
 
     def _drop(self, message: Abort) -> bool:

@@ -145,7 +145,12 @@ class Service:
         try:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
-            call = wire.read(*channel.received())
+            received = channel.received()
+            if wire.asks_for_pool_map(*received):
+                self._responder.look(channel)
+                self._engine.look()
+                return
+            call = wire.read(*received)
             request = self._admit(call)
             self._responder.open(Stream(request, call, channel, self._samples(request), arrived))
             self._engine.submit(request)

@@ -96,10 +96,24 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(seed, blocks, size
                 one = requests[delta.key]
                 assert outputs.pop((delta.key, delta.sample)) == alone(one, delta.sample, vocab)
         sched.check()
+        assert sched.blocks.num_used * size - sched.empty_slots == tokens_held(sched)
     assert not left
     assert sched.blocks.num_used == 0
     sched.blocks.forget()
     assert sched.blocks.num_free == blocks
+
+
+def tokens_held(sched):
+    """Slots of the pool that hold a token of a sequence, counted one by one."""
+    size = sched.blocks.block_size
+    return len(
+        {
+            (one.blocks[position // size], position % size)
+            for group in sched.running
+            for one in group.sequences
+            for position in range(one.computed)
+        }
+    )
 
 
 def forget(requests, outputs, key):
