@@ -131,11 +131,11 @@ def _shaded(states: str, style: Style) -> Piece:
 
 
 def _curves(recording: Recording, width: int, rows: int, style: Style) -> list[Line]:
-    """Used and cached over time, the newest on the right, and the time that they span."""
+    """Blocks held and cached over time, the newest on the right, and the time that they span."""
     room = max(1, width - _LABEL - 7)
     lines = []
-    for name, kind in (("used", OWNED), ("cached", CACHED)):
-        values = [getattr(point, name) for point in recording.points]
+    held, cached = zip(*((point.used, point.cached) for point in recording.points), strict=True)
+    for name, values, kind in (("held", held, OWNED), ("cached", cached, CACHED)):
         bars = _bars(_fit(values, room), rows, _BARS if style.unicode else _ASCII_BARS)
         for number, bar in enumerate(bars):
             last = number == len(bars) - 1
