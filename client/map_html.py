@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
 from html import escape
 
 from client.map_view import (
@@ -15,6 +14,7 @@ from client.map_view import (
     colour_of,
     columns_for,
     counted,
+    moment,
     title,
     utilised,
 )
@@ -25,7 +25,6 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 180, 44, 24  # of the curve, in pixels, a
 def page(recording: Recording, subtitle: str) -> str:
     """The whole file. Whatever `subtitle` and the server say is text in it, never markup."""
     pool = recording.latest
-    when = datetime.fromtimestamp(pool.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     colours = {state: colour_of(state) for kind in KINDS for state in kind.states}
     data = {
         "states": pool.states,
@@ -38,15 +37,19 @@ def page(recording: Recording, subtitle: str) -> str:
         "SUBTITLE": escape(
             f"{pool.running} requests running, {pool.waiting} waiting; {utilised(pool)}; since the server started"
             f" {pool.cached_tokens_hit:,} prompt tokens were found in the cache and {pool.preemptions:,} requests sent"
-            f" back to the queue ({subtitle}, {when})"
+            f" back to the queue ({subtitle}, {moment(pool)})"
         ),
         "LEGEND": "".join(_legend_entry(recording, number) for number in range(len(KINDS))),
         "CURVE": _curve(recording) if len(recording.points) > 1 else "",
-        # Inside a script element only "</script" and "<!--" could end or change it.
-        "DATA": json.dumps(data).replace("<", "\\u003c"),
+        "DATA": _json_in_script(data),
     }
     parts = _PAGE.split("@@")  # text and names in turn
     return "".join(values[part] if number % 2 else part for number, part in enumerate(parts))
+
+
+def _json_in_script(data: object) -> str:
+    """Inside a script element only "</script" and "<!--" could end or change it."""
+    return json.dumps(data).replace("<", "\\u003c")
 
 
 def _legend_entry(recording: Recording, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from client.map_view import (
     colour_of,
     columns_for,
     counted,
+    moment,
     title,
     utilised,
 )
@@ -44,10 +44,9 @@ def draw(recording: Recording, file: Path, subtitle: str) -> None:
     def write(text: str, from_top: float, **style: Any) -> None:
         figure.text(MARGIN / WIDTH, 1 - from_top / height, text, va="top", **style)
 
-    when = datetime.fromtimestamp(pool.time).strftime("%Y-%m-%d %H:%M:%S")
     requests = f"{pool.running} requests running, {pool.waiting} waiting; {utilised(pool)}"
     write(f"Key/value pool: {title(pool)}", 0.15, fontsize=13, weight="bold")
-    write(f"{requests}  ({subtitle}, {when})", 0.45, fontsize=9, color=_GREY, parse_math=False)
+    write(f"{requests}  ({subtitle}, {moment(pool)})", 0.45, fontsize=9, color=_GREY, parse_math=False)
     _grid(place(MARGIN, top, columns * cell, rows * cell), recording, columns, cell)
     _legend(place(MARGIN, top + rows * cell + 0.1, room, legend - 0.1), recording)
     if curve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from math import ceil, sqrt
 
 from client.types import PoolMap
@@ -55,6 +56,10 @@ def counted(kind: Kind, pool: PoolMap) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
+
+
+def moment(pool: PoolMap) -> str:
+    return datetime.fromtimestamp(pool.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def utilised(pool: PoolMap) -> str:

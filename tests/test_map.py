@@ -208,6 +208,12 @@ class TestHtml:
         assert text.count("</script>") == 2
         assert [tag for tag, _ in page.tags].count("b") == len(KINDS)
 
+    def test_data_cannot_end_their_script(self):
+        evil = {"states": "</script><!--"}
+        made = map_html._json_in_script(evil)
+        assert "<" not in made
+        assert json.loads(made) == evil
+
     def test_the_curve(self):
         """100 pixels or so high; half used, a quarter cached, then all used."""
         recording = Recording(
