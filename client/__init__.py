@@ -2,6 +2,6 @@
 
 from client.async_client import AsyncClient, AsyncStream
 from client.sync_client import Client, Stream
-from client.types import Completion, Delta, PagedError
+from client.types import Completion, Delta, PagedError, PoolMap
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Delta", "PagedError", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Delta", "PagedError", "PoolMap", "Stream"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
 from client.stream import Cancellable, StreamBase
 from client.sync_client import DEFAULT_URLS
-from client.types import Completion, Delta, PagedError
-from client.wire import Fields, Message, Values, check_timeout, request_values
+from client.types import Completion, Delta, PagedError, PoolMap
+from client.wire import POOL_MAP_REQUEST, Fields, Message, Values, check_timeout, read_pool_map, request_values
 
 
 class AsyncResponses(Cancellable, Protocol):
@@ -130,6 +131,17 @@ class AsyncClient:
     ) -> AsyncStream:
         """A request whose answer arrives piece by piece; see Client.stream. Sent when iterated."""
         return self._open(request_values(prompt, messages, sampling, stream=True), request_id, timeout)
+
+    async def pool_map(self, *, timeout: float | None = None) -> PoolMap:
+        """See Client.pool_map."""
+        responses = self._transport.open(POOL_MAP_REQUEST, "", check_timeout(timeout))
+        try:
+            pool = read_pool_map(await responses.next())
+            with suppress(PagedError):
+                await responses.next()
+        finally:
+            responses.cancel()
+        return pool
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._transport.open(values, request_id, check_timeout(timeout)))

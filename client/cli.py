@@ -1,16 +1,19 @@
-"""The `paged` command line: serve a model, ask it, talk to it, measure it."""
+"""The `paged` command line: serve a model, ask it, talk to it, watch its memory, measure it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from client.session import Session, UsageError, read_standard_input
 from client.sync_client import DEFAULT_URLS, Client
 from client.types import PagedError
+from client.wire import check_timeout
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 DEFAULT_MAX_TOKENS = 256
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C"))
     _add_generate(commands.add_parser("generate", help="complete a prompt on a running server"))
     _add_chat(commands.add_parser("chat", help="talk to a running server"))
+    _add_map(commands.add_parser("map", help="draw the blocks of a running server's pool"))
     _add_bench(commands.add_parser("bench", help="run a benchmark"))
     _add_perf_analyzer(commands.add_parser("perf_analyzer", help="run Triton's load generator, with its own flags"))
     return parser
@@ -88,6 +92,22 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=chat)
 
 
+def _add_map(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_server_options(parser)
+    add("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    add("--once", action="store_true", help="print the picture once, without colour")
+    add(
+        "--samples",
+        type=_samples,
+        metavar="N",
+        help="look so often, and draw once (default 1; without end on a terminal)",
+    )
+    add("--png", type=Path, metavar="FILE", help="write the picture to this file")
+    add("--html", type=Path, metavar="FILE", help="write it as a page that tells of each block what it is")
+    parser.set_defaults(run=pool_map)
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paged bench [NAME [the benchmark's own arguments]]"
     parser.add_argument("name", nargs="?", help="which one; all are listed if absent")
@@ -98,13 +118,18 @@ def _add_perf_analyzer(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=perf_analyzer)
 
 
-def _add_request_options(parser: argparse.ArgumentParser) -> None:
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     defaults = ", ".join(f"{url} for {protocol}" for protocol, url in DEFAULT_URLS.items())
     add("--url", metavar="HOST:PORT", help=f"the server (default {defaults})")
     add("--protocol", choices=list(DEFAULT_URLS), default="grpc")
     add("--model", default="paged_llm", metavar="NAME", help="the served model's name")
     add("--timeout", type=float, metavar="SECONDS", help="limit for each answer")
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    _add_server_options(parser)
+    add = parser.add_argument
     add("--stats", action="store_true", help="token counts and speed, on standard error")
     add("--max-tokens", type=int, metavar="N", help=f"(default {DEFAULT_MAX_TOKENS})")
     add("--temperature", type=float, metavar="X")
@@ -119,6 +144,22 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}: must be 1..65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of seconds")
+    return seconds
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
     return int(text)
 
 
@@ -233,10 +274,29 @@ def chat(args: argparse.Namespace) -> int:
     return 0
 
 
+def pool_map(args: argparse.Namespace) -> int:
+    from client import map_command
+
+    client = _client(args)
+    return map_command.run(
+        lambda: client.pool_map(timeout=args.timeout),
+        interval=args.interval,
+        once=args.once,
+        samples=args.samples,
+        png=args.png,
+        html=args.html,
+        server=f"{args.model} at {args.url or DEFAULT_URLS[args.protocol]}",
+    )
+
+
 def _session(args: argparse.Namespace) -> Session:
     sampling = sampling_of(args)
+    return Session(_client(args), sampling, timeout=args.timeout, stats=args.stats)
+
+
+def _client(args: argparse.Namespace) -> Client:
     try:
-        client = Client(args.url, args.model, args.protocol)
+        check_timeout(args.timeout)
+        return Client(args.url, args.model, args.protocol)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return Session(client, sampling, timeout=args.timeout, stats=args.stats)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
 from client.conversation import Conversation
 from client.stream import Cancellable, StreamBase
-from client.types import Completion, Delta, PagedError
-from client.wire import Fields, Message, Values, check_timeout, request_values
+from client.types import Completion, Delta, PagedError, PoolMap
+from client.wire import POOL_MAP_REQUEST, Fields, Message, Values, check_timeout, read_pool_map, request_values
 
 DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
 
@@ -147,6 +148,23 @@ class Client:
     def conversation(self, **sampling: object) -> Conversation:
         """A session of its own on the server, which then remembers what was said; `sampling` goes with every turn."""
         return Conversation(self, sampling)
+
+    def pool_map(self, *, timeout: float | None = None) -> PoolMap:
+        """Which blocks of the server's pool are free, cached and held at this moment. It comes between two steps of
+        the engine, however busy that is.
+
+        Raises:
+            ValueError: a timeout that is none.
+            PagedError: the server cannot be reached or has no such map.
+        """
+        responses = self._transport.open(POOL_MAP_REQUEST, "", check_timeout(timeout))
+        try:
+            pool = read_pool_map(responses.next())
+            with suppress(PagedError):
+                responses.next()  # the end: a call that is dropped before can keep a server from exiting
+        finally:
+            responses.cancel()
+        return pool
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> Stream:
         return Stream(self._transport.open(values, request_id, check_timeout(timeout)))

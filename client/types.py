@@ -32,6 +32,61 @@ class Completion:
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class PoolMap:
+    """The blocks of a server's pool at one moment.
+
+    `states` has a character a block, in order of their numbers: "." free, "c" cached (nobody holds it, its content is
+    known), "1" to "9" held by so many sequences, "+" by more, "p" pinned by a session and held by no sequence.
+    """
+
+    time: float  # seconds since 1970, by the server's clock
+    block_size: int  # tokens
+    num_blocks: int
+    states: str
+    running: int  # requests
+    waiting: int
+    tokens: int  # whose keys and values are in the blocks that sequences hold
+    cached_tokens_hit: int  # prompt tokens found in the cache, since the server started
+    preemptions: int  # likewise
+
+    def __post_init__(self) -> None:
+        if len(self.states) != self.num_blocks or not self.states or set(self.states) - set(".c123456789+p"):
+            raise ValueError(f"states={self.states[:40]!r}: must be {self.num_blocks} characters of .c1-9+p, 1 or more")
+
+    @property
+    def free(self) -> int:
+        return self.states.count(".")
+
+    @property
+    def cached(self) -> int:
+        return self.states.count("c")
+
+    @property
+    def pinned(self) -> int:
+        return self.states.count("p")
+
+    @property
+    def owned(self) -> int:
+        """Blocks that one sequence holds."""
+        return self.states.count("1")
+
+    @property
+    def used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.free - self.cached - self.pinned
+
+    @property
+    def shared(self) -> int:
+        """Blocks that several sequences hold."""
+        return self.used - self.owned
+
+    @property
+    def utilisation(self) -> float | None:
+        """Share of the used blocks' slots that hold a token, as in the PagedAttention paper; None without any."""
+        return self.tokens / (self.used * self.block_size) if self.used else None
+
+
 class PagedError(Exception):
     """A request that failed. `code` is the stable class, `message` the reason without it.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from client.types import Completion, Delta
+from client.types import Completion, Delta, PagedError, PoolMap
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -22,6 +22,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_num_input_tokens": ("TYPE_BOOL", (1,)),
     "return_num_output_tokens": ("TYPE_BOOL", (1,)),
     "return_receipt": ("TYPE_BOOL", (1,)),
+    "pool_map": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
 }
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -32,8 +33,9 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "num_input_tokens": ("TYPE_UINT32", (1,)),
     "num_output_tokens": ("TYPE_UINT32", (-1,)),
     "receipt": ("TYPE_STRING", (1,)),
+    "pool_map": ("TYPE_STRING", (1,)),
 }
-READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "receipt")
+READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "receipt", "pool_map")
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Values = dict[str, "str | bool | int"]  # input name -> its one element, and Triton's own words for a session
@@ -80,6 +82,18 @@ def _sequence_value(name: str, value: object) -> str | bool | int:
     elif not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
     return value
+
+
+POOL_MAP_REQUEST: Values = {"pool_map": True}
+
+
+def read_pool_map(answer: Fields | None) -> PoolMap:
+    """Raises PagedError where the one response of such a request is none of the kind."""
+    try:
+        values = json.loads(str((answer or {})["pool_map"][0]))
+        return PoolMap(**{field.name: values[field.name] for field in fields(PoolMap)})
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
 
 
 def _json_object(sampling: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ found, and what is preempted waits there. Both are this class; `Move`s say what 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +66,10 @@ class BlockCounters:
 
 
 NO_HIT = Hit(())
+
+# What a map of the pool shows of a block: free, cached, held by so many block tables, pinned and held by none of them.
+FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
+_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())  # the mark of a block that so many hold
 
 
 class BlockManager:
@@ -413,6 +417,26 @@ class BlockManager:
         pool.lock(place.block)
 
     # -------------------------------------------------------------------------------------------------------------
+    def states(self, pinned: Mapping[int, int] | None = None) -> str:
+        """One character a block, in order of their numbers. pinned: how many sessions keep each. For the engine's
+        thread: a millisecond or two for 100,000 blocks, as only the fewer of the free and the cached are walked one by
+        one."""
+        try:
+            counts = bytes(self._references)
+        except ValueError:  # a count above 255
+            counts = bytes([count if count < 256 else 255 for count in self._references])
+        few: Iterable[int] = self._free
+        mark, other = FREE, CACHED
+        if len(self._cached) < len(self._free):
+            few, mark, other = self._cached, other, mark
+        marks = bytearray(counts.translate(other.encode() + _OF_COUNT[1:]))
+        number = ord(mark)
+        for block in few:
+            marks[block] = number
+        for block, sessions in (pinned or {}).items():
+            if self._references[block] == sessions:  # no request holds it
+                marks[block] = ord(PINNED)
+        return marks.decode()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert every invariant, against all live block tables. For tests and idle moments: it walks the pool."""

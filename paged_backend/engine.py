@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.batch import pack
+from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.content import Entry, extend_chain, root_key
 from paged_backend.disk import DiskTier
 from paged_backend.request import GenerateRequest, TokenDelta
@@ -33,6 +34,26 @@ class Abort:
 
     key: int
     index: int | None = None  # None: all of it
+
+
+class Look:
+    """Emit a map of the pool, before the next step."""
+
+
+@dataclass(frozen=True)
+class PoolMap:
+    """The pool at one moment."""
+
+    when: float  # time.time()
+    states: str  # see BlockManager.states
+    tokens: int  # whose keys and values are in blocks that sequences hold; in a shared one they count once
+    stats: SchedulerStats
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> PoolMap:
+        states, stats = scheduler.blocks.states(scheduler.pins.counts), scheduler.stats
+        held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
+        return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,7 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         device: torch.device,
-        emit: Callable[[StepOutput | EngineDied], None],
+        emit: Callable[[StepOutput | PoolMap | EngineDied], None],
         disk: DiskTier | None = None,
     ):
         self._scheduler = scheduler
@@ -86,7 +107,7 @@ class Engine:
         self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | None] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -126,6 +147,10 @@ class Engine:
     def unpin(self, session: Hashable) -> None:
         self._inbox.put(Unpin(session))
 
+    def look(self) -> None:
+        """Have a map of the pool emitted: one for all who ask between two steps."""
+        self._inbox.put(Look())
+
     def _run(self) -> None:
         try:
             while self._receive():
@@ -137,10 +162,11 @@ class Engine:
 
     def _receive(self) -> bool:
         """Take what the inbox holds, waiting only where there is nothing else to do. False: stop."""
-        changed = False
+        changed = looked = False
         while True:
             try:
-                message = self._inbox.get(block=not self._scheduler.has_work and self._spilled)
+                idle = not self._scheduler.has_work and self._spilled
+                message = self._inbox.get(block=idle and not changed and not looked)
             except Empty:
                 break
             if message is None:
@@ -150,12 +176,14 @@ class Engine:
             elif isinstance(message, Unpin):
                 self._scheduler.pins.drop(message.session)
                 changed = True
+            elif isinstance(message, Look):
+                looked = True
             else:
                 changed |= self._add(message)
-            if changed and not self._scheduler.has_work:
-                break
         if changed:
             self._emit(StepOutput((), self._stats(), time.monotonic()))
+        if looked:
+            self._emit(PoolMap.of(self._scheduler))
         return True
 
     def _add(self, message: GenerateRequest | Fetched) -> bool:

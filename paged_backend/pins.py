@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from paged_backend.block_manager import BlockManager
 
@@ -22,6 +22,11 @@ class Pins:
     @property
     def num_blocks(self) -> int:
         return len(self._pinned)
+
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """By block how many sessions keep it."""
+        return self._pinned
 
     @property
     def tables(self) -> list[list[int]]:

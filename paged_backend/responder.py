@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from paged_backend import wire
 from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
-from paged_backend.engine import EngineDied, StepOutput
+from paged_backend.engine import EngineDied, PoolMap, StepOutput
 from paged_backend.metrics import Metrics
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta, Usage
 from paged_backend.sessions import Sessions, Turn
@@ -152,9 +153,10 @@ class Responder:
         self._metrics = metrics
         self._sessions = sessions
         self._engine: Aborts | None = None
-        self._inbox: SimpleQueue[Stream | StepOutput | EngineDied | Refused | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None] = SimpleQueue()
         self._died: RequestError | None = None
         self._streams: dict[int, Stream] = {}
+        self._lookers: list[Channel] = []  # those who wait for a map of the pool
         self._next_poll = 0.0
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
@@ -175,7 +177,11 @@ class Responder:
         """Count a request that never became a stream."""
         self._inbox.put(Refused())
 
-    def emit(self, output: StepOutput | EngineDied) -> None:
+    def look(self, channel: Channel) -> None:
+        """Answer with the next map of the pool. Must come before the engine is asked for it."""
+        self._inbox.put(channel)
+
+    def emit(self, output: StepOutput | PoolMap | EngineDied) -> None:
         self._inbox.put(output)
 
     def _run(self) -> None:
@@ -192,6 +198,12 @@ class Responder:
                     if self._died:  # after it was asked whether it lives
                         message.error = self._died
                         touched[message.request.key] = message
+                elif isinstance(message, Channel):
+                    self._lookers.append(message)
+                    if self._died:
+                        self._fail_lookers(self._died)
+                elif isinstance(message, PoolMap):
+                    self._show(message)
                 elif isinstance(message, Refused):
                     self._metrics.ended("refused")
                 elif isinstance(message, StepOutput):
@@ -206,7 +218,7 @@ class Responder:
             self._poll()
             self._metrics.show_sessions(len(self._sessions))
 
-    def _collect(self) -> list[Stream | StepOutput | EngineDied | Refused | None]:
+    def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
         session."""
         messages = []
@@ -244,7 +256,38 @@ class Responder:
         self._died = RequestError(ErrorCode.INTERNAL, reason)
         for stream in self._streams.values():
             stream.error = self._died
+        self._fail_lookers(self._died)
         return dict(self._streams)
+
+    def _show(self, pool: PoolMap) -> None:
+        """Answer all who asked. No request of the metrics': it took no place and no token."""
+        outputs = wire.write_pool_map(
+            {
+                "time": pool.when,
+                "block_size": pool.stats.block_size,
+                "num_blocks": pool.stats.blocks_total,
+                "states": pool.states,
+                "running": pool.stats.running,
+                "waiting": pool.stats.waiting,
+                "tokens": pool.tokens,
+                "cached_tokens_hit": pool.stats.cached_tokens,
+                "preemptions": pool.stats.preemptions,
+            }
+        )
+        self._answer_lookers(lambda channel: channel.send(outputs, final=True))
+
+    def _fail_lookers(self, error: RequestError) -> None:
+        self._answer_lookers(lambda channel: channel.fail(error))
+
+    def _answer_lookers(self, answer: Callable[[Channel], None]) -> None:
+        lookers, self._lookers = self._lookers, []
+        for channel in lookers:
+            try:
+                answer(channel)
+            except Exception as error:
+                log.exception("a map of the pool could not be sent")
+                with suppress(Exception):
+                    channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _guarded(self, stream: Stream, action) -> None:  # type: ignore[no-untyped-def]
         """One stream's trouble, whatever it is, must not reach another's."""

@@ -211,6 +211,12 @@ class Scheduler:
         """Requests that hold blocks, by arrival."""
         return tuple(self._running.values())
 
+    @property
+    def empty_slots(self) -> int:
+        """Slots of the sequences' blocks that hold no token: between steps, the rest of the last block of each."""
+        last = {one.blocks[-1]: one for group in self._running.values() for one in group.sequences if one.blocks}
+        return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
+
     def add(self, request: GenerateRequest) -> None:
         insort(self._waiting, Group.of(request), key=_order)
 

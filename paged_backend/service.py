@@ -168,7 +168,12 @@ class Service:
         try:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
-            call = wire.read(*channel.received())
+            received = channel.received()
+            if wire.asks_for_pool_map(*received):
+                self._responder.look(channel)
+                self._engine.look()
+                return
+            call = wire.read(*received)
             stream = self._admit(call, channel, arrived)
             if stream is not None:
                 self._responder.open(stream)

@@ -1,6 +1,7 @@
 """Triton's tensors and parameters to a request, and back. The only place that spells a tensor's name.
 
-The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages` and receipts.
+The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`, receipts and maps of
+the pool.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ INPUTS = {
     "return_num_input_tokens": _BOOL,
     "return_num_output_tokens": _BOOL,
     "return_receipt": _BOOL,
+    "pool_map": _BOOL,
     "embedding_request": _STRING,
 }
 OUTPUTS = {
@@ -48,6 +50,7 @@ OUTPUTS = {
     "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
     "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,)),
     "receipt": _STRING,
+    "pool_map": _STRING,
 }
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
 
@@ -149,6 +152,29 @@ def write(
     if receipt is not None:
         values["receipt"] = [json.dumps(receipt).encode()]
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
+
+
+def asks_for_pool_map(
+    tensors: Mapping[str, np.ndarray],
+    parameters: Mapping[str, Any],
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    flags: int = 0,
+) -> bool:
+    """Whether this is no prompt but asks for a map of the pool. Raises RequestError for whatever stands beside that,
+    which would be ignored."""
+    if not _bool(tensors, "pool_map", False):
+        return False
+    sampling, timeout_us = _parameters(parameters, timeout_us)
+    beside = [*sorted(tensors.keys() - {"pool_map"}), *sorted(sampling)]
+    beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(_sequence(parameters, sequence_id, flags))
+    if beside:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside pool_map; leave it out")
+    return True
+
+
+def write_pool_map(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {"pool_map": np.array([json.dumps(values).encode()], dtype=np.object_)}
 
 
 def _one(tensors: Mapping[str, np.ndarray], name: str) -> Any:

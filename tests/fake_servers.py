@@ -2,7 +2,7 @@
 
 `say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason), `fail`: an
 error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing more comes until the
-client is gone, `vanish`: the connection breaks.
+client is gone, `vanish`: the connection breaks. Who asks for a map of the pool gets the next one of `Seen.maps`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,22 @@ class Seen:
     requests: list[dict[str, Any]] = field(default_factory=list)
     asked: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
+    maps: list[str] = field(default_factory=list)  # the last one stays
 
     def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
         self.requests.append({**inputs, "request_id": request_id})
         self.asked.set()
+        if "pool_map" in inputs:
+            text = self.maps.pop(0) if len(self.maps) > 1 else self.maps[0]
+            return {"fail": text, "say": []} if text.startswith("UNAVAILABLE") else {"map": text}
         return json.loads(inputs["sampling_parameters"])
 
 
 def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The responses that carry text, as outputs by name."""
+    if "map" in script:
+        yield {"pool_map": script["map"]}
+        return
     say = script["say"]
     ends = not script.keys() & {"fail", "cut", "hold", "vanish"}
     for number, text in enumerate(say, 1):

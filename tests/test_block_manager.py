@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_backend.block_manager import BlockManager
+from paged_backend.content import root_key
 
 
 class Blocks(RuleBasedStateMachine):
@@ -66,6 +67,7 @@ class Blocks(RuleBasedStateMachine):
         assert self.blocks.num_free == len(self.free)
         assert self.blocks.num_free + self.blocks.num_used == self.blocks.num_blocks
         self.blocks.check(self.tables.values())
+        assert self.blocks.states() == naive_states(self.blocks)
 
     def teardown(self):
         if hasattr(self, "blocks"):
@@ -113,3 +115,47 @@ def test_the_core_imports_nothing_but_the_standard_library(module):
 def test_the_scheduler_loads_without_torch():
     code = "import paged_backend.scheduler, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def naive_states(blocks):
+    """What `states` promises, block by block."""
+    free = set(range(blocks.num_blocks)) - {block for block, count in enumerate(blocks._references) if count}
+    marks = {block: "c" if blocks.is_cached(block) else "." for block in free}
+    held = {block: str(count) if count < 10 else "+" for block, count in enumerate(blocks._references) if count}
+    return "".join((marks | held)[block] for block in range(blocks.num_blocks))
+
+
+@pytest.mark.parametrize("tables", [1, 2, 9, 10, 255, 256, 300])
+def test_a_state_tells_how_many_tables_hold_a_block(tables):
+    blocks = BlockManager(4, 4)
+    first = []
+    assert blocks.grow(first, 8)
+    others = [blocks.fork(first[:1]) for _ in range(tables - 1)]
+    mark = str(tables) if tables < 10 else "+"
+    assert blocks.states() == f"{mark}1.."
+    assert (blocks.states().count("."), len(others)) == (blocks.num_free, tables - 1)
+
+
+@pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
+def test_a_state_tells_free_from_cached(free, cached, held):
+    """Whichever of the two are fewer, as those are found another way."""
+    blocks = BlockManager(free + cached + held, 4, caching=True)
+    table = blocks.allocate(cached)
+    tokens = list(range(4 * cached))
+    chain = [root_key("")]
+    for index, block in enumerate(table):
+        blocks.seal(block, chain, tokens, index)
+    keep = blocks.allocate(held)
+    blocks.release(table)
+    assert blocks.states() == naive_states(blocks)
+    assert [blocks.states().count(mark) for mark in ".c1"] == [free, cached, held]
+    blocks.check([keep])
+
+
+def test_the_source_of_a_copy_is_held_until_it_is_done():
+    blocks = BlockManager(3, 4)
+    first = blocks.allocate(1)
+    copy = blocks.make_writable(first, 0)
+    assert blocks.states() == "11."
+    blocks.finish([copy])
+    assert blocks.states() == ".1."

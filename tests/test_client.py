@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from tritonclient.grpc import service_pb2
 
-from client import AsyncClient, Client, Completion, Delta, PagedError, grpc_wire, http_wire
+from client import AsyncClient, Client, Completion, Delta, PagedError, PoolMap, grpc_wire, http_wire, sync_client
 from client.async_http import HttpResponses
 from client.wire import Transcript, request_values
 from tests.fake_servers import SERVERS, WAIT, grpc_inputs, grpc_response
@@ -227,7 +227,49 @@ async def async_texts(stream):
     return [delta.text async for delta in stream]
 
 
+def pool_of(states, **others):
+    """What a server says of its pool."""
+    values = {"time": 12.5, "block_size": 16, "running": 1, "waiting": 2, "tokens": 20, "preemptions": 4}
+    return values | {"num_blocks": len(states), "states": states, "cached_tokens_hit": 3} | others
+
+
+NO_MAPS = [
+    ("[]", "INTERNAL"),
+    ("{}", "INTERNAL"),
+    ("{", "INTERNAL"),
+    (json.dumps(pool_of("12", num_blocks=3)), "INTERNAL"),
+    (json.dumps(pool_of("1x")), "INTERNAL"),
+    (json.dumps(pool_of("")), "INTERNAL"),
+    ("UNAVAILABLE: the engine has stopped", "UNAVAILABLE"),
+]
+
+
+def test_the_counts_of_a_map_add_up():
+    pool = PoolMap(**pool_of("..cc1129+p"))
+    assert (pool.free, pool.cached, pool.owned, pool.shared, pool.pinned) == (2, 2, 2, 3, 1)
+    assert pool.used == pool.owned + pool.shared
+    assert pool.utilisation == 20 / (5 * 16)
+    assert PoolMap(**pool_of(".cp")).utilisation is None
+
+
 class TestClient:
+    def test_a_map_of_the_pool(self, client, fake):
+        fake.maps.append(json.dumps(pool_of("12c.", news="a newer server has more to say")))
+        assert client.pool_map(timeout=WAIT) == PoolMap(**pool_of("12c."))
+        assert fake.requests == [{"pool_map": True, "request_id": ""}]
+
+    @pytest.mark.parametrize(("said", "code"), NO_MAPS)
+    def test_what_is_no_map(self, client, fake, said, code):
+        fake.maps.append(said)
+        with pytest.raises(PagedError) as raised:
+            client.pool_map()
+        assert raised.value.code == code
+
+    def test_an_answer_without_a_map(self, client, monkeypatch):
+        monkeypatch.setattr(sync_client, "POOL_MAP_REQUEST", {"sampling_parameters": '{"say": ["a"]}'})
+        with pytest.raises(PagedError, match="INTERNAL: the server sent no map of its pool"):
+            client.pool_map()
+
     def test_generate(self, client, fake, protocol):
         answer = client.generate("hé", request_id="r", say=["a", "é"])
         assert answer == Completion("aé", "stop", 7, 4)
@@ -380,6 +422,17 @@ class TestAsyncClient:
         assert self.run(fake, protocol, scenario) == Completion("aé", "stop", 7, 4)
         assert fake.requests[0]["text_input"] == "hé"
         assert fake.requests[0]["request_id"] == "r"
+
+    def test_a_map_of_the_pool(self, fake, protocol):
+        fake.maps += [json.dumps(pool_of("12c.")), "UNAVAILABLE: the engine has stopped"]
+
+        async def scenario(client):
+            pool = await client.pool_map(timeout=WAIT)
+            with pytest.raises(PagedError, match="the engine has stopped"):
+                await client.pool_map()
+            return pool
+
+        assert self.run(fake, protocol, scenario) == PoolMap(**pool_of("12c."))
 
     def test_stream(self, fake, protocol):
         async def scenario(client):

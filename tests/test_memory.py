@@ -128,6 +128,7 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
                 else:
                     assert found == alone(one, delta.sample, vocab)
         sched.check()
+        assert sched.blocks.num_used * size - sched.empty_slots == tokens_held(sched)
     assert not left
     assert sched.blocks.num_used == sched.stats.blocks_pinned <= pinned
     while sched.pins.drop_oldest():
@@ -135,6 +136,19 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
     assert sched.blocks.num_used == 0
     sched.blocks.forget()
     assert sched.blocks.num_free == blocks
+
+
+def tokens_held(sched):
+    """Slots of the pool that hold a token of a sequence, counted one by one."""
+    size = sched.blocks.block_size
+    return len(
+        {
+            (one.blocks[position // size], position % size)
+            for group in sched.running
+            for one in group.sequences
+            for position in range(one.computed)
+        }
+    )
 
 
 def forget(requests, outputs, key):
@@ -442,3 +456,13 @@ def test_a_session_does_not_keep_out_a_request_that_needs_the_whole_pool():
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
     assert finish_with_pins(sched, store, request(1, range(200, 232), max_tokens=1))
+
+
+def test_the_map_tells_what_only_sessions_keep():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 108), max_tokens=1, session="chat"))
+    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("pp......")
+    sched.add(request(1, [*range(100, 108), 5, 6], session="chat"))
+    sched.schedule()
+    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")

@@ -30,7 +30,7 @@ def test_config_backend_and_client_name_the_same_tensors(section):
 
 
 def test_the_tensors_are_those_of_the_vllm_backend():
-    """As its documentation lists them; `messages` is ours, and stands in for text_input."""
+    """As its documentation lists them; `messages`, receipts and maps of the pool are ours."""
     assert tensors_of("input") == {
         "text_input": ("TYPE_STRING", (1,)),
         "messages": ("TYPE_STRING", (1,)),
@@ -44,11 +44,12 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_num_input_tokens": ("TYPE_BOOL", (1,)),
         "return_num_output_tokens": ("TYPE_BOOL", (1,)),
         "return_receipt": ("TYPE_BOOL", (1,)),
+        "pool_map": ("TYPE_BOOL", (1,)),
         "embedding_request": ("TYPE_STRING", (1,)),
     }
     assert set(tensors_of("output")) == {
         "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
-        "receipt",
+        "receipt", "pool_map",
     }  # fmt: skip
 
 
@@ -219,3 +220,29 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
         read(text_input=text("x")), texts=[""], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2]
     )
     assert list(plain) == ["text_output"]
+
+
+def test_a_map_of_the_pool_is_asked_for_alone():
+    assert wire.asks_for_pool_map({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0})
+    assert not wire.asks_for_pool_map({"pool_map": flag(False), "text_input": text("x")}, {})
+    assert not wire.asks_for_pool_map({"text_input": text("x")}, {"max_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "parameters", "others", "named"),
+    [
+        ({"text_input": text("x")}, {}, (), "text_input"),
+        ({"messages": text("[]")}, {}, (), "messages"),
+        ({"stream": flag(True)}, {}, (), "stream"),
+        ({"image": text("")}, {}, (), "image"),
+        ({}, {"max_tokens": 3}, (), "max_tokens"),
+        ({}, {"timeout": 3}, (), "timeout"),
+        ({}, {}, (3,), "timeout"),
+        ({}, {}, (0, 7), "sequence_id"),
+    ],
+)
+def test_what_stands_beside_a_map_is_refused_by_name(tensors, parameters, others, named):
+    with pytest.raises(RequestError, match=f"{named}: means nothing beside pool_map; leave it out"):
+        wire.asks_for_pool_map({"pool_map": flag(True)} | tensors, parameters, *others)
+    with pytest.raises(RequestError, match="sequence_end=true: needs a sequence_id"):
+        wire.asks_for_pool_map({"pool_map": flag(True)}, {"sequence_end": True})

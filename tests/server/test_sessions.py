@@ -52,7 +52,7 @@ def test_a_turn_goes_on_where_the_last_one_ended(server, sequence_id):
 
 def test_over_http_too(server):
     def ask(**body):
-        body = {"exclude_input_in_output": True, "sampling_parameters": GREEDY, "sequence_id": 9} | body
+        body = {"exclude_input_in_output": True, "sequence_id": 9} | GREEDY | body
         status, reply = post(server, body)
         return status, json.loads(reply)
 
@@ -109,7 +109,7 @@ def test_a_second_turn_at_once_is_refused(server):
 def test_a_stop_string_ends_a_turn_and_is_not_remembered(server):
     with Client(server.grpc_url) as client:
         free = client.generate("Once upon a time", temperature=0, max_tokens=24).text
-        stop = free.split()[3]
+        stop = " " + free.split()[3]
         with client.conversation(temperature=0) as talk:
             first = talk.generate("Once upon a time", max_tokens=24, stop=[stop])
             assert first.text == free[: free.index(stop)]

@@ -1,0 +1,157 @@
+"""Maps of the pool between the engine and whoever asks: one answer each, whatever becomes of the engine."""
+
+import json
+from dataclasses import fields
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.block_manager import BlockManager
+from paged_backend.channel import Channel
+from paged_backend.engine import Engine, EngineDied, PoolMap
+from paged_backend.metrics import Metrics
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.responder import Responder
+from paged_backend.scheduler import Scheduler, SchedulerStats
+from paged_backend.sessions import Sessions
+from tests.in_process import WAIT, tiny_assembly
+
+NOTHING = dict.fromkeys((spec.name for spec in fields(SchedulerStats)), 0)
+STATS = SchedulerStats(**NOTHING | {"running": 1, "blocks_total": 4, "blocks_used": 2, "blocks_cached": 1,
+                                    "blocks_shared": 1, "block_size": 16, "cached_tokens": 5})  # fmt: skip
+POOL = PoolMap(12.5, "12c.", 20, STATS)
+
+
+class Metric:
+    def __init__(self, **labels):
+        self.value = 0.0
+
+    def set(self, value):
+        self.value = value
+
+    def increment(self, value):
+        self.value += value
+
+
+class Family:
+    GAUGE, COUNTER, HISTOGRAM = "GAUGE", "COUNTER", "HISTOGRAM"
+
+    def __init__(self, **description):
+        self.Metric = Metric
+
+
+PB_UTILS = SimpleNamespace(
+    MetricFamily=Family,
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    Tensor=lambda name, value: (name, value),
+    InferenceResponse=lambda output_tensors, error=None: (output_tensors, error),
+    TritonError=type(
+        "TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)}
+    ),
+)
+
+
+class Sent(SimpleQueue):
+    """What one client got: (tensors by name, error text, whether it was the last)."""
+
+    def __init__(self, trouble=0):
+        self.trouble = trouble  # sends that fail
+
+    def send(self, response, flags):
+        if self.trouble:
+            self.trouble -= 1
+            raise RuntimeError("the pipe broke")
+        tensors, error = response
+        self.put((dict(tensors), error and error.text, flags == 1))
+
+    def channel(self):
+        return Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
+
+    def the_only(self):
+        got = self.get(timeout=WAIT)
+        assert self.empty()
+        return got
+
+
+@pytest.fixture
+def responder():
+    made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print))
+    made.start(SimpleNamespace())
+    yield made
+    made.stop()
+
+
+def test_all_who_ask_get_the_next_map_once(responder):
+    one, other, late = Sent(), Sent(), Sent()
+    responder.look(one.channel())
+    responder.look(other.channel())
+    responder.emit(POOL)
+    for sent in (one, other):
+        tensors, error, final = sent.the_only()
+        assert error is None and final
+        (text,) = tensors["pool_map"]
+        assert json.loads(text) == {
+            "time": 12.5,
+            "block_size": 16,
+            "num_blocks": 4,
+            "states": "12c.",
+            "running": 1,
+            "waiting": 0,
+            "tokens": 20,
+            "cached_tokens_hit": 5,
+            "preemptions": 0,
+        }
+    responder.look(late.channel())
+    responder.emit(POOL)
+    late.the_only()
+    assert one.empty() and other.empty()
+
+
+def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder):
+    waiting, late = Sent(), Sent()
+    responder.look(waiting.channel())
+    responder.emit(EngineDied("the engine died: it did"))
+    responder.look(late.channel())
+    for sent in (waiting, late):
+        assert sent.the_only() == ({}, "INTERNAL: the engine died: it did", True)
+
+
+def test_one_clients_trouble_is_not_the_others(responder):
+    broken, whole = Sent(trouble=1), Sent()
+    responder.look(broken.channel())
+    responder.look(whole.channel())
+    responder.emit(POOL)
+    assert whole.the_only()[1] is None
+    assert broken.the_only() == ({}, "INTERNAL: RuntimeError: the pipe broke", True)
+
+
+def test_the_pool_of_a_scheduler_at_work():
+    """Two samples of a prompt of two blocks and a bit, a token later: a block that both hold counts once."""
+    scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, [50, 60])
+    pool = PoolMap.of(scheduler)
+    assert sorted(pool.states) == [*".....222"]
+    assert (pool.tokens, pool.stats.running) == (10, 1)
+    plan = scheduler.schedule()
+    scheduler.commit(plan, [51, 61])
+    pool = PoolMap.of(scheduler)
+    assert sorted(pool.states) == [*"....1122"]
+    assert pool.tokens == 8 + 3 + 3
+    scheduler.abort(0)
+    pool = PoolMap.of(scheduler)
+    assert sorted(pool.states) == [*"......cc"]
+    assert (pool.tokens, pool.stats.running) == (0, 0)
+
+
+def test_the_engine_makes_one_map_for_all_who_ask_between_two_steps(tiny):
+    assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
+    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+    for _ in range(5):
+        engine.look()
+    engine.start()
+    assert isinstance(steps.get(timeout=WAIT), PoolMap)
+    engine.stop()
+    assert steps.empty()
