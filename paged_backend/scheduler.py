@@ -26,10 +26,6 @@ class Chunk:
     length: int
     draws: tuple[Sequence, ...]
 
-    def __post_init__(self) -> None:
-        assert self.length >= 1 and self.start == self.sequence.computed, self
-        assert not self.draws or self.start + self.length == len(self.sequence.tokens), self
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -61,16 +57,17 @@ class _Draft:
     """A plan in the making: what each group computes, and how many tokens the step can still take."""
 
     budget: int
-    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     ins: dict[int, list[Move]] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)
 
     def put(self, group: Group, sequence: Sequence, length: int) -> None:
+        start = sequence.computed
         draws: tuple[Sequence, ...] = ()
-        if length == sequence.pending:
+        if start + length == len(sequence.tokens):
             draws = (sequence,) if group.forked else tuple(group.sequences)
-        self.chunks.setdefault(group.key, []).append(Chunk(sequence, sequence.computed, length, draws))
+        self.chunks.append(Chunk(sequence, start, length, draws))
         self.budget -= length
 
     def copy(self, group: Group, copy: Copy) -> None:
@@ -86,13 +83,14 @@ class _Draft:
 
     def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
         """Take a group out; the copies and moves that it no longer needs."""
-        self.budget += sum(chunk.length for chunk in self.chunks.pop(group.key, []))
+        self.budget += sum(chunk.length for chunk in self.chunks if chunk.sequence.request is group.request)
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
         return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
 
     def plan(self, blocks: BlockManager) -> Plan | None:
         if not self.chunks:
             return None
-        return Plan(_flat(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
+        return Plan(tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
 
 
 def _flat(parts: dict[int, list[Any]]) -> tuple[Any, ...]:
@@ -526,8 +524,9 @@ class Scheduler:
         group.forked = True
 
     def _append(self, group: Group, sequence: Sequence, token: int) -> TokenDelta:
-        sequence.tokens.append(token)
-        request, generated = sequence.request, sequence.generated
+        request, tokens = sequence.request, sequence.tokens
+        tokens.append(token)
+        generated = len(tokens) - sequence.num_prompt
         finish = None
         if token in request.stop_ids and generated >= request.sampling.min_tokens:
             finish = FinishReason.STOP

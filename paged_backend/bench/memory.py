@@ -7,18 +7,22 @@ ShareGPT (161 in, 338 out) and Alpaca (19 in, 58 out), cut at 1,024 (Kwon et al.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from pathlib import Path
 
+from paged_backend.beam_search import Candidate
 from paged_backend.bench._report import Record, parser, publish
 from paged_backend.block_manager import BlockManager
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.scheduler import Scheduler
+from paged_backend.scheduler import Drawn, Scheduler
+from paged_backend.sequence import Sequence
 
 DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}
 LONGEST = 1024  # tokens, of a prompt and of an output
@@ -53,32 +57,56 @@ def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
     return cut
 
 
-def requests(dataset: str, count: int, *, n: int = 1, equal: bool = False) -> list[GenerateRequest]:
+def requests(dataset: str, count: int, *, equal: bool = False, **sampling: int) -> list[GenerateRequest]:
     """`equal`: all of the mean lengths."""
     rnd = random.Random(0)
     count *= 1 if dataset == "ShareGPT" else 6  # shorter ones: about as many tokens
     prompts, outputs = ([mean] * count if equal else lengths(mean, count, rnd) for mean in DATASETS[dataset])
     rnd.shuffle(outputs)
     return [
-        GenerateRequest(key, tuple(range(prompt)), SamplingParams(max_tokens=output, n=n), 0, frozenset())
+        GenerateRequest(key, tuple(range(prompt)), SamplingParams(max_tokens=output, **sampling), 0, frozenset())
         for key, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 
 
-def simulate(work: Sequence[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
+def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
     """Serve all requests, always as many as fit, and look at the pool from time to time while others wait."""
     blocks = BlockManager(POOL_SLOTS // block_size, block_size)
     scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
     for request in work:
         scheduler.add(request)
-    step = 0
+    step, rnd = 0, random.Random(0)
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.commit(plan, [0] * sum(len(chunk.draws) for chunk in plan.chunks))
+        scheduler.commit(plan, [drawn(sequence, rnd) for chunk in plan.chunks for sequence in chunk.draws])
         step += 1
         if step % every == 0 and scheduler.stats.waiting:
             yield look(scheduler)
+
+
+def drawn(sequence: Sequence, rnd: random.Random) -> Drawn:
+    """Token 0; for a beam tokens that are each about as much less likely as in a language model that is fairly sure."""
+    width = sequence.request.sampling.beam_width
+    if width == 1:
+        return 0
+    log_prob, row = -rnd.expovariate(1), []
+    for token in range(2 * width):
+        row.append(Candidate(token, log_prob))
+        log_prob -= rnd.expovariate(1)
+    return row
+
+
+def distinct_slots(beams: Rows[Sequence], size: int) -> int:
+    """Slots that live beams need by arithmetic: beams that have a block's tokens and all before them in common need it
+    once."""
+    seen = set()
+    for beam in beams:
+        prefix = 0
+        for start in range(0, beam.computed, size):
+            prefix = hash((prefix, *beam.tokens[start : min(start + size, beam.computed)]))
+            seen.add((start, prefix))
+    return len(seen) * size
 
 
 def look(scheduler: Scheduler) -> Sample:
@@ -94,15 +122,18 @@ def look(scheduler: Scheduler) -> Sample:
         totals["oracle"] += need * samples
         totals["live"] += shared
         totals["analytic"] += shared
+        if group.beams:
+            totals["analytic"] += distinct_slots(group.sequences, size) - shared
         for sequence in group.active:
             held = len(sequence.blocks) * size
             totals["unshared"] += held
             totals["live"] += sequence.computed - shared
-            totals["analytic"] += -(-sequence.computed // size) * size - shared
+            if not group.beams:
+                totals["analytic"] += -(-sequence.computed // size) * size - shared
     return Sample(requests=len(groups), allocated=scheduler.blocks.num_used * size, **totals)
 
 
-def utilisation(samples: Sequence[Sample], of: str) -> float:
+def utilisation(samples: Rows[Sample], of: str) -> float:
     """Token states over slots, over all moments."""
     return sum(one.live for one in samples) / sum(getattr(one, of) for one in samples)
 
@@ -147,15 +178,16 @@ def capacity(count: int) -> list[Record]:
 
 
 def sharing(count: int) -> list[Record]:
-    """Blocks saved by parallel sampling over blocks without sharing, beside what arithmetic says."""
+    """Blocks saved by parallel sampling and by beam search over blocks without sharing, beside what arithmetic says."""
     records = []
-    for dataset in DATASETS:
-        for n in (2, 4, 6):
-            samples = list(simulate(requests(dataset, count, n=n), 16))
-            unshared = sum(one.unshared for one in samples)
-            saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
-            analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
-            records.append(Record(f"saved by sharing {dataset} n={n}", saved, "%", peers={"by arithmetic": analytic}))
+    for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), (2, 4, 6)):
+        samples = list(simulate(requests(dataset, count, **{kind: width}), 16))
+        unshared = sum(one.unshared for one in samples)
+        saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
+        analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
+        records.append(
+            Record(f"saved by sharing {dataset} {kind}={width}", saved, "%", peers={"by arithmetic": analytic})
+        )
     return records
 
 
@@ -179,6 +211,46 @@ def bookkeeping(steps: int) -> list[Record]:
             name = f"bookkeeping running={running} context={context}"
             records.append(Record(name, statistics.median(took[1:]), "us/sequence/step", target=3.0))
     return records
+
+
+def attention_speed(rounds: int) -> list[Record]:
+    """Milliseconds of one layer's attention and write for 16 sequences that decode at context 512, by block size, on
+    this machine's device: 9 heads of 64, 3 KV heads, as in the demo model. The sizes take turns."""
+    import torch
+
+    from kernels.ops import kv_write, paged_attention
+    from kernels.paging import Paging
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count, context = 16, 512
+    lens = torch.full((count,), context, dtype=torch.int32, device=device)
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+    query, new = (torch.randn(count, heads, 64, device=device) for heads in (9, 3))
+
+    def step(size: int, cache: torch.Tensor, tables: torch.Tensor) -> None:
+        slots = tables[:, (context - 1) // size].long() * size + (context - 1) % size
+        paging = Paging(slots, tables, lens, starts, 1, context)
+        kv_write(new, new, cache, cache, slots)
+        paged_attention(query, cache, cache, paging, scale=0.125)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    pools, took = {}, {size: list[float]() for size in BLOCK_SIZES}
+    for size in BLOCK_SIZES:
+        blocks = -(-context // size)
+        cache = torch.randn(count * blocks, 3, size, 64, device=device)
+        tables = torch.randperm(count * blocks).to(torch.int32).view(count, blocks).to(device)
+        pools[size] = (cache, tables)
+        step(size, cache, tables)
+    for _ in range(rounds):
+        for size, (cache, tables) in pools.items():
+            started = time.perf_counter()
+            step(size, cache, tables)
+            took[size].append(time.perf_counter() - started)
+    return [
+        Record(f"attention on {device.type}, block_size={size}", 1e3 * statistics.median(values), "ms/layer")
+        for size, values in took.items()
+    ]
 
 
 def system_prompt(model: str, count: int) -> list[Record]:
@@ -218,13 +290,14 @@ def system_prompt(model: str, count: int) -> list[Record]:
     ]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Rows[str]) -> int:
     args = _parser().parse_args(argv)
     count = min(args.requests, 200) if args.quick else args.requests
     records, curves = pages(count)
     records += capacity(count)
     records += sharing(count)
     records += bookkeeping(min(count, 200))
+    records += attention_speed(10 if args.quick else 50)
     records += system_prompt(args.model, max(2, count // 10) if not args.quick else 4)
     publish(records, args.json, lambda file, caption: draw(records, curves, file, caption))
     return 0
@@ -237,7 +310,7 @@ def _parser() -> ArgumentParser:
     return made
 
 
-def draw(records: Sequence[Record], curves: dict[str, dict[int, float]], file: Path, caption: str) -> None:
+def draw(records: Rows[Record], curves: dict[str, dict[int, float]], file: Path, caption: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.4), layout="constrained")
@@ -260,10 +333,11 @@ def draw(records: Sequence[Record], curves: dict[str, dict[int, float]], file: P
     )
     middle.bar_label(drawn, fmt="%.1f")
     middle.set_title("waste on ShareGPT lengths, %", fontsize=10)
-    for dataset in DATASETS:
-        shared = [by_name[f"saved by sharing {dataset} n={n}"].value for n in (2, 4, 6)]
-        right.plot((2, 4, 6), shared, marker="o", label=dataset)
-    right.set_xlabel("samples of one prompt")
+    for dataset, (kind, style) in itertools.product(DATASETS, (("n", "-"), ("beam_width", "--"))):
+        shared = [by_name[f"saved by sharing {dataset} {kind}={width}"].value for width in (2, 4, 6)]
+        label = f"{dataset}, {'samples' if kind == 'n' else 'beams'}"
+        right.plot((2, 4, 6), shared, style, marker="o", label=label, color="C0" if dataset == "ShareGPT" else "C1")
+    right.set_xlabel("samples or beams of one prompt")
     right.set_ylabel("blocks saved by sharing, %")
     right.set_xticks((2, 4, 6))
     right.set_ylim(0)
