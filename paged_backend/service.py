@@ -53,7 +53,7 @@ def assemble(config: EngineConfig) -> Assembly:
     spec = loaded.spec
     _warm_up(config, loaded, device)
     blocks = BlockManager(
-        kv_cache.num_blocks(config, spec.layers, spec.dtype, device),
+        kv_cache.num_blocks(config, spec.layers, spec.kv_dtype, device),
         config.block_size,
         caching=config.enable_prefix_caching,
     )
@@ -71,7 +71,7 @@ def assemble(config: EngineConfig) -> Assembly:
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
     kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -85,7 +85,7 @@ def assemble(config: EngineConfig) -> Assembly:
         len(spec.layers),
         blocks.num_blocks,
         blocks.block_size,
-        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.dtype) / kv_cache.GIB,
+        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
     )
     return Assembly(loaded, limits, scheduler, Runner(loaded.model, kv), device)
 
@@ -101,7 +101,7 @@ def _warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) ->
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
     kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
     plan = scheduler.schedule()
     assert plan is not None

@@ -83,12 +83,12 @@ def test_reference_softcap_and_sinks_equal_their_formula():
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
     inputs = make_inputs(Case("decode"), torch.float32, device)
-    query, keys, values, paging = inputs.arrays
-    together = paged_attention(query, keys, values, paging, scale=0.1)
+    query, cache, paging = inputs.arrays
+    together = paged_attention(query, cache, paging, scale=0.1)
     alone, _ = make_paging(((1, 130),), 16)
     alone.block_tables[0] = paging.block_tables[4, : alone.block_tables.shape[1]]
     moved = type(alone)(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(alone).items()})
-    assert torch.equal(paged_attention(query[4:], keys, values, moved, scale=0.1), together[4:])
+    assert torch.equal(paged_attention(query[4:], cache, moved, scale=0.1), together[4:])
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_setting_out_of_range_is_refused_by_name(case, settings, message, devi
 
 
 def test_heads_that_do_not_divide_are_refused_by_name(device):
-    query, keys, values, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
+    query, cache, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
     with pytest.raises(ValueError, match=r"num_heads=5: must be a multiple of num_kv_heads=2"):
-        paged_attention(query[:, :5], keys, values, paging, scale=1.0)
+        paged_attention(query[:, :5], cache, paging, scale=1.0)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
