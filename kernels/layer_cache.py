@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # what a pool of this type is called
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # code
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a row's largest element
 SMALLEST = 2.0**-100  # a row's largest element counts as no less: its scale is a normal number, that of zeros too
 
 
@@ -73,9 +73,11 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """codes [..., head_dim] times scales [...], written to `out`, which has the shape of codes."""
-    if codes.dtype == torch.int8:
-        return torch.mul(codes, scales[..., None], out=out)
-    # The bits of e4m3 are those of a float16 256 times smaller, once its exponent has one more bit at the top. PyTorch
-    # widens float16 five times as fast.
-    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return torch.mul(bits.view(torch.float16).float(), scales[..., None] * 256, out=out)
+    if codes.dtype == torch.float8_e4m3fn:
+        # The bits of e4m3 are those of a float16 256 times smaller, once its exponent has one more bit at the top.
+        # PyTorch widens float16 several times as fast.
+        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        codes, scales = bits.view(torch.float16), scales * 256
+    wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    wide.copy_(codes).mul_(scales[..., None])
+    return out if wide is out else out.copy_(wide)

@@ -41,14 +41,18 @@ class LaunchShape:
     num_stages: int
 
 
-def launch_shape(*, head_dim: int, itemsize: int, group: int, max_query_len: int, hip: bool) -> LaunchShape:
+def launch_shape(
+    *, head_dim: int, itemsize: int, group: int, max_query_len: int, quantized: bool, hip: bool
+) -> LaunchShape:
     """Decode-sized tiles where they hold every query of a sequence, prefill-sized ones otherwise.
 
-    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet.
+    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet. Codes on their
+    way to a dot wait in registers: where a second stage of them would spill, there is one.
     """
     if itemsize == 4:  # no tensor cores: a program multiplies in its registers, so the tile stays small
         heads, block_n, warps = min(group, 16), 32 if head_dim <= 64 else 16, 4 if head_dim <= 128 else 8
-        return LaunchShape(heads, 16, block_n, max_query_len * heads <= 16, num_warps=warps, num_stages=2)
+        stages = 1 if quantized else 2
+        return LaunchShape(heads, 16, block_n, max_query_len * heads <= 16, num_warps=warps, num_stages=stages)
     heads = min(group, 64)
     rows = max(16, triton.next_power_of_2(heads))  # a tensor core wants 16
     one_tile = max_query_len * heads <= rows
@@ -58,8 +62,9 @@ def launch_shape(*, head_dim: int, itemsize: int, group: int, max_query_len: int
     if hip:
         return LaunchShape(heads, 64, 32, one_tile, num_warps=4, num_stages=1)
     if head_dim > 128:
-        return LaunchShape(heads, 64, 32, one_tile, num_warps=8, num_stages=2)
-    return LaunchShape(heads, 64, 64, one_tile, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
+        return LaunchShape(heads, 64, 32, one_tile, num_warps=8, num_stages=1 if quantized else 2)
+    warps = 4 if head_dim <= 64 and not quantized else 8
+    return LaunchShape(heads, 64, 64, one_tile, num_warps=warps, num_stages=2)
 
 
 @triton.jit
@@ -279,6 +284,7 @@ def plan_launch(
         itemsize=query.element_size(),
         group=group,
         max_query_len=paging.max_query_len,
+        quantized=cache.format is not None,
         hip=hip,
     )
     block_q = shape.BLOCK_M // shape.HEADS

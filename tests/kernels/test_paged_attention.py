@@ -118,7 +118,9 @@ def test_heads_that_do_not_divide_are_refused_by_name(device):
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 48, 71])
 def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
     for max_query_len in (1, 2, 5, 512):
-        shape = launch_shape(head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, hip=False)
+        shape = launch_shape(
+            head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, quantized=False, hip=False
+        )
         assert 1 <= shape.HEADS <= min(group, shape.BLOCK_M)
         if shape.ONE_TILE:
             assert max_query_len * shape.HEADS <= shape.BLOCK_M
@@ -128,4 +130,5 @@ def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
 
 def test_chosen_cases_reach_a_group_split_over_tiles():
     group = max(case.group for case in CHOSEN)
-    assert group > launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, hip=False).HEADS
+    shape = launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, quantized=False, hip=False)
+    assert group > shape.HEADS

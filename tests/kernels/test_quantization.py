@@ -62,11 +62,13 @@ def test_what_is_finite_stays_finite_and_what_is_not_stays_visible(dtype, of):
     finite = round_trip(x, dtype)
     assert finite.isfinite().all()
     assert not finite[0].any()
+    assert (quantize(x, dtype)[1] >= torch.finfo(torch.float32).smallest_normal).all()
     torch.testing.assert_close(finite[1], x[1].float())
     x[3, 0], x[4, 7], x[5, 2] = float("nan"), float("inf"), float("-inf")
     spoilt = round_trip(x, dtype)
     assert torch.equal(spoilt[:3], finite[:3])
     assert spoilt[3:].isnan().all()
+    assert quantize(x, dtype)[1].isnan().tolist() == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("format", FORMATS.values())
