@@ -46,8 +46,8 @@ def launch_shape(
 ) -> LaunchShape:
     """Decode-sized tiles where they hold every query of a sequence, prefill-sized ones otherwise.
 
-    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet. Codes on their
-    way to a dot wait in registers: where a second stage of them would spill, there is one.
+    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet. Codes wait in
+    registers on their way to a dot: a step takes fewer of them, or a loop fewer stages, than of keys as they are.
     """
     if itemsize == 4:  # no tensor cores: a program multiplies in its registers, so the tile stays small
         heads, block_n, warps = min(group, 16), 32 if head_dim <= 64 else 16, 4 if head_dim <= 128 else 8
@@ -56,15 +56,14 @@ def launch_shape(
     heads = min(group, 64)
     rows = max(16, triton.next_power_of_2(heads))  # a tensor core wants 16
     one_tile = max_query_len * heads <= rows
+    block_n = 32 if quantized or head_dim > 128 else 64
     if one_tile and rows <= 32:
-        block_n, stages = 64 if head_dim <= 128 else 32, 2 if hip else 3
-        return LaunchShape(heads, rows, block_n, True, num_warps=4, num_stages=stages)
+        return LaunchShape(heads, rows, block_n, True, num_warps=4, num_stages=2 if hip else 3)
     if hip:
         return LaunchShape(heads, 64, 32, one_tile, num_warps=4, num_stages=1)
     if head_dim > 128:
-        return LaunchShape(heads, 64, 32, one_tile, num_warps=8, num_stages=1 if quantized else 2)
-    warps = 4 if head_dim <= 64 and not quantized else 8
-    return LaunchShape(heads, 64, 64, one_tile, num_warps=warps, num_stages=2)
+        return LaunchShape(heads, 64, block_n, one_tile, num_warps=8, num_stages=1 if quantized else 2)
+    return LaunchShape(heads, 64, block_n, one_tile, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
 
 
 @triton.jit
