@@ -1,24 +1,28 @@
 """What keys and values of one byte cost a model: its next-token distributions against those of an fp32 pool.
 
 Every position of a text is asked for what comes next, over a pool of each type, in windows that start anew. The text
-is this project's own READMEs and sources, as they are when it runs.
+is this project's own READMEs and sources, as they are when it runs. And what reading such a pool costs in time.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.ops import kv_write, paged_attention
+from kernels.paging import Paging
 from paged_backend import kv_cache
 from paged_backend.attention import paged_logits
 from paged_backend.batch import pack
-from paged_backend.bench._report import Record, parser, publish
+from paged_backend.bench._report import Record, alternate, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import pick_kv_dtype
@@ -30,6 +34,7 @@ from paged_backend.serving.tritonserver import resolve_model
 
 BLOCK_SIZE = 16
 TYPES = ("auto", "fp8", "int8")  # the first is what the others are held against
+DECODING, CONTEXT = 8, 1024  # sequences and their tokens, where attention is timed
 
 
 @dataclass
@@ -96,6 +101,51 @@ def measure(assembly: Assembly, batches: Sequence[list[int]]) -> tuple[dict[str,
     return scores, {name: kv_cache.bytes_per_block(spec.layers, 1, dtype) for name, dtype in types.items()}
 
 
+def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> Iterator[Record]:
+    """One layer's attention of a decode step, in ms, over pools of each type; the model's heads, queries of `dtype`."""
+    shape, device = assembly.loaded.spec.layers[0], assembly.device
+    heads = assembly.loaded.model.config.get_text_config().num_attention_heads
+    width = CONTEXT // BLOCK_SIZE
+    blocks = torch.randperm(DECODING * width, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    paging = Paging(
+        slots=torch.arange(DECODING * CONTEXT, device=device),
+        block_tables=blocks.view(DECODING, width).to(device),
+        context_lens=torch.full((DECODING,), CONTEXT, dtype=torch.int32, device=device),
+        query_starts=torch.arange(DECODING + 1, dtype=torch.int32, device=device),
+        max_query_len=1,
+        max_context_len=CONTEXT,
+    )
+    key, value = torch.randn(2, len(paging.slots), shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
+    query = torch.randn(DECODING, heads, shape.head_dim, device=device, dtype=dtype)
+
+    def timed(name: str) -> Callable[[], float]:
+        pool = KVCache.allocate(
+            [shape],
+            num_blocks=DECODING * width,
+            block_size=BLOCK_SIZE,
+            dtype=pick_kv_dtype(name, dtype),
+            device=device,
+        )
+        (cache,) = pool.layers
+        kv_write(key, value, cache, paging.slots)
+
+        def once() -> float:
+            started = time.perf_counter()
+            for _ in range(5):
+                paged_attention(query, cache, paging, scale=shape.head_dim**-0.5)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return (time.perf_counter() - started) / 5 * 1e3
+
+        once()
+        return once
+
+    figures = alternate({name: timed(name) for name in TYPES}, rounds)
+    of = str(dtype).removeprefix("torch.")
+    for name, found in figures.items():
+        yield Record(f"attention {name} in {of}", statistics.median(found), "ms/layer")
+
+
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     options = {"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 64}
@@ -112,6 +162,8 @@ def main(argv: Sequence[str]) -> int:
             Record(f"same likeliest token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
             Record(f"perplexity {name}", math.exp(score.surprise / score.positions), ""),
         ]
+    for dtype in (torch.float32, torch.bfloat16):
+        records += attention(assembly, dtype, 3 if args.quick else 9)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 
