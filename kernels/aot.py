@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import kv_write, paged_attention
+from kernels.layer_cache import FORMATS, LayerCache
 from kernels.paging import Paging
 
 KB = 1024
@@ -54,6 +55,7 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    format: str | None = None  # of the pool
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,15 @@ def full_grid(chip: str) -> Iterator[Case]:
     for block_size, kernel in itertools.product((1, 8, 32, 64, 256), ("decode", "prefill", "kv_write")):
         yield Case(chip, kernel, block_size=block_size)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
-        yield Case(chip, "kv_write", dtype, head_dim)
+        yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in (None, *FORMATS.values()))
+    kernels, names = ("decode", "prefill"), FORMATS.values()
+    for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
+        for variant in ((False, False, False), (True, True, True)):
+            yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant, format=name)
+    for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
+        yield from (Case(chip, kernel, dtype, head_dim, group, format=name) for head_dim in (64, 128, 256))
+    for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
+        yield Case(chip, kernel, block_size=block_size, format=name)
 
 
 def small_grid(chip: str) -> Iterator[Case]:
@@ -87,12 +97,17 @@ def small_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, kernel, "fp16", 64, group=3)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
     yield Case(chip, "kv_write")
+    for name in FORMATS.values():
+        for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
+            yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True, format=name)
+        yield from (Case(chip, kernel, "fp16", 64, group=3, format=name) for kernel in ("decode", "prefill"))
+        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """What a launch with these arguments compiles; pointers and multiples of 16 are marked as aligned."""
     names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-    names |= {torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+    names |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -115,16 +130,20 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    cache = tensor(64, num_kv_heads, case.block_size, case.head_dim)
+    slots_of_pool = (64, num_kv_heads, case.block_size)
+    stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
+    parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
+    parts += [tensor(*slots_of_pool, dtype=torch.float32)] * 2 if case.format else []
+    cache = LayerCache(*parts)
     slots = tensor(8, dtype=torch.int64)
     if case.kernel == "kv_write":
         key = tensor(8, num_kv_heads, case.head_dim)
-        return kv_write.kv_write_kernel, kv_write.plan_launch(key, key, cache, cache, slots)[1]
+        return kv_write.kv_write_kernel, kv_write.plan_launch(key, key, cache, slots)[1]
     int32 = torch.int32
     tables, lens, starts = tensor(8, 64, dtype=int32), tensor(8, dtype=int32), tensor(9, dtype=int32)
     query = tensor(8, num_kv_heads * case.group, case.head_dim)
     arguments = paged_attention.plan_launch(
-        query, query, cache, cache, Paging(slots, tables, lens, starts, max_query_len, 1024),
+        query, query, cache, Paging(slots, tables, lens, starts, max_query_len, 1024),
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None,
         hip=CHIPS[case.chip][0].backend == "hip",

@@ -2,17 +2,17 @@
 
 from torch import Tensor
 
+from kernels.layer_cache import LayerCache
+
 
 def check_paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, sliding_window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, cache: LayerCache, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:  # fmt: skip
     """Raises ValueError for a setting out of range; asserts the shapes, which are the caller's code."""
     num_heads, head_dim = query.shape[1:]
-    num_blocks, num_kv_heads, block_size, _ = key_cache.shape
-    assert key_cache.shape == value_cache.shape == (num_blocks, num_kv_heads, block_size, head_dim)
-    assert query.dtype == key_cache.dtype == value_cache.dtype, (query.dtype, key_cache.dtype)
-    assert key_cache.stride(3) == value_cache.stride(3) == 1
+    num_kv_heads, block_size = cache.keys.shape[1:3]
+    assert cache.keys.shape[3] == head_dim, (query.shape, cache.keys.shape)
+    assert cache.format or query.dtype == cache.keys.dtype, (query.dtype, cache.keys.dtype)
     assert sinks is None or sinks.shape == (num_heads,), sinks
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
@@ -26,10 +26,9 @@ def check_paged_attention(
         raise ValueError(f"softcap={softcap}: must be above 0, or None for no cap")
 
 
-def check_kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def check_kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Asserts that the shapes and types fit together."""
-    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
-    assert key.shape == value.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, key_cache.shape)
-    assert key_cache.shape == value_cache.shape, (key_cache.shape, value_cache.shape)
-    assert key.dtype == value.dtype == key_cache.dtype == value_cache.dtype, (key.dtype, key_cache.dtype)
-    assert key_cache.stride(3) == value_cache.stride(3) == 1
+    num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+    assert key.shape == value.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, cache.keys.shape)
+    assert key.dtype == value.dtype, (key.dtype, value.dtype)
+    assert cache.format or key.dtype == cache.keys.dtype, (key.dtype, cache.keys.dtype)

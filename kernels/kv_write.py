@@ -7,20 +7,42 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.arguments import check_kv_write
+from kernels.layer_cache import LARGEST, SMALLEST, LayerCache, as_bytes, quantize
 
 ELEMENTS = 2048  # of one token, per program
 
 
+@triton.jit
+def _quantize(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """As `kernels.layer_cache.quantize`, bit for bit: codes of rows x, and their scales."""
+    x = x.to(tl.float32)
+    magnitude = tl.abs(x)
+    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity for NaN, too
+    scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, SMALLEST), LARGEST), float("nan"))
+    y = tl.where(top[:, None] < float("inf"), tl.div_rn(x, scale[:, None]), 0.0)
+    if FORMAT == "int8":  # where 1.5 * 2**23 is added, only whole numbers are left
+        return ((y + 12582912.0) - 12582912.0).to(tl.int8), scale
+    # e4m3 by integers: rounded at bit 20, with the exponent's bias 7 for 127; below 2**-6 in steps of 2**-9, which are
+    # the last bits of a number near 2**14.
+    bits = tl.abs(y).to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(tl.abs(y) < 0.015625, small, normal)
+    return tl.where(y.to(tl.int32, bitcast=True) < 0, code - 128, code).to(tl.int8), scale
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def kv_write_kernel(
-    key, value, key_cache, value_cache, slots,
+    key, value, key_cache, value_cache, key_scales, value_scales, slots,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens, head tiles): one program copies a tile of one token's heads."""
+    """Grid (num_tokens, head tiles): one program writes a tile of one token's heads. FORMAT as in `layer_cache`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -33,26 +55,32 @@ def kv_write_kernel(
     v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=mask)
     k_row = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT
     v_row = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT
+    if FORMAT is not None:
+        k, k_scale = _quantize(k, FORMAT, LARGEST, SMALLEST)
+        v, v_scale = _quantize(v, FORMAT, LARGEST, SMALLEST)
+        s_row = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
+        tl.store(key_scales + s_row, k_scale[:, None], mask=head < NUM_KV_HEADS)
+        tl.store(value_scales + s_row, v_scale[:, None], mask=head < NUM_KV_HEADS)
     tl.store(key_cache + k_row + d, k, mask=mask)
     tl.store(value_cache + v_row + d, v, mask=mask)
 
 
-def plan_launch(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
-) -> tuple[tuple[int, int], dict[str, Any]]:
+def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
     num_tokens, num_kv_heads, head_dim = key.shape
+    keys, values = cache.keys, cache.values
     block_d = triton.next_power_of_2(head_dim)
     block_h = min(triton.next_power_of_2(num_kv_heads), max(1, ELEMENTS // block_d))
     arguments = dict(
-        key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots,
+        key=key, value=value, key_cache=as_bytes(keys), value_cache=as_bytes(values),
+        key_scales=cache.key_scales, value_scales=cache.value_scales, slots=slots,
         stride_key_token=key.stride(0), stride_key_head=key.stride(1),
         stride_value_token=value.stride(0), stride_value_head=value.stride(1),
-        STRIDE_K_BLOCK=key_cache.stride(0), STRIDE_K_HEAD=key_cache.stride(1),
-        STRIDE_K_SLOT=key_cache.stride(2),
-        STRIDE_V_BLOCK=value_cache.stride(0), STRIDE_V_HEAD=value_cache.stride(1),
-        STRIDE_V_SLOT=value_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=key_cache.shape[2],
+        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
+        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
+        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1],
+        FORMAT=cache.format, LARGEST=LARGEST.get(keys.dtype), SMALLEST=SMALLEST,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2],
         BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments
@@ -61,23 +89,26 @@ def plan_launch(
 def kv_write(
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: Tensor,  # as key
-    key_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], of key's type
-    value_cache: Tensor,  # as key_cache
+    cache: LayerCache,  # of key's type, or quantized
     slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1 = write nothing
 ) -> None:
-    """Copies token t's key and value into slot slots[t] of the caches, in place."""
-    check_kv_write(key, value, key_cache, value_cache, slots)
+    """Writes token t's key and value into slot slots[t] of the cache, in place, quantized as `layer_cache` says."""
+    check_kv_write(key, value, cache, slots)
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
-    grid, arguments = plan_launch(key, value, key_cache, value_cache, slots)
+    grid, arguments = plan_launch(key, value, cache, slots)
     kv_write_kernel[grid](**arguments)
 
 
-def kv_write_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def kv_write_reference(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """What `kv_write` means, one token at a time; for tests, not for speed."""
-    check_kv_write(key, value, key_cache, value_cache, slots)
-    block_size = key_cache.shape[2]
+    check_kv_write(key, value, cache, slots)
     for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            key_cache[slot // block_size, :, slot % block_size] = key[token]
-            value_cache[slot // block_size, :, slot % block_size] = value[token]
+        for new, (pool, scales) in zip((key[token], value[token]), cache.pools, strict=True):
+            if slot < 0:
+                continue
+            place = slot // pool.shape[2], slice(None), slot % pool.shape[2]
+            if scales is None:
+                pool[place] = new
+            else:
+                pool[place], scales[place] = quantize(new, pool.dtype)

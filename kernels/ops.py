@@ -5,6 +5,7 @@ from functools import cache
 
 from torch import Tensor
 
+from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
 
 
@@ -32,8 +33,7 @@ def _kv_write(device_type: str) -> Callable[..., None]:
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     paging: Paging,
     *,
     scale: float,
@@ -44,11 +44,10 @@ def paged_attention(
     """Attention of packed queries over their pages; see `kernels.paged_attention.paged_attention`."""
     attend = _paged_attention(query.device.type)
     return attend(
-        query, key_cache, value_cache, paging,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        query, cache, paging, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )  # fmt: skip
 
 
-def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes new keys and values into their slots; see `kernels.kv_write.kv_write`."""
-    _kv_write(key.device.type)(key, value, key_cache, value_cache, slots)
+    _kv_write(key.device.type)(key, value, cache, slots)

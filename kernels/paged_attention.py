@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.arguments import check_paged_attention
+from kernels.layer_cache import LayerCache, as_bytes
 from kernels.paging import Paging
 
 LOG2E = 1.4426950408889634
@@ -40,25 +41,29 @@ class LaunchShape:
     num_stages: int
 
 
-def launch_shape(*, head_dim: int, itemsize: int, group: int, max_query_len: int, hip: bool) -> LaunchShape:
+def launch_shape(
+    *, head_dim: int, itemsize: int, group: int, max_query_len: int, quantized: bool, hip: bool
+) -> LaunchShape:
     """Decode-sized tiles where they hold every query of a sequence, prefill-sized ones otherwise.
 
-    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet.
+    The sizes compile without spilling on every chip of `kernels.aot`; none was tuned on hardware yet. Codes wait in
+    registers on their way to a dot: a step takes fewer of them, or a loop fewer stages, than of keys as they are.
     """
     if itemsize == 4:  # no tensor cores: a program multiplies in its registers, so the tile stays small
         heads, block_n, warps = min(group, 16), 32 if head_dim <= 64 else 16, 4 if head_dim <= 128 else 8
-        return LaunchShape(heads, 16, block_n, max_query_len * heads <= 16, num_warps=warps, num_stages=2)
+        stages = 1 if quantized else 2
+        return LaunchShape(heads, 16, block_n, max_query_len * heads <= 16, num_warps=warps, num_stages=stages)
     heads = min(group, 64)
     rows = max(16, triton.next_power_of_2(heads))  # a tensor core wants 16
     one_tile = max_query_len * heads <= rows
+    block_n = 32 if quantized or head_dim > 128 else 64
     if one_tile and rows <= 32:
-        block_n, stages = 64 if head_dim <= 128 else 32, 2 if hip else 3
-        return LaunchShape(heads, rows, block_n, True, num_warps=4, num_stages=stages)
+        return LaunchShape(heads, rows, block_n, True, num_warps=4, num_stages=2 if hip else 3)
     if hip:
         return LaunchShape(heads, 64, 32, one_tile, num_warps=4, num_stages=1)
     if head_dim > 128:
-        return LaunchShape(heads, 64, 32, one_tile, num_warps=8, num_stages=2)
-    return LaunchShape(heads, 64, 64, one_tile, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
+        return LaunchShape(heads, 64, block_n, one_tile, num_warps=8, num_stages=1 if quantized else 2)
+    return LaunchShape(heads, 64, block_n, one_tile, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
 
 
 @triton.jit
@@ -81,11 +86,21 @@ def _tanh(x):
 
 
 @triton.jit
+def _widen(codes, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Codes in a type to multiply in, exactly; fp8 comes out 256 times too small. Widened to 16 bits and shifted by 7,
+    an e4m3 is the float16 with another exponent bias; bit 14 is left of the sign. Subnormal numbers come out right."""
+    if FORMAT == "fp8":
+        codes = ((codes.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
+    return codes.to(dtype)
+
+
+@triton.jit
 def _attend(
-    acc, row_max, row_sum, q, key_head, value_head, table, n,
+    acc, row_max, row_sum, unit, q, key_head, value_head, key_scale_head, value_scale_head, table, n,
     n_first, n_end, position, window, scale, softcap,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, FORMAT: tl.constexpr, CODE_UNIT: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +127,20 @@ def _attend(
         k = tl.load(k_row[None, :] + d[:, None])
         v = tl.load(v_row[:, None] + d[None, :])
 
+    if FORMAT is not None:
+        k = _widen(k, FORMAT, q.dtype)
+        v = _widen(v, FORMAT, q.dtype)
+        s_row = block * STRIDE_S_BLOCK + slot
+        if MASKED:
+            k_scale = tl.load(key_scale_head + s_row, mask=in_context, other=0.0)
+            v_scale = tl.load(value_scale_head + s_row, mask=in_context, other=0.0)
+        else:
+            k_scale = tl.load(key_scale_head + s_row)
+            v_scale = tl.load(value_scale_head + s_row)
+
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if FORMAT is not None:
+        scores = scores * (k_scale * CODE_UNIT)[None, :]
     if HAS_SOFTCAP:
         scores = softcap * _tanh(scores)
     if MASKED:
@@ -127,8 +155,14 @@ def _attend(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(row_max - base)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
+    if FORMAT is not None:
+        # acc is in this unit, so that a weight times its value's scale is at most 2**14: the range of float16.
+        new_unit = tl.maximum(unit, tl.max(v_scale, 0) * 0.00006103515625)
+        weights = weights * (v_scale / new_unit)[None, :]
+        shrink = shrink * (unit / new_unit)
+        unit = new_unit
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum
+    return acc, new_max, row_sum, unit
 
 
 @triton.jit(
@@ -137,18 +171,21 @@ def _attend(
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "sinks"],
 )
 def paged_attention_kernel(
-    out, query, key_cache, value_cache, block_tables, context_lens, query_starts, sinks,
+    out, query, key_cache, value_cache, key_scales, value_scales,
+    block_tables, context_lens, query_starts, sinks,
     num_seqs, window, scale, softcap, stride_table,
     stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     # The cache's strides never change, and their exact divisors (72 = 8 * 9) let loads be vectors.
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (q tiles, num_kv_heads * tiles of a group's heads). Scores are times log2(e): exp is exp2."""
+    """Grid (q tiles, num_kv_heads * tiles of a group's heads). Scores are times log2(e): exp is exp2. FORMAT as in
+    `layer_cache`; scales are folded into the scores and the weights, so that no tile is dequantized."""
     tile = tl.program_id(0)
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -201,55 +238,67 @@ def paged_attention_kernel(
     table = block_tables + stride_table.to(tl.int64) * seq
     key_head = key_cache + kv_head.to(tl.int64) * STRIDE_K_HEAD
     value_head = value_cache + kv_head.to(tl.int64) * STRIDE_V_HEAD
+    unit = 1e-37  # of acc; below the smallest scale times 2**-14
+    CODE_UNIT: tl.constexpr = 256.0 if FORMAT == "fp8" else 1.0  # a code over what _widen makes of it
+    key_scale_head = key_scales
+    value_scale_head = value_scales
+    if FORMAT is not None:
+        key_scale_head += kv_head.to(tl.int64) * STRIDE_S_HEAD
+        value_scale_head += kv_head.to(tl.int64) * STRIDE_S_HEAD
     if not HAS_WINDOW:
         for start in range(n_begin, n_full, BLOCK_N):
-            acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, key_head, value_head, table, start + tl.arange(0, BLOCK_N),
-                n_first, n_end, position, window, scale, softcap,
-                STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT,
+            acc, row_max, row_sum, unit = _attend(
+                acc, row_max, row_sum, unit, q, key_head, value_head, key_scale_head, value_scale_head,
+                table, start + tl.arange(0, BLOCK_N), n_first, n_end, position, window, scale, softcap,
+                STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT, CODE_UNIT,
                 False, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_D, PRECISION,
             )  # fmt: skip
     for start in range(n_full, n_end, BLOCK_N):
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, key_head, value_head, table, start + tl.arange(0, BLOCK_N),
-            n_first, n_end, position, window, scale, softcap,
-            STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT,
+        acc, row_max, row_sum, unit = _attend(
+            acc, row_max, row_sum, unit, q, key_head, value_head, key_scale_head, value_scale_head,
+            table, start + tl.arange(0, BLOCK_N), n_first, n_end, position, window, scale, softcap,
+            STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT, CODE_UNIT,
             True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_D, PRECISION,
         )  # fmt: skip
 
-    acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    norm = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    if FORMAT is not None:
+        norm = norm * unit * CODE_UNIT
+    acc = acc * norm[:, None]
     o_offset = q_token * stride_o_token + head * stride_o_head
     tl.store(out + o_offset[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
 
 
 def plan_launch(
-    out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, paging: Paging, *,
+    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, *,
     scale: float, sliding_window: int | None, softcap: float | None, sinks: Tensor | None, hip: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
     """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
+    keys, values = cache.keys, cache.values
+    num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
     shape = launch_shape(
         head_dim=head_dim,
         itemsize=query.element_size(),
         group=group,
         max_query_len=paging.max_query_len,
+        quantized=cache.format is not None,
         hip=hip,
     )
     block_q = shape.BLOCK_M // shape.HEADS
     tiles = paging.num_seqs if shape.ONE_TILE else num_tokens // block_q + paging.num_seqs
     arguments = dict(
-        out=out, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=paging.block_tables,
+        out=out, query=query, key_cache=as_bytes(keys), value_cache=as_bytes(values),
+        key_scales=cache.key_scales, value_scales=cache.value_scales, block_tables=paging.block_tables,
         context_lens=paging.context_lens, query_starts=paging.query_starts, sinks=sinks,
         num_seqs=paging.num_seqs, window=sliding_window or 0, stride_table=paging.block_tables.stride(0),
         scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
         stride_o_token=out.stride(0), stride_o_head=out.stride(1),
         stride_q_token=query.stride(0), stride_q_head=query.stride(1),
-        STRIDE_K_BLOCK=key_cache.stride(0), STRIDE_K_HEAD=key_cache.stride(1),
-        STRIDE_K_SLOT=key_cache.stride(2),
-        STRIDE_V_BLOCK=value_cache.stride(0), STRIDE_V_HEAD=value_cache.stride(1),
-        STRIDE_V_SLOT=value_cache.stride(2),
+        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
+        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
+        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1], FORMAT=cache.format,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
@@ -261,8 +310,7 @@ def plan_launch(
 
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim] fp32, fp16 or bf16
-    key_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], of query's type
-    value_cache: Tensor,  # as key_cache
+    cache: LayerCache,  # of query's type, or quantized
     paging: Paging,
     *,
     scale: float,
@@ -277,11 +325,11 @@ def paged_attention(
     (Gemma 2, arXiv:2408.00118). A sink is a logit per head that takes part in the denominator only
     (arXiv:2309.17453). The softmax runs in fp32. Raises ValueError for a setting out of range.
     """
-    check_paged_attention(query, key_cache, value_cache, sliding_window, softcap, sinks)
+    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     grid, arguments = plan_launch(
-        out, query, key_cache, value_cache, paging,
+        out, query, cache, paging,
         scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, hip=HIP,
     )  # fmt: skip
     paged_attention_kernel[grid](**arguments)
@@ -290,8 +338,7 @@ def paged_attention(
 
 def paged_attention_reference(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     paging: Paging,
     *,
     scale: float,
@@ -300,9 +347,9 @@ def paged_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What `paged_attention` means, in fp32 and one sequence at a time; for tests, not for speed."""
-    check_paged_attention(query, key_cache, value_cache, sliding_window, softcap, sinks)
-    block_size = key_cache.shape[2]
-    group = query.shape[1] // key_cache.shape[1]
+    check_paged_attention(query, cache, sliding_window, softcap, sinks)
+    num_kv_heads, block_size = cache.keys.shape[1:3]
+    group = query.shape[1] // num_kv_heads
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
@@ -312,8 +359,11 @@ def paged_attention_reference(
             continue
         positions = torch.arange(context_len, device=query.device)
         blocks = paging.block_tables[seq].long()[positions // block_size]
-        keys = key_cache[blocks, :, positions % block_size].float().repeat_interleave(group, dim=1)
-        values = value_cache[blocks, :, positions % block_size].float().repeat_interleave(group, dim=1)
+        place = blocks, slice(None), positions % block_size
+        keys, values = (
+            pool[place].float() * (1 if scales is None else scales[place][..., None]) for pool, scales in cache.pools
+        )
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

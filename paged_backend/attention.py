@@ -59,12 +59,11 @@ def attend(
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """The attention of one layer over the pages. `paged` is required: a model that drops it fails loudly."""
     refuse(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
-    paging, kv, layer = paged.paging, paged.kv, module.layer_idx
-    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), kv.keys[layer], kv.values[layer], paging.slots)
+    paging, cache = paged.paging, paged.kv.layers[module.layer_idx]
+    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paging.slots)
     out = paged_attention(
         query[0].transpose(0, 1),
-        kv.keys[layer],
-        kv.values[layer],
+        cache,
         paging,
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         sliding_window=sliding_window,

@@ -22,6 +22,7 @@ DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/model
@@ -115,7 +116,12 @@ class EngineConfig:
         _whole(1), "blocks in the pool, whatever memory there is", None, optional=True
     )
     enable_prefix_caching: bool = option(_flag, "keep the blocks of ended requests for others of the same prefix", True)
-    kv_cache_dtype: str = option(_one_of("auto"), "keys and values are kept in `dtype`: only `auto`", "auto")
+    kv_cache_dtype: str = option(
+        _one_of(*KV_CACHE_DTYPES),
+        "keys and values in the pool: `auto` as `dtype`; `fp8` (also `fp8_e4m3`) or `int8`, one byte each and a scale"
+        " for each token and head",
+        "auto",
+    )
     swap_space: float | None = option(
         _at_least_zero,
         "GiB of host memory for requests that are preempted and for cached blocks that are evicted; default: 4 with a"

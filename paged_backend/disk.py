@@ -197,15 +197,15 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(config: EngineConfig, model_directory: Path) -> str:
+def fingerprint(config: EngineConfig, model_directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """A name for everything that keys and values depend on beside the tokens. Of the model's files it takes names,
     sizes and times of change: whoever touches one starts afresh."""
     files = sorted(path for pattern in MODEL_FILES for path in model_directory.glob(pattern))
     facts = {
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "transformers": transformers.__version__,
-        "options": [config.load_format, config.seed if config.load_format == "dummy" else None, config.dtype],
-        "layout": [config.kv_cache_dtype, config.block_size],
+        "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
+        "layout": [str(dtype), str(kv_dtype), config.block_size],
         "code": "1",  # of this file: to be changed with the format
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

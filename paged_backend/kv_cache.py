@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.layer_cache import FORMATS, LayerCache
 from paged_backend.block_manager import Copy, Move
 from paged_backend.config import ConfigError, EngineConfig
 
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
+SCALE = torch.float32
 SWAP_SPACE = 4  # GiB, where there is a GPU
 
 
@@ -30,14 +32,10 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Keys and values of every layer, in blocks.
+    """Keys and values of every layer, in blocks. A block has the same number in all layers, so one block table serves
+    the whole model."""
 
-    `keys[layer]`, `values[layer]`: [num_blocks, num_kv_heads, block_size, head_dim]. A block has the same number
-    in all layers, so one block table serves the whole model.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    layers: tuple[LayerCache, ...]
 
     @classmethod
     def allocate(
@@ -50,23 +48,25 @@ class KVCache:
         device: torch.device,
         pinned: bool = False,
     ) -> KVCache:
-        """`pinned`: in host memory that a GPU can reach by itself."""
+        """`dtype`: of the pool, a quantized one or that of the model's keys and values. `pinned`: in host memory that a
+        GPU can reach by itself."""
 
-        def pool() -> tuple[Tensor, ...]:
-            shapes = [(num_blocks, layer.num_kv_heads, block_size, layer.head_dim) for layer in layers]
-            tensors = (_zeros(shape, dtype, device) for shape in shapes)
-            return tuple(tensor.pin_memory() if pinned else tensor for tensor in tensors)
+        def pool(layer: LayerShape) -> LayerCache:
+            slots = (num_blocks, layer.num_kv_heads, block_size)
+            parts = [_zeros((*slots, layer.head_dim), dtype, device) for _ in range(2)]
+            parts += [_zeros(slots, SCALE, device) for _ in range(2)] if dtype in FORMATS else []
+            return LayerCache(*(part.pin_memory() if pinned else part for part in parts))
 
-        return cls(pool(), pool())
+        return cls(tuple(map(pool, layers)))
 
     @property
     def device(self) -> torch.device:
-        return self.keys[0].device
+        return self.tensors[0].device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All there is. The first dimension of each is the block."""
-        return (*self.keys, *self.values)
+        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
     def block(self, number: int) -> list[Tensor]:
         """A copy of one block, on the host."""
@@ -97,8 +97,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of `block_size` tokens in all layers."""
-    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * block_size * dtype.itemsize
+    """Keys and values of `block_size` tokens in all layers, with the scales of a quantized `dtype`."""
+    scale = SCALE.itemsize if dtype in FORMATS else 0
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
 
 
 def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:

@@ -56,8 +56,8 @@ def assemble(config: EngineConfig) -> Assembly:
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
     seconds_per_token = warm_up(config, loaded, device)
-    pool = kv_cache.num_blocks(config, spec.layers, spec.dtype, device)
-    behind = kv_cache.num_host_blocks(config, spec.layers, spec.dtype, device)
+    pool = kv_cache.num_blocks(config, spec.layers, spec.kv_dtype, device)
+    behind = kv_cache.num_host_blocks(config, spec.layers, spec.kv_dtype, device)
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None
     blocks = BlockManager(pool, config.block_size, caching=caching, host=host)
@@ -74,21 +74,21 @@ def assemble(config: EngineConfig) -> Assembly:
             f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
+
+    def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:
+        return KVCache.allocate(
+            spec.layers,
+            num_blocks=count,
+            block_size=config.block_size,
+            dtype=spec.kv_dtype,
+            device=where,
+            pinned=pinned,
+        )
+
     runner = Runner(
         loaded.model,
-        KVCache.allocate(
-            spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
-        ),
-        KVCache.allocate(
-            spec.layers,
-            num_blocks=behind,
-            block_size=blocks.block_size,
-            dtype=spec.dtype,
-            device=torch.device("cpu"),
-            pinned=device.type == "cuda",
-        )
-        if behind
-        else None,
+        cache(blocks.num_blocks, device),
+        cache(behind, torch.device("cpu"), pinned=device.type == "cuda") if behind else None,
     )
     costs = measure(config, runner, seconds_per_token, behind)
     scheduler = Scheduler(
@@ -107,7 +107,7 @@ def assemble(config: EngineConfig) -> Assembly:
         len(spec.layers),
         blocks.num_blocks,
         blocks.block_size,
-        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.dtype) / kv_cache.GIB,
+        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
     )
     log.info(
         "a token takes %.3g ms to compute, a block %.3g ms to copy and %.3g ms to move to the host, which has room for"
@@ -127,7 +127,8 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
-    directory = Path(config.disk_cache_dir).expanduser() / fingerprint(config, loaded.directory)
+    name = fingerprint(config, loaded.directory, loaded.spec.dtype, loaded.spec.kv_dtype)
+    directory = Path(config.disk_cache_dir).expanduser() / name
     return DiskTier(directory, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0))
 
 

@@ -32,7 +32,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
     kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.dtype, device=device
+        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
     plan, runner = scheduler.schedule(), Runner(loaded.model, kv)
     assert plan is not None

@@ -45,3 +45,15 @@ def test_a_benchmark_names_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "throughput", "--fast"])
     assert "--fast" in capsys.readouterr().err
+
+
+def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
+    assert main(["bench", "kv_dtype", *arguments]) == 0
+    value = {record["name"]: record["value"] for record in json.loads(file.read_text())}
+    assert [value[f"bytes per token {kind}"] for kind in ("auto", "fp8", "int8")] == [12 * 64, 12 * 20, 12 * 20]
+    assert value["KL divergence auto"] == 0
+    assert 0 < value["KL divergence int8"] < value["KL divergence fp8"]
+    assert value["same likeliest token auto"] == 100
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -41,7 +41,7 @@ def test_the_repository_s_model_json_is_valid():
         ("kv_cache_memory_bytes", -5, "at least 1"),
         ("num_gpu_blocks_override", 0, "at least 1"),
         ("enable_prefix_caching", 0, "false"),
-        ("kv_cache_dtype", "fp8", '"auto"'),
+        ("kv_cache_dtype", "fp4", '"auto" or "fp8" or "fp8_e4m3" or "int8"'),
         ("swap_space", -1, "at least 0"),
         ("swap_space", "4", "must be a number"),
         ("preemption_mode", "drop", '"swap"'),

@@ -63,9 +63,16 @@ def test_while_idle_the_cache_goes_to_disk(assembly, tmp_path):
 
 def test_another_model_finds_nothing(assembly, tmp_path, alone):
     ask(assembly())
-    for options in ({"block_size": 8}, {"load_format": "dummy"}):
+    for options in ({"block_size": 8}, {"load_format": "dummy"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}):
         assert ask(assembly(**options))[1].disk_read == 0
     assert ask(assembly())[1].disk_read > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_quantized_blocks_come_back_with_their_scales(assembly, kv_cache_dtype):
+    made = [ask(assembly(kv_cache_dtype=kv_cache_dtype)) for _ in range(2)]
+    assert made[0][0] == made[1][0]
+    assert made[1][1].host_tokens == 48
 
 
 def damage_truncated(path):

@@ -124,7 +124,7 @@ def test_the_pool_takes_the_byte_budget_and_not_a_byte_more(tiny):
     per_block = kv_cache.bytes_per_block(layers, 4, torch.float32)
     assert per_block == 3 * 2 * 2 * 16 * 4 * 4
     assert assembly.scheduler.blocks.num_blocks == 100_000 // per_block
-    held = sum(pool.nbytes for pool in assembly.runner.kv.keys + assembly.runner.kv.values)
+    held = sum(tensor.nbytes for tensor in assembly.runner.kv.tensors)
     assert held == assembly.scheduler.blocks.num_blocks * per_block
 
 

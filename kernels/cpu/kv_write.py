@@ -3,15 +3,18 @@
 from torch import Tensor
 
 from kernels.arguments import check_kv_write
+from kernels.layer_cache import LayerCache, quantize
 
 
-def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """As `kernels.kv_write.kv_write`: copies token t's key and value into slot slots[t], in place."""
-    check_kv_write(key, value, key_cache, value_cache, slots)
+def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """As `kernels.kv_write.kv_write`: writes token t's key and value into slot slots[t], in place."""
+    check_kv_write(key, value, cache, slots)
     if len(slots) and int(slots.min()) < 0:
         written = slots >= 0
         key, value, slots = key[written], value[written], slots[written]
-    block_size = key_cache.shape[2]
+    block_size = cache.keys.shape[2]
     block, offset = slots // block_size, slots % block_size
-    key_cache[block, :, offset] = key
-    value_cache[block, :, offset] = value
+    for new, (pool, scales) in zip((key, value), cache.pools, strict=True):
+        if scales is not None:
+            new, scales[block, :, offset] = quantize(new, pool.dtype)
+        pool[block, :, offset] = new

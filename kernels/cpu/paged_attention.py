@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.arguments import check_paged_attention
+from kernels.layer_cache import LayerCache, as_bytes, dequantize
 from kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
@@ -86,8 +87,8 @@ def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
         yield group
 
 
-def _call(spans: list[Span], paging: Paging, cache: Tensor, scratch: list[Tensor], window: int | None) -> Call:
-    _, num_kv_heads, block_size, head_dim = cache.shape
+def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Tensor], window: int | None) -> Call:
+    _, num_kv_heads, block_size, head_dim = shape
     width = max(span.num_blocks for span in spans)
     blocks = torch.zeros((len(spans), width), dtype=torch.int64)
     for i, span in enumerate(spans):
@@ -100,45 +101,55 @@ def _call(spans: list[Span], paging: Paging, cache: Tensor, scratch: list[Tensor
     position = torch.tensor([span.position for span in spans])[:, None] + query  # [S, Q]
     age = position[:, :, None] - key_position[:, None, :]
     hidden = (age < 0) if window is None else (age < 0) | (age >= window)
-    bias = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, float("-inf"))
+    bias = torch.zeros(hidden.shape, dtype=scratch[0].dtype).masked_fill_(hidden, float("-inf"))
     # Memory that no token of this sequence has filled may hold another request's NaN, and 0 * NaN is NaN.
     unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
-    shape = (len(spans), num_kv_heads, width * block_size, head_dim)
+    gathered = (len(spans), num_kv_heads, width * block_size, head_dim)
     return Call(
         rows=torch.cat([span.row + query for span in spans]),
         pages=pages.flatten(),
         unwritten=unwritten.reshape(-1).nonzero().flatten(),
         bias=bias[:, None],
-        keys=scratch[0][: pages.numel()].view(shape),
-        values=scratch[1][: pages.numel()].view(shape),
+        keys=scratch[0][: pages.numel()].view(gathered),
+        values=scratch[1][: pages.numel()].view(gathered),
     )
 
 
-def _plan(paging: Paging, cache: Tensor, window: int | None) -> list[Call]:
-    """The step's calls for layers of this shape and window; made by the first such layer of a step."""
-    _, num_kv_heads, block_size, head_dim = cache.shape
-    key = (num_kv_heads, block_size, head_dim, cache.dtype, window)
+def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | None) -> list[Call]:
+    """The step's calls for layers with pools of this shape, queries of this type and this window; made by the first
+    such layer of a step."""
+    _, num_kv_heads, block_size, head_dim = shape
+    key = (num_kv_heads, block_size, head_dim, dtype, window)
     if key not in paging.derived:
         page = block_size * head_dim
-        block_bytes = 2 * num_kv_heads * page * cache.element_size()
+        block_bytes = 2 * num_kv_heads * page * dtype.itemsize
         groups = list(_groups(list(_spans(paging, block_size, window)), block_bytes))
         pages = max((len(g) * g[0].num_blocks * num_kv_heads for g in groups), default=0)
-        scratch = [torch.empty((pages, page), dtype=cache.dtype) for _ in range(2)]
-        paging.derived[key] = [_call(group, paging, cache, scratch, window) for group in groups]
+        scratch = [torch.empty((pages, page), dtype=dtype) for _ in range(2)]
+        paging.derived[key] = [_call(group, paging, shape, scratch, window) for group in groups]
     return paging.derived[key]
 
 
-def _gather(cache: Tensor, call: Call, into: Tensor) -> Tensor:
-    """The call's pages of a cache, [S, num_kv_heads, L, head_dim], in one copy."""
-    _, num_kv_heads, block_size, head_dim = cache.shape
-    pages = into.view(-1, block_size * head_dim)
-    if cache.is_contiguous():
-        torch.index_select(cache.view(-1, block_size * head_dim), 0, call.pages, out=pages)
+def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Tensor:
+    """The call's pages of a pool, [S, num_kv_heads, L, head_dim], in one copy, or dequantized."""
+    block_size, head_dim = pool.shape[2:]
+    pages = into.view(-1, block_size, head_dim)
+    if scales is None:
+        _select(pool, call.pages, out=pages)
     else:
-        gathered = cache[call.pages // num_kv_heads, call.pages % num_kv_heads]
-        pages.view(-1, block_size, head_dim).copy_(gathered)
+        codes = _select(as_bytes(pool), call.pages).view(pool.dtype)
+        dequantize(codes, _select(scales, call.pages), out=pages)
     into.view(-1, head_dim).index_fill_(0, call.unwritten, 0)
     return into
+
+
+def _select(pool: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows block * num_kv_heads + head of a tensor [num_blocks, num_kv_heads, ...]."""
+    if pool.is_contiguous():
+        return torch.index_select(pool.flatten(0, 1), 0, pages, out=out)
+    num_kv_heads = pool.shape[1]
+    gathered = pool[pages // num_kv_heads, pages % num_kv_heads]
+    return gathered if out is None else out.copy_(gathered)
 
 
 def _softmax_attention(
@@ -163,8 +174,7 @@ def _softmax_attention(
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    cache: LayerCache,
     paging: Paging,
     *,
     scale: float,
@@ -173,13 +183,14 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros."""
-    check_paged_attention(query, key_cache, value_cache, sliding_window, softcap, sinks)
+    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = key_cache.shape[1]
+    num_kv_heads = cache.keys.shape[1]
     group = num_heads // num_kv_heads
     out = torch.zeros(query.shape, dtype=query.dtype)
-    for call in _plan(paging, key_cache, sliding_window):
-        keys, values = _gather(key_cache, call, call.keys), _gather(value_cache, call, call.values)
+    for call in _plan(paging, cache.keys.shape, query.dtype, sliding_window):
+        keys = _gather(cache.keys, cache.key_scales, call, call.keys)
+        values = _gather(cache.values, cache.value_scales, call, call.values)
         num_spans, query_len = len(keys), len(call.rows) // len(keys)
         q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
         bias = call.bias

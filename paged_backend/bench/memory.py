@@ -218,6 +218,7 @@ def attention_speed(rounds: int) -> list[Record]:
     this machine's device: 9 heads of 64, 3 KV heads, as in the demo model. The sizes take turns."""
     import torch
 
+    from kernels.layer_cache import LayerCache
     from kernels.ops import kv_write, paged_attention
     from kernels.paging import Paging
 
@@ -227,11 +228,11 @@ def attention_speed(rounds: int) -> list[Record]:
     starts = torch.arange(count + 1, dtype=torch.int32, device=device)
     query, new = (torch.randn(count, heads, 64, device=device) for heads in (9, 3))
 
-    def step(size: int, cache: torch.Tensor, tables: torch.Tensor) -> None:
+    def step(size: int, cache: LayerCache, tables: torch.Tensor) -> None:
         slots = tables[:, (context - 1) // size].long() * size + (context - 1) % size
         paging = Paging(slots, tables, lens, starts, 1, context)
-        kv_write(new, new, cache, cache, slots)
-        paged_attention(query, cache, cache, paging, scale=0.125)
+        kv_write(new, new, cache, slots)
+        paged_attention(query, cache, paging, scale=0.125)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -240,8 +241,8 @@ def attention_speed(rounds: int) -> list[Record]:
         blocks = -(-context // size)
         cache = torch.randn(count * blocks, 3, size, 64, device=device)
         tables = torch.randperm(count * blocks).to(torch.int32).view(count, blocks).to(device)
-        pools[size] = (cache, tables)
-        step(size, cache, tables)
+        pools[size] = (LayerCache(cache, cache), tables)
+        step(size, *pools[size])
     for _ in range(rounds):
         for size, (cache, tables) in pools.items():
             started = time.perf_counter()

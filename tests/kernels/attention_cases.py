@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.layer_cache import FORMATS, LayerCache, quantize
 from kernels.paging import Paging
 
 # (query_len, context_len) of each sequence of a batch
@@ -33,7 +34,8 @@ class Case:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    strided: bool = False  # query is a slice of wider rows; each cache is half of a joint tensor
+    strided: bool = False  # query is a slice of wider rows; each pool is half of a joint tensor
+    format: str | None = None  # of the pools; None: query's type
 
 
 AXES = {
@@ -46,6 +48,7 @@ AXES = {
     "softcap": [None, 5.0],
     "sinks": [False, True],
     "strided": [False, True],
+    "format": [None, *FORMATS.values()],
 }
 # Small on every axis but one, and the corners that a random sample could miss.
 CHOSEN = (
@@ -54,6 +57,7 @@ CHOSEN = (
     Case(batch="decode", group=20, head_dim=32),
     Case(batch="padded", sinks=True),
     Case(batch="prefill", head_dim=8, block_size=256),
+    *(Case(batch, head_dim=72, sinks=True, format=name) for batch in ("padded", "chunks") for name in FORMATS.values()),
 )
 
 
@@ -73,7 +77,7 @@ def sample(count: int, seed: int = 0) -> list[Case]:
 class Inputs:
     """Arguments of paged_attention: `attend(*inputs.arrays, **inputs.settings)`."""
 
-    arrays: tuple[Tensor, Tensor, Tensor, Paging]
+    arrays: tuple[Tensor, LayerCache, Paging]
     settings: dict[str, object]
     keys: list[Tensor] = field(default_factory=list)  # of each sequence [context_len, num_kv_heads, head_dim]
     values: list[Tensor] = field(default_factory=list)
@@ -118,8 +122,18 @@ def _to(paging: Paging, device: str) -> Paging:
     return Paging(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(paging).items()})
 
 
+def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache:
+    """From keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+    joint = [pool]
+    for dtype in (dtype for dtype, name in FORMATS.items() if name == format):
+        joint = list(quantize(pool, dtype))
+    parts = [half if strided else half.contiguous() for tensor in joint for half in (tensor[:, 0], tensor[:, 1])]
+    return LayerCache(*parts)
+
+
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
-    """Whatever no sequence has written in the pool is NaN, as another request may have left it."""
+    """Whatever no sequence has written in the pool is NaN, as another request may have left it; its scale, where there
+    is one."""
     generator = torch.Generator().manual_seed(seed)
     spans, heads = BATCHES[case.batch], case.num_kv_heads * case.group
     paging, num_blocks = make_paging(spans, case.block_size, seed)
@@ -132,13 +146,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
         pool[table[position // case.block_size], :, :, position % case.block_size] = context
         contexts.append(context)
     query = torch.randn((len(paging.slots), heads + 2, case.head_dim), generator=generator).to(device, dtype)
-    pool = pool.to(device, dtype)
-    query, caches = query[:, :heads], [pool[:, 0], pool[:, 1]]
-    if not case.strided:
-        query, caches = query.contiguous(), [cache.contiguous() for cache in caches]
+    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided)
+    query = query if case.strided else query.contiguous()
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
     return Inputs(
-        (query, *caches, _to(paging, device)),
+        (query, cache, _to(paging, device)),
         {
             "scale": case.head_dim**-0.5,
             "sliding_window": case.sliding_window,

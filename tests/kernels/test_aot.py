@@ -1,5 +1,6 @@
 """Ahead-of-time compilation for every chip, in a process of its own, where Triton's interpreter is off."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,7 +24,8 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 def check(rows: list[dict], *, spilled_at_most: int) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= spilled_at_most for row in rows)
-    assert {row["kernel"] for row in rows} == {"decode", "prefill", "kv_write"}
+    kernels, formats = ("decode", "prefill", "kv_write"), (None, "int8", "fp8")
+    assert {(row["kernel"], row["format"]) for row in rows} == set(itertools.product(kernels, formats))
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -2,54 +2,73 @@
 
 import pytest
 import torch
+from attention_cases import make_cache
 from torch import Tensor
 
 from kernels.cpu.kv_write import kv_write as kv_write_cpu
 from kernels.kv_write import kv_write, kv_write_reference
+from kernels.layer_cache import FORMATS, LayerCache
 
 # num_kv_heads, head_dim, block_size
 SHAPES = [(1, 8, 1), (3, 64, 16), (2, 80, 8), (1, 72, 256), (32, 128, 2), (5, 256, 32)]
+ANY_FORMAT = [None, *FORMATS.values()]
 
 
 def make_inputs(
-    num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: str, strided: bool
-) -> list[Tensor]:
-    """Nine tokens for random slots, two of them padding; strided: slices of a joint row and a joint pool."""
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: str,
+    strided: bool,
+    format: str | None,
+) -> tuple[Tensor, Tensor, LayerCache, Tensor]:
+    """Nine tokens for random slots, two of them padding, with elements of every size, zeros, and what is not finite;
+    strided: slices of a joint row and a joint pool."""
     generator = torch.Generator().manual_seed(0)
-    packed = torch.randn((9, 2, num_kv_heads, head_dim), generator=generator).to(device, dtype)
+    packed = torch.randn((9, 2, num_kv_heads, head_dim), generator=generator)
+    packed *= torch.exp2(torch.randint(-12, 4, packed.shape, generator=generator))
+    packed[1, 0], packed[3, 0, 0, 1:], packed[4, 1, 0, :2] = 0, 1e-8, -0.0
+    packed[5, 0, 0, 3], packed[6, 1, 0, 0], packed[7, 1, 0, 4] = float("nan"), float("inf"), float("-inf")
+    packed = packed.to(device, dtype)
     pool = torch.zeros((16, 2, num_kv_heads, block_size, head_dim), dtype=dtype, device=device)
     slots = torch.randperm(16 * block_size, generator=generator)[:9].index_fill(0, torch.tensor([2, 8]), -1)
-    tensors = [packed[:, 0], packed[:, 1], pool[:, 0], pool[:, 1]]
-    return [*(tensors if strided else [t.contiguous() for t in tensors]), slots.to(device)]
+    key, value = (half if strided else half.contiguous() for half in packed.unbind(1))
+    return key, value, make_cache(pool, format, strided=strided), slots.to(device)
 
 
-def check(write, shape: tuple[int, int, int], dtype: torch.dtype, device: str, strided: bool) -> None:
-    expected, actual = (make_inputs(*shape, dtype, device, strided) for _ in range(2))
+def check(write, shape: tuple[int, int, int], dtype: torch.dtype, device: str, strided: bool, format: str | None):
+    """The same bits everywhere: a block has one content, whoever wrote it."""
+    expected, actual = (make_inputs(*shape, dtype, device, strided, format) for _ in range(2))
     kv_write_reference(*expected)
     write(*actual)
-    assert expected[2].any()
-    assert torch.equal(actual[2], expected[2])
-    assert torch.equal(actual[3], expected[3])
+    assert expected[2].keys.float().any()
+    for one, other in zip(actual[2].tensors, expected[2].tensors, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.parametrize("format", ANY_FORMAT)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_matches_reference(shape, dtype, strided, device):
-    check(kv_write, shape, dtype, device, strided)
+def test_triton_matches_reference(shape, dtype, strided, format, device):
+    check(kv_write, shape, dtype, device, strided, format)
 
 
+@pytest.mark.parametrize("format", ANY_FORMAT)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpu_matches_reference(shape, dtype, strided):
-    check(kv_write_cpu, shape, dtype, "cpu", strided)
+def test_cpu_matches_reference(shape, dtype, strided, format):
+    check(kv_write_cpu, shape, dtype, "cpu", strided, format)
 
 
+@pytest.mark.parametrize("format", ANY_FORMAT)
 @pytest.mark.parametrize("write", [kv_write_cpu, kv_write_reference])
-def test_nothing_to_write(write):
-    key, value, key_cache, value_cache, slots = make_inputs(2, 8, 4, torch.float32, "cpu", False)
-    write(key, value, key_cache, value_cache, torch.full_like(slots, -1))
-    write(key[:0], value[:0], key_cache, value_cache, slots[:0])
-    assert not key_cache.any()
-    assert not value_cache.any()
+def test_nothing_to_write(write, format):
+    key, value, cache, slots = make_inputs(2, 8, 4, torch.float32, "cpu", False, format)
+    before = [tensor.clone() for tensor in cache.tensors]
+    write(key, value, cache, torch.full_like(slots, -1))
+    write(key[:0], value[:0], cache, slots[:0])
+    assert all(torch.equal(*pair) for pair in zip(cache.tensors, before, strict=True))

@@ -83,12 +83,12 @@ def test_reference_softcap_and_sinks_equal_their_formula():
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
     inputs = make_inputs(Case("decode"), torch.float32, device)
-    query, keys, values, paging = inputs.arrays
-    together = paged_attention(query, keys, values, paging, scale=0.1)
+    query, cache, paging = inputs.arrays
+    together = paged_attention(query, cache, paging, scale=0.1)
     alone, _ = make_paging(((1, 130),), 16)
     alone.block_tables[0] = paging.block_tables[4, : alone.block_tables.shape[1]]
     moved = type(alone)(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(alone).items()})
-    assert torch.equal(paged_attention(query[4:], keys, values, moved, scale=0.1), together[4:])
+    assert torch.equal(paged_attention(query[4:], cache, moved, scale=0.1), together[4:])
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,18 @@ def test_a_setting_out_of_range_is_refused_by_name(case, settings, message, devi
 
 
 def test_heads_that_do_not_divide_are_refused_by_name(device):
-    query, keys, values, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
+    query, cache, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
     with pytest.raises(ValueError, match=r"num_heads=5: must be a multiple of num_kv_heads=2"):
-        paged_attention(query[:, :5], keys, values, paging, scale=1.0)
+        paged_attention(query[:, :5], cache, paging, scale=1.0)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 48, 71])
 def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
     for max_query_len in (1, 2, 5, 512):
-        shape = launch_shape(head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, hip=False)
+        shape = launch_shape(
+            head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, quantized=False, hip=False
+        )
         assert 1 <= shape.HEADS <= min(group, shape.BLOCK_M)
         if shape.ONE_TILE:
             assert max_query_len * shape.HEADS <= shape.BLOCK_M
@@ -128,4 +130,5 @@ def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
 
 def test_chosen_cases_reach_a_group_split_over_tiles():
     group = max(case.group for case in CHOSEN)
-    assert group > launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, hip=False).HEADS
+    shape = launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, quantized=False, hip=False)
+    assert group > shape.HEADS

@@ -13,7 +13,7 @@ import pytest
 from paged_backend.serving import tritonserver
 from paged_backend.serving.server_files import find_server
 from paged_backend.serving.tritonserver import ServerError, TritonServer, choose_ports, server_environment
-from tests.server.conftest import idle, post, raw_stream
+from tests.server.conftest import idle, metrics, post, raw_stream
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +70,17 @@ def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
     finally:
         server.stop()
     assert reason in str(caught.value)
+
+
+def test_a_pool_of_fp8_answers_as_it_should_and_again_from_its_cache(demo_model):
+    options = {"dtype": "float32", "kv_cache_dtype": "fp8", "num_gpu_blocks_override": 64}
+    request = {"text_input": "The capital of France is Paris. The capital of Germany is", "temperature": 0}
+    with TritonServer(demo_model, options) as server:
+        replies = [post(server, request | {"max_tokens": 6}) for _ in range(2)]
+        assert metrics(server)["paged_prefix_cache_hit_tokens_total"] > 0
+    assert [status for status, _ in replies] == [200, 200]
+    assert "Berlin" in json.loads(replies[0][1])["text_output"]
+    assert replies[1] == replies[0]
 
 
 def test_a_stopped_server_leaves_nothing_behind(tiny):
