@@ -153,7 +153,7 @@ class BlockManager:
         if self._references[block] == 1:
             self._shared -= 1
         elif self._references[block] == 0:
-            if block in self.index:
+            if self.index.knows(block):
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -215,7 +215,9 @@ class BlockManager:
         size, most = self.block_size, len(tokens) - 1
         places: list[Place] = []
         while (len(places) + 1) * size <= most:
-            place = self._find(self.key(chain, tokens, len(places)))
+            index = len(places)
+            content = tuple(tokens[index * size : (index + 1) * size])
+            place = self._find(Entry(self.key(chain, tokens, index), chain[index], content))
             if place is None:
                 break
             places.append(place)
@@ -254,7 +256,7 @@ class BlockManager:
     def seal(self, block: int, chain: list[Key], tokens: Sequence[int], index: int) -> None:
         """Make a sequence's full block `index` known by its content."""
         assert self._references[block], f"block {block}: sealed, but not in use"
-        if self.caching and block not in self.index:
+        if self.caching and not self.index.knows(block):
             key = self.key(chain, tokens, index)
             content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
             self.index.add(block, Entry(key, chain[index], content))
@@ -264,12 +266,12 @@ class BlockManager:
         while self._cached:
             self._free.append(self._evict())
 
-    def _find(self, key: Key) -> Place | None:
-        block = self.index.find(key)
-        if block is not None:
-            return Place(block, False)
-        block = self.host.index.find(key) if self.host else None
-        return None if block is None else Place(block, True)
+    def _find(self, entry: Entry) -> Place | None:
+        for pool, on_host in ((self, False), (self.host, True)):
+            block = pool.index.find(entry) if pool else None
+            if block is not None:
+                return Place(block, on_host)
+        return None
 
     def _nearest(self, parent: Key, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
         here = self.index.nearest_child(parent, tokens) or (-1, 0)
@@ -305,7 +307,7 @@ class BlockManager:
         """Let go of the host's blocks. What did not arrive is not known there."""
         for move in outs:
             assert self.host
-            if not done and move.target in self.host.index:
+            if not done and self.host.index.knows(move.target):
                 self.host.index.remove(move.target)
             self.host.unlock(move.target)
 
@@ -325,7 +327,7 @@ class BlockManager:
         for block in self._cached:
             entry = self.index.entry(block)
             assert entry
-            if wanted(entry.key) and self.host.index.find(entry.key) is None:
+            if wanted(entry.key) and not self.host.index.has_key(entry.key):
                 kept = self._out(block) if left else None
                 if kept is None:
                     break
@@ -335,7 +337,7 @@ class BlockManager:
 
     def keep(self, entry: Entry) -> int | None:
         """A block that holds this and that nobody holds, to be filled at once. None where there is one, or no room."""
-        if self.index.find(entry.key) is not None or not self.num_available:
+        if self.index.has_key(entry.key) or not self.num_available:
             return None
         block = self._allocate(1)[0]
         self.index.add(block, entry)
@@ -368,7 +370,7 @@ class BlockManager:
         here: dict[int, int] = {}
         for block in blocks:  # first, so that none of them is evicted for another
             entry = self.host.index.entry(block)
-            known = self.index.find(entry.key) if entry else None
+            known = self.index.find(entry) if entry else None
             if known is not None:
                 self.hold(known)
                 here[block] = known
@@ -391,7 +393,7 @@ class BlockManager:
         """A block of the host's with this one's content, held for the caller. None where there is no room."""
         assert self.host
         entry = self.index.entry(block)
-        known = self.host.index.find(entry.key) if entry else None
+        known = self.host.index.find(entry) if entry else None
         if known is not None:
             self.host.hold(known)
             return known
@@ -447,7 +449,7 @@ class BlockManager:
         assert not (set(self._free) | self._cached.keys()) & owned.keys(), "a block is free and owned"
         assert len(owned) + len(self._free) + len(self._cached) == self.num_blocks, "a block is lost"
         assert self._shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is off"
-        known = set(self.index)
+        known = self.index.blocks
         assert not known & set(self._free), "a free block is known"
         assert self._cached.keys() <= known, "a cached block is not known"
         self.index.check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -33,14 +33,23 @@ class Index:
         # By the key of the block before: (tokens, block) in order, so that who shares most is a neighbour.
         self._children: dict[Key, list[tuple[tuple[int, ...], int]]] = {}
 
-    def __contains__(self, block: int) -> bool:
+    @property
+    def blocks(self) -> Set[int]:
+        return self._entries.keys()
+
+    def knows(self, block: int) -> bool:
         return block in self._entries
 
     def entry(self, block: int) -> Entry | None:
         return self._entries.get(block)
 
-    def find(self, key: Key) -> int | None:
-        return self._by_key.get(key)
+    def has_key(self, key: Key) -> bool:
+        return key in self._by_key
+
+    def find(self, entry: Entry) -> int | None:
+        """The block that holds this. Its tokens are compared, whatever the keys say."""
+        block = self._by_key.get(entry.key)
+        return block if block is not None and self._entries[block] == entry else None
 
     def add(self, block: int, entry: Entry) -> bool:
         """Make a block known. False where its content is known already: the block that has it stays the one that is
@@ -80,9 +89,6 @@ class Index:
             assert (entry.tokens, block) in self._children[entry.parent], f"block {block}: an orphan"
         assert sum(map(len, self._children.values())) == len(self._entries), "a parent knows a block that is not"
         assert all(children == sorted(children) for children in self._children.values()), "children out of order"
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._entries)
 
 
 def root_key(salt: str) -> Key:

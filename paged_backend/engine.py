@@ -255,7 +255,7 @@ class Engine:
         found: list[tuple[Entry, list[Tensor]]] = []
         for count in range(1, (len(tokens) - 1) // size + 1):
             extend_chain(chain, tokens, count, size)
-            if blocks.index.find(chain[-1]) is None and host.index.find(chain[-1]) is None:
+            if not blocks.index.has_key(chain[-1]) and not host.index.has_key(chain[-1]):
                 block = self._disk.get(chain[-1]) if len(found) < host.num_available else None
                 if block is None:
                     break

@@ -184,7 +184,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
 def longest(blocks, salt, tokens):
     """By brute force over what the manager says that its blocks hold."""
     most, size, key = len(tokens) - 1, blocks.block_size, root_key(salt)
-    entries = [blocks.index.entry(block) for block in blocks.index]
+    entries = [blocks.index.entry(block) for block in blocks.index.blocks]
     known = {(entry.parent, entry.tokens): entry.key for entry in entries}
     found = 0
     while found + size <= most and (key, tuple(tokens[found : found + size])) in known:
@@ -231,6 +231,24 @@ def test_salts_share_nothing():
     assert sched.stats.cached_tokens == 0
     finish(sched, store, request(3, range(20), cache_salt="a"))
     assert sched.stats.cached_tokens > 0
+
+
+def test_tokens_are_compared_whatever_the_keys_say(monkeypatch):
+    """With a key that does not tell one block of four tokens from another."""
+    for module in ("content", "block_manager"):
+        monkeypatch.setattr(f"paged_backend.{module}.chain_key", lambda parent, tokens: parent[:1] * 32, raising=False)
+    sched = scheduler()
+    store = ShadowStore(sched, 97)
+    first, second = request(0, range(100, 105)), request(1, range(200, 205))
+    for one in (first, second, request(2, first.prompt_token_ids)):
+        sched.add(one)
+        outputs = {}
+        while sched.has_work:
+            plan = sched.schedule()
+            for delta in sched.commit(plan, store.run(plan)):
+                outputs.setdefault(delta.key, []).extend(delta.token_ids)
+        assert outputs[one.key] == alone(one, 0, 97)
+    assert sched.stats.cached_tokens == 4
 
 
 def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
