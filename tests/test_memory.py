@@ -56,29 +56,41 @@ def finish(sched, store, *requests):
     return outputs
 
 
+STORM = {
+    "seed": st.integers(0, 2**32),
+    "blocks": st.integers(3, 24),
+    "size": st.sampled_from([1, 2, 4]),
+    "seqs": st.integers(1, 6),
+    "extra": st.integers(0, 20),
+    "caching": st.booleans(),
+    "vocab": st.sampled_from([2, 3, 5]),
+    "host": st.sampled_from([0, 0, 1, 5, 30]),
+    "swap": st.booleans(),
+    "pinned": st.sampled_from([0, 0, 4, 100]),
+}
+
+
 @settings(max_examples=600, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    blocks=st.integers(3, 24),
-    size=st.sampled_from([1, 2, 4]),
-    seqs=st.integers(1, 6),
-    extra=st.integers(0, 20),
-    caching=st.booleans(),
-    vocab=st.sampled_from([2, 3, 5]),
-    host=st.sampled_from([0, 0, 1, 5, 30]),
-    swap=st.booleans(),
-    pinned=st.sampled_from([0, 0, 4, 100]),
-)
-def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
-    seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned
-):
+@given(**STORM)
+def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(**weather):
+    storm(**weather)
+
+
+@pytest.mark.nightly
+@settings(max_examples=20_000, deadline=None)
+@given(**STORM)
+def test_many_storms(**weather):
+    storm(**weather)
+
+
+def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, steps=5000):
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between."""
     rnd = random.Random(seed)
     costs = Costs(move=0 if swap else float("inf"))
     sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, costs, session_blocks=pinned)
     store = ShadowStore(sched, vocab)
     requests, outputs, left = {}, {}, 25
-    for _ in range(5000):
+    for _ in range(steps):
         while left and rnd.random() < 0.4:
             left -= 1
             n = rnd.randint(1, min(3, seqs))
@@ -119,6 +131,15 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(
                 break
             continue
         assert plan.num_tokens <= sched.max_num_batched_tokens
+        if rnd.random() < 0.02:  # the step fails, before, between or after its moves
+            if rnd.random() < 0.5:
+                store.run(plan)
+            for delta in sched.fail(plan, "out of order"):
+                forget(requests, outputs, delta.key)
+            sched.check()
+            continue
+        if rnd.random() < 0.02:
+            sched.blocks.forget()
         for delta in sched.commit(plan, store.run(plan)):
             outputs[delta.key, delta.sample] += delta.token_ids
             if delta.finish:
@@ -153,7 +174,7 @@ def tokens_held(sched):
 
 
 def forget(requests, outputs, key):
-    del requests[key]
+    requests.pop(key, None)
     for owner in [owner for owner in outputs if owner[0] == key]:
         del outputs[owner]
 
