@@ -9,7 +9,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from paged_backend import kv_cache, model_loader
+from paged_backend import kv_cache, model_loader, proof
 from paged_backend.attention import UnsupportedModel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
@@ -64,12 +64,12 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path, monkeypatch):
     """No short prompt can show a window of 4,096 tokens: the masks and the layers must agree on it."""
     save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)
     tiny_assembly(tmp_path)
-    recorded = model_loader._Probe.attend
+    recorded = proof._Probe.attend
 
     def forgetful(self, *args, sliding_window=None, **rest):
         return recorded(self, *args, **rest)
 
-    monkeypatch.setattr(model_loader._Probe, "attend", forgetful)
+    monkeypatch.setattr(proof._Probe, "attend", forgetful)
     with pytest.raises(UnsupportedModel, match="windows 64, but its layers pass on none"):
         tiny_assembly(tmp_path)
 
