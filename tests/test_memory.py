@@ -348,6 +348,9 @@ def test_an_evicted_block_comes_back_from_the_host():
     assert finish(sched, store, again)[2, 0] == alone(first, 0, 5)
     assert sched.stats.cached_tokens - computed == 17
     assert sched.stats.host_tokens > 0
+    moved = sched.stats.moves_in
+    finish(sched, store, request(3, first.prompt_token_ids, max_tokens=3))
+    assert sched.stats.moves_in == moved  # what has come back is here
 
 
 def test_a_hit_inside_a_block_that_is_on_the_host_is_brought_in_to_be_written_into():
