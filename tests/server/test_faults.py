@@ -111,6 +111,7 @@ BAD = [
     ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "exclude_input_in_output=false"),
     ({"messages": "{}"}, "messages: must be a JSON list"),
     ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]"),
+    ({"text_input": "x", "sampling_parameters": '{"\\ud800": 1}'}, r"\ud800=1: unknown sampling parameter"),
 ]
 
 
