@@ -161,12 +161,6 @@ def test_unknown_parameters_of_generate_are_refused_by_name(server):
     assert json.loads(text)["error"].startswith("INVALID_ARGUMENT: temprature=0.5: unknown parameter")
 
 
-def test_grpcs_own_sequence_is_refused(server):
-    with raw_stream(server) as stream:
-        stream.client.async_stream_infer(MODEL, tensors({"text_input": "x"}), sequence_id=7, sequence_start=True)
-        assert stream.next().error.message().startswith("INVALID_ARGUMENT: sequence_id=7: not supported yet")
-
-
 def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
     """24 blocks of 4 tokens, and a model that would take 256."""
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
