@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from paged_backend.serving.tritonserver import TritonServer
-from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, tensors, until
+from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, until
 
 LONG = "word " * 8000  # 8,000 tokens: many steps of prefill, and most of the pool
 
