@@ -105,7 +105,10 @@ class DiskTier:
             found = self._load(key, path)
             os.utime(path)  # the order of use outlives the process
         except Exception as error:  # gone, cut off, no safetensors at all, another's: the library has many words
-            self._fail(f"{path}: {type(error).__name__}: {error}")
+            with self._lock:
+                made_way = key not in self._files
+            if not made_way:  # for a newer one, while it was read
+                self._fail(f"{path}: {type(error).__name__}: {error}")
             return None
         with self._lock:
             self._read += 1
