@@ -144,8 +144,8 @@ class DiskTier:
             if self.lacks(item[0].key):
                 try:
                     self._write(*item)
-                except OSError as error:  # the disk is full, or gone, or not ours to write
-                    self._fail(f"cannot be written: {error}")
+                except Exception as error:  # the disk is full, or gone, or not ours to write, or whatever it was
+                    self._fail(f"cannot be written: {type(error).__name__}: {error}")
             self._queue.task_done()
 
     def _write(self, entry: Entry, tensors: list[Tensor]) -> None:

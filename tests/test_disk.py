@@ -227,3 +227,17 @@ def test_a_block_that_makes_way_while_it_is_read_is_no_damage(tmp_path, monkeypa
     assert tier.lacks(one.key)
     assert tier.up
     tier.close()
+
+
+def test_whatever_fails_in_writing_turns_the_tier_off(tmp_path, monkeypatch, caplog):
+    """A writer that died would leave a queue that nobody empties."""
+
+    def refuse(*args):
+        raise ValueError("not today")
+
+    monkeypatch.setattr("paged_backend.disk.save", refuse)
+    tier = DiskTier(tmp_path, 1000, LAYOUT)
+    tier.put(entry(1, 2), content(0))
+    tier.close()
+    assert not tier.up
+    assert "ValueError: not today" in caplog.text
