@@ -105,7 +105,10 @@ class DiskTier:
             found = self._load(key, path)
             os.utime(path)  # the order of use outlives the process
         except Exception as error:  # gone, cut off, no safetensors at all, another's: the library has many words
-            self._fail(f"{path}: {type(error).__name__}: {error}")
+            with self._lock:
+                made_way = key not in self._files
+            if not made_way:  # for a newer one, while it was read
+                self._fail(f"{path}: {type(error).__name__}: {error}")
             return None
         with self._lock:
             self._read += 1
@@ -141,8 +144,8 @@ class DiskTier:
             if self.lacks(item[0].key):
                 try:
                     self._write(*item)
-                except OSError as error:  # the disk is full, or gone, or not ours to write
-                    self._fail(f"cannot be written: {error}")
+                except Exception as error:  # the disk is full, or gone, or not ours to write, or whatever it was
+                    self._fail(f"cannot be written: {type(error).__name__}: {error}")
             self._queue.task_done()
 
     def _write(self, entry: Entry, tensors: list[Tensor]) -> None:

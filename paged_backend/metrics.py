@@ -6,10 +6,13 @@ where they changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paged_backend.scheduler import SchedulerStats
+
+log = logging.getLogger("paged_llm")
 
 OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused")
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300]
@@ -89,6 +92,28 @@ COUNTERS = (  # by the field of SchedulerStats
 )
 
 
+class Metric:
+    """One of the server's, whose trouble is its own: the thread that updates it has answers to send."""
+
+    def __init__(self, metric: Any):
+        self._metric = metric
+
+    def set(self, value: float) -> None:
+        self._try(self._metric.set, value)
+
+    def increment(self, value: float) -> None:
+        self._try(self._metric.increment, value)
+
+    def observe(self, value: float) -> None:
+        self._try(self._metric.observe, value)
+
+    def _try(self, update: Callable[[float], None], value: float) -> None:
+        try:
+            update(value)
+        except Exception:
+            log.exception("a metric could not be updated")
+
+
 class Metrics:
     """The metrics of one model instance. `pb_utils` is the module that the server gives its Python models."""
 
@@ -139,8 +164,8 @@ class Metrics:
             self._families[name] = families(name=name, description=help, kind=getattr(families, kind))
         return self._families[name]
 
-    def _metric(self, name: str, kind: str, help: str, labels: Mapping[str, str] = {}) -> Any:
-        return self._family(name, kind, help).Metric(labels=self._labels | dict(labels))
+    def _metric(self, name: str, kind: str, help: str, labels: Mapping[str, str] = {}) -> Metric:
+        return Metric(self._family(name, kind, help).Metric(labels=self._labels | dict(labels)))
 
-    def _histogram(self, name: str, help: str) -> Any:
-        return self._family(name, "HISTOGRAM", help).Metric(labels=self._labels, buckets=_SECONDS)
+    def _histogram(self, name: str, help: str) -> Metric:
+        return Metric(self._family(name, "HISTOGRAM", help).Metric(labels=self._labels, buckets=_SECONDS))

@@ -21,10 +21,11 @@ class ErrorCode(Enum):
 
 
 class RequestError(Exception):
-    """Ends one request. `str()` is what the client reads: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`."""
+    """Ends one request. `str()` is what the client reads: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`. What of it
+    UTF-8 cannot carry is written out: a parameter's name, which comes from JSON, may hold halves of characters."""
 
     def __init__(self, code: ErrorCode, message: str):
-        super().__init__(f"{code.value}: {message}")
+        super().__init__(f"{code.value}: {message}".encode(errors="backslashreplace").decode())
         self.code = code
 
 

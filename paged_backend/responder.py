@@ -359,11 +359,13 @@ class Responder:
     def _check(self, stream: Stream) -> None:
         if stream.channel.is_cancelled():
             stream.error = RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
+            self._abort(stream.request.key)
         elif stream.overdue:
             stream.end(FinishReason.TIMEOUT)
+            for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
+                self._end(stream.request.key, index)
         else:
             return
-        self._abort(stream.request.key)
         self._deliver(stream)
 
     def _abort(self, key: int) -> None:

@@ -357,10 +357,14 @@ class Scheduler:
                 self._enter(group, hit, draft)
                 room.seqs -= group.num_seqs
                 room.promised += self._needs(group) - self._holds(group)
-            elif self._running and self._last.rank[0] > group.rank[0]:
+            elif self._running and self._last.rank[0] <= group.rank[0]:
+                return
+            elif group.num_seqs <= room.seqs and self.pins.drop_oldest():
+                continue  # idle sessions let go before anybody is preempted
+            elif self._running:
                 self._preempt(self._last, draft)
                 room = self._room()
-            elif self._running or not self.pins.drop_oldest():
+            else:
                 return
 
     def _room(self) -> _Room:

@@ -180,11 +180,11 @@ class Service:
                 self._responder.open(stream)
                 self._engine.submit(stream.request)
         except RequestError as error:
-            channel.fail(error)
+            _refuse(channel, error)
             self._responder.refused()
         except Exception as error:
             log.exception("a request could not be taken")
-            channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
         """A stream of a request that may be queued; None where the request was answered here."""
@@ -269,6 +269,14 @@ class Service:
             )
             for _ in range(sampling.n)
         ]
+
+
+def _refuse(channel: Channel, error: RequestError) -> None:
+    """Whatever is in the way: what the server's `execute` raises ends other requests, too."""
+    try:
+        channel.fail(error)
+    except Exception:
+        log.exception("a request could not be answered with %s", error)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool):  # type: ignore[no-untyped-def]

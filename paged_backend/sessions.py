@@ -44,6 +44,7 @@ class Turn:
     session: Session
     is_first: bool
     is_last: bool
+    replaced: Session | None = None  # what had the name before a start
     messages: list[Message] = field(default_factory=list)  # the whole conversation, this turn's included
 
     @property
@@ -73,7 +74,7 @@ class Turn:
 
     def undo(self) -> None:
         """The turn failed or was cancelled: as if it had never been sent."""
-        self.sessions.close(self, forget=self.is_first)
+        self.sessions.close(self, forget=self.is_first, put_back=self.replaced)
 
 
 class Sessions:
@@ -111,6 +112,7 @@ class Sessions:
                     ErrorCode.UNAVAILABLE,
                     f"sequence_id={name.sequence_id!r}: its last turn is not answered yet; wait for it, or cancel it",
                 )
+            replaced = session if start else None
             if start:
                 if session is None and len(self._sessions) >= self._most:
                     raise RequestError(
@@ -129,13 +131,16 @@ class Sessions:
                     " sequence_start",
                 )
             session.busy = True
-            return Turn(self, session, is_first=start, is_last=end)
+            return Turn(self, session, is_first=start, is_last=end, replaced=replaced)
 
-    def close(self, turn: Turn, *, forget: bool) -> None:
+    def close(self, turn: Turn, *, forget: bool, put_back: Session | None = None) -> None:
         with self._lock:
-            turn.session.busy = False
-            turn.session.expires = self._clock() + self._ttl
-            if forget:
+            session = put_back or turn.session
+            session.busy = False
+            session.expires = self._clock() + self._ttl
+            if put_back:
+                self._sessions[turn.name] = put_back
+            if forget and not put_back:
                 del self._sessions[turn.name]
             else:
                 self._sessions.move_to_end(turn.name)

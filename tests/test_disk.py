@@ -208,3 +208,36 @@ def test_metadata_says_which_tokens_a_file_holds(tmp_path):
     (path,) = tmp_path.glob("*/*.safetensors")
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
     assert json.loads(header["__metadata__"]["tokens"]) == [7, 8]
+
+
+def test_a_block_that_makes_way_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1000, LAYOUT)
+    one, load = entry(1, 2), tier._load
+    tier.put(one, content(0))
+    tier.settle(60)
+
+    def late(key, path):
+        for number in range(3, 9):
+            tier.put(entry(number), content(number))
+        tier.settle(60)
+        return load(key, path)
+
+    monkeypatch.setattr(tier, "_load", late)
+    assert tier.get(one.key) is None
+    assert tier.lacks(one.key)
+    assert tier.up
+    tier.close()
+
+
+def test_whatever_fails_in_writing_turns_the_tier_off(tmp_path, monkeypatch, caplog):
+    """A writer that died would leave a queue that nobody empties."""
+
+    def refuse(*args):
+        raise ValueError("not today")
+
+    monkeypatch.setattr("paged_backend.disk.save", refuse)
+    tier = DiskTier(tmp_path, 1000, LAYOUT)
+    tier.put(entry(1, 2), content(0))
+    tier.close()
+    assert not tier.up
+    assert "ValueError: not today" in caplog.text

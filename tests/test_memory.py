@@ -494,6 +494,19 @@ def test_a_session_lets_go_before_anybody_is_preempted():
     assert sched.stats.preemptions == 0
 
 
+def test_a_session_lets_go_before_anybody_is_displaced():
+    """Whoever is served first takes the room of idle sessions, not that of one who comes after it."""
+    sched = scheduler(num_blocks=12, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 124), max_tokens=1, session="chat"))
+    sched.add(request(1, range(200, 206), max_tokens=3, priority=5))
+    plan = sched.schedule()
+    sched.commit(plan, store.run(plan))
+    finish_with_pins(sched, store, request(2, range(300, 320), max_tokens=1))
+    assert sched.stats.blocks_pinned == 0
+    assert sched.stats.preemptions == 0
+
+
 def test_a_session_does_not_keep_out_a_request_that_needs_the_whole_pool():
     sched = scheduler(num_blocks=8, session_blocks=8)
     store = ShadowStore(sched, 97)

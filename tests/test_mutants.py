@@ -84,8 +84,8 @@ MUTANTS = {  # (file, what is right, what is not)
     "priorities are forgotten": ("request.py", "return self.sampling.priority, self.key", "return 0, self.key"),
     "an equal displaces an equal": (
         SCHEDULER,
-        "self._last.rank[0] > group.rank[0]",
-        "self._last.rank[0] >= group.rank[0]",
+        "self._last.rank[0] <= group.rank[0]",
+        "self._last.rank[0] < group.rank[0]",
     ),
     "the samples draw the same": (SEQUENCE, "self.request.seed + self.index", "self.request.seed"),
     "all samples go on when one ends": (SCHEDULER, "        group.sequences.remove(sequence)\n", ""),

@@ -170,3 +170,8 @@ def test_what_ends_the_output(ignore_eos, stop_ids):
 
 def test_a_long_value_is_shortened_in_the_message():
     assert len(refusal(stop=[json.dumps("x" * 10_000)])) < 200
+
+
+def test_an_error_is_text_that_can_be_sent():
+    """JSON may hold halves of characters in names, too."""
+    assert refusal(**{"\ud800": 1}).encode().startswith(b"INVALID_ARGUMENT: \\ud800=1: unknown sampling parameter")

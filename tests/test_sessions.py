@@ -146,3 +146,12 @@ def test_one_too_many_is_refused(sessions, clock):
     clock.now = 10
     begun(sessions)
     assert len(sessions) == 1
+
+
+def test_a_start_that_fails_leaves_the_session_that_had_the_name(sessions, clock):
+    begun(sessions)
+    clock.now = 5
+    sessions.begin(NAME, start=True, end=False).undo()
+    assert len(sessions) == 1
+    assert sessions.seconds_left() == 10
+    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]

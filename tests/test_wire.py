@@ -118,6 +118,7 @@ def test_a_sequence_comes_with_the_request_or_among_its_parameters(parameters, o
         ({"sequence_id": -1}, "sequence_id=-1: must be a whole number above 0 or a string"),
         ({"sequence_id": 1.5}, "sequence_id=1.5: must be"),
         ({"sequence_id": True}, "sequence_id=true: must be"),
+        ({"sequence_id": False}, "sequence_id=false: must be"),
         ({"sequence_id": "x" * 129}, "must be at most 128 bytes"),
         ({"sequence_id": 1, "sequence_start": 1}, "sequence_start=1: must be true or false"),
         ({"sequence_start": True}, "sequence_start=true: needs a sequence_id"),

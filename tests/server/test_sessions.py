@@ -141,3 +141,25 @@ def test_without_the_prefix_cache_there_are_no_sessions(tiny):
     refused = pytest.raises(Exception, match="sequence_id=1: sessions keep what the prefix cache finds")
     with TritonServer(tiny[0], options) as server, refused:
         turn(server, "x", 1, sequence_start=True)
+
+
+def test_a_turn_that_runs_out_of_time_keeps_its_blocks_too(server):
+    body = {"text_input": "Once upon a time " * 8, "max_tokens": 4000, "ignore_eos": True, "timeout": 1_000_000}
+    assert post(server, body | {"sequence_id": 12, "sequence_start": True})[0] == 200
+    until(lambda: metrics(server)["paged_kv_blocks{pinned}"] > 0, "the blocks that the session keeps")
+    assert post(server, {"text_input": "", "sequence_id": 12, "sequence_end": True})[0] == 200
+    idle(server)
+
+
+def test_an_error_inside_a_conversation_is_the_one_that_is_seen(server):
+    """Even where the conversation cannot be ended, as the server has forgotten it."""
+
+    def stumble(client):
+        with client.conversation() as talk:
+            talk.generate("Once", max_tokens=2)
+            client.generate("", sequence_id=talk.sequence_id, sequence_end=True)
+            raise ZeroDivisionError
+
+    with Client(server.grpc_url) as client, pytest.raises(ZeroDivisionError):
+        stumble(client)
+    idle(server)
