@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.paging import Paging
+from paged_backend.plan import Chunk, Plan
 from paged_backend.sampler import SamplingBatch, prepare
-from paged_backend.scheduler import Chunk, Plan
 
 
 @dataclass(frozen=True, eq=False)

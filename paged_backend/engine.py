@@ -17,9 +17,10 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.content import Entry, extend_chain, root_key
 from paged_backend.disk import DiskTier
+from paged_backend.plan import Plan
 from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.runner import Runner
-from paged_backend.scheduler import Plan, Scheduler, SchedulerStats
+from paged_backend.scheduler import Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
 

@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from paged_backend.attention import ATTENTION, UnsupportedModel, paged_logits
 from paged_backend.batch import PackedBatch, pack
 from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.plan import Chunk, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.scheduler import Chunk, Plan
 from paged_backend.sequence import Group, Sequence
 
 PROBE = "paged_llm_probe"

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from paged_backend.attention import paged_logits
 from paged_backend.batch import PackedBatch
 from paged_backend.kv_cache import KVCache
+from paged_backend.plan import Drawn, Plan
 from paged_backend.sampler import candidates, sample
-from paged_backend.scheduler import Drawn, Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,97 +4,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from paged_backend.beam_search import Candidate, Continuation
-from paged_backend.block_manager import NO_HIT, BlockManager, Copy, Hit, Move
+from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pins import Pins
+from paged_backend.plan import Chunk, Costs, Draft, Drawn, Plan
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
-
-Drawn = int | list[Candidate]  # a token, or of a beam the likeliest ones
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
-    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    draws: tuple[Sequence, ...]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What decides whether a copy is cheaper than computing again. Seconds, measured when the model is loaded."""
-
-    token: float = 1.0  # to compute one, in a full step
-    copy: float = 0.0  # to copy a block on the device
-    move: float = 0.0  # to copy a block between device and host
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step. First the moves out, then those in, then the copies; then chunks in the order of their rows, decode
-    first."""
-
-    chunks: tuple[Chunk, ...]
-    outs: tuple[Move, ...] = ()  # device to host
-    ins: tuple[Move, ...] = ()  # host to device
-    copies: tuple[Copy, ...] = ()
-    entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-
-@dataclass
-class _Draft:
-    """A plan in the making: what each group computes, and how many tokens the step can still take."""
-
-    budget: int
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: dict[int, list[Copy]] = field(default_factory=dict)
-    ins: dict[int, list[Move]] = field(default_factory=dict)
-    entered: list[int] = field(default_factory=list)
-
-    def put(self, group: Group, sequence: Sequence, length: int) -> None:
-        start = sequence.computed
-        draws: tuple[Sequence, ...] = ()
-        if start + length == len(sequence.tokens):
-            draws = (sequence,) if group.forked else tuple(group.sequences)
-        self.chunks.append(Chunk(sequence, start, length, draws))
-        self.budget -= length
-
-    def copy(self, group: Group, copy: Copy) -> None:
-        group.blocks_new += 1
-        group.blocks_copied += 1
-        self.copies.setdefault(group.key, []).append(copy)
-
-    def bring(self, group: Group, moves: list[Move]) -> None:
-        if moves:
-            group.blocks_new += len(moves)
-            group.blocks_from_host += len(moves)
-            self.ins.setdefault(group.key, []).extend(moves)
-
-    def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
-        """Take a group out; the copies and moves that it no longer needs."""
-        self.budget += sum(chunk.length for chunk in self.chunks if chunk.sequence.request is group.request)
-        self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
-        return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
-
-    def plan(self, blocks: BlockManager) -> Plan | None:
-        if not self.chunks:
-            return None
-        return Plan(tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
-
-
-def _flat(parts: dict[int, list[Any]]) -> tuple[Any, ...]:
-    return tuple(one for part in parts.values() for one in part)
 
 
 @dataclass
@@ -243,7 +160,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run."""
-        draft = _Draft(self.max_num_batched_tokens)
+        draft = Draft(self.max_num_batched_tokens)
         preempted = self._recomputed + self._swapped
         for group, sequence in self._running_in_order():
             if group.key in self._running:  # an earlier one in this loop may have taken its blocks
@@ -314,7 +231,7 @@ class Scheduler:
                 (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
         return decoding + feeding
 
-    def _extend(self, group: Group, sequence: Sequence, draft: _Draft) -> None:
+    def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
         """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""
         end = len(sequence.tokens) if group.forked else group.feed
         length = min(end - sequence.computed, draft.budget)
@@ -329,7 +246,7 @@ class Scheduler:
                 return
         draft.put(group, sequence, length)
 
-    def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
         """Blocks for `num_tokens` tokens, the one to be written into next its own. False where the pool is dry."""
         table, size = sequence.blocks, self.blocks.block_size
         index = sequence.computed // size
@@ -346,7 +263,7 @@ class Scheduler:
         group.blocks_new += len(table) - before
         return grown
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
         promised to a prompt still being fed; so prompts do not push each other out half-way."""
         room = self._room() if self._waiting else _Room(0, 0)
@@ -374,7 +291,7 @@ class Scheduler:
             promised=sum(max(0, self._needs(group) - self._holds(group)) for group in running),
         )
 
-    def _enter(self, group: Group, hit: Hit, draft: _Draft) -> None:
+    def _enter(self, group: Group, hit: Hit, draft: Draft) -> None:
         last = self._last if self._running else None
         self._running[self._waiting.pop(0).key] = group
         if last and last.rank > group.rank:
@@ -402,7 +319,7 @@ class Scheduler:
             self._host_tokens -= hit.partial_tokens
         draft.put(group, leader, length)
 
-    def _bring_back(self, group: Group, draft: _Draft) -> None:
+    def _bring_back(self, group: Group, draft: Draft) -> None:
         """Every sequence of a group goes on where it was when it was moved to the host."""
         tables, moves = self.blocks.swap_in([sequence.swapped for sequence in group.sequences])
         for sequence, table in zip(group.sequences, tables, strict=True):
@@ -462,7 +379,7 @@ class Scheduler:
         """What to add to a count over samples, so that the blocks they share count once."""
         return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
 
-    def _preempt(self, group: Group, draft: _Draft) -> None:
+    def _preempt(self, group: Group, draft: Draft) -> None:
         """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
         the host, so no token changes."""
         copies, ins = draft.drop(group)

@@ -13,9 +13,10 @@ from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
+from paged_backend.plan import Costs, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.runner import Runner
-from paged_backend.scheduler import Costs, Plan, Scheduler
+from paged_backend.scheduler import Scheduler
 
 REPEATS = 3
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence as Tokens
 from hashlib import blake2b
 
 from paged_backend.beam_search import BeamSearch, Candidate
+from paged_backend.plan import Drawn, Plan
 from paged_backend.request import GenerateRequest
-from paged_backend.scheduler import Drawn, Plan, Scheduler
+from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Sequence
 
 

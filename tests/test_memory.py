@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from paged_backend.block_manager import PINNED, BlockManager, Hit
 from paged_backend.content import root_key
+from paged_backend.plan import Costs
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
-from paged_backend.scheduler import Costs, Scheduler
+from paged_backend.scheduler import Scheduler
 from tests.shadow import ShadowStore, alone, alone_with_beams
 
 STOP = 3

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCKS, CONTENT, SCHEDULER, SEQUENCE = "block_manager.py", "content.py", "scheduler.py", "sequence.py"
-BEAMS, PINS, SESSIONS = "beam_search.py", "pins.py", "sessions.py"
+BEAMS, PINS, PLAN, SESSIONS = "beam_search.py", "pins.py", "plan.py", "sessions.py"
 
 MUTANTS = {  # (file, what is right, what is not)
     "a released block is not let go": (BLOCKS, "        self._references[block] -= 1\n", ""),
@@ -54,7 +54,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "        return list(table)",
     ),
     "copies are not handed to the step": (
-        SCHEDULER,
+        PLAN,
         "_flat(self.copies), tuple",
         "(), tuple",
     ),
@@ -91,8 +91,8 @@ MUTANTS = {  # (file, what is right, what is not)
     "all samples go on when one ends": (SCHEDULER, "        group.sequences.remove(sequence)\n", ""),
     # the host
     "what is evicted does not go to the host": (BLOCKS, "if self.host and self.host.caching and", "if False and"),
-    "moves to the host are not handed to the step": (SCHEDULER, "blocks.take_outs(), _flat", "(), _flat"),
-    "moves from the host are not handed to the step": (SCHEDULER, "_flat(self.ins), ", "(), "),
+    "moves to the host are not handed to the step": (PLAN, "blocks.take_outs(), _flat", "(), _flat"),
+    "moves from the host are not handed to the step": (PLAN, "_flat(self.ins), ", "(), "),
     "what arrives from the host is not known": (BLOCKS, "if done and move.entry and self.caching", "if False"),
     "a block for a partial hit is known as what it was": (BLOCKS, "._replace(entry=None)", ""),
     "a hit's blocks on the host are not held": (

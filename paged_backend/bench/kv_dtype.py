@@ -26,8 +26,8 @@ from paged_backend.bench._report import Record, alternate, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import pick_kv_dtype
+from paged_backend.plan import Chunk, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.scheduler import Chunk, Plan
 from paged_backend.sequence import Group
 from paged_backend.service import ROOT, Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model

@@ -20,8 +20,9 @@ from pathlib import Path
 from paged_backend.beam_search import Candidate
 from paged_backend.bench._report import Record, parser, publish
 from paged_backend.block_manager import BlockManager
+from paged_backend.plan import Drawn
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.scheduler import Drawn, Scheduler
+from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Sequence
 
 DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}

@@ -1,0 +1,93 @@
+"""One step of the engine, as integers: what is to be moved, copied and computed, and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_backend.beam_search import Candidate
+from paged_backend.block_manager import BlockManager, Copy, Move
+from paged_backend.sequence import Group, Sequence
+
+Drawn = int | list[Candidate]  # a token, or of a beam the likeliest ones
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
+    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    draws: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides whether a copy is cheaper than computing again. Seconds, measured when the model is loaded."""
+
+    token: float = 1.0  # to compute one, in a full step
+    copy: float = 0.0  # to copy a block on the device
+    move: float = 0.0  # to copy a block between device and host
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. First the moves out, then those in, then the copies; then chunks in the order of their rows, decode
+    first."""
+
+    chunks: tuple[Chunk, ...]
+    outs: tuple[Move, ...] = ()  # device to host
+    ins: tuple[Move, ...] = ()  # host to device
+    copies: tuple[Copy, ...] = ()
+    entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass
+class Draft:
+    """A plan in the making: what each group computes, and how many tokens the step can still take."""
+
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
+    ins: dict[int, list[Move]] = field(default_factory=dict)
+    entered: list[int] = field(default_factory=list)
+
+    def put(self, group: Group, sequence: Sequence, length: int) -> None:
+        start = sequence.computed
+        draws: tuple[Sequence, ...] = ()
+        if start + length == len(sequence.tokens):
+            draws = (sequence,) if group.forked else tuple(group.sequences)
+        self.chunks.append(Chunk(sequence, start, length, draws))
+        self.budget -= length
+
+    def copy(self, group: Group, copy: Copy) -> None:
+        group.blocks_new += 1
+        group.blocks_copied += 1
+        self.copies.setdefault(group.key, []).append(copy)
+
+    def bring(self, group: Group, moves: list[Move]) -> None:
+        if moves:
+            group.blocks_new += len(moves)
+            group.blocks_from_host += len(moves)
+            self.ins.setdefault(group.key, []).extend(moves)
+
+    def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
+        """Take a group out; the copies and moves that it no longer needs."""
+        self.budget += sum(chunk.length for chunk in self.chunks if chunk.sequence.request is group.request)
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
+        return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
+
+    def plan(self, blocks: BlockManager) -> Plan | None:
+        if not self.chunks:
+            return None
+        return Plan(tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
+
+
+def _flat(parts: dict[int, list[Any]]) -> tuple[Any, ...]:
+    return tuple(one for part in parts.values() for one in part)
