@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from paged_backend.serving.tritonserver import TritonServer
-from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, tensors, until
+from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, until
 
 LONG = "word " * 8000  # 8,000 tokens: many steps of prefill, and most of the pool
 
@@ -158,12 +158,6 @@ def test_unknown_parameters_of_generate_are_refused_by_name(server):
     status, text = post(server, {"text_input": "x", "temprature": 0.5})
     assert status == 400
     assert json.loads(text)["error"].startswith("INVALID_ARGUMENT: temprature=0.5: unknown parameter")
-
-
-def test_grpcs_own_sequence_is_refused(server):
-    with raw_stream(server) as stream:
-        stream.client.async_stream_infer(MODEL, tensors({"text_input": "x"}), sequence_id=7, sequence_start=True)
-        assert stream.next().error.message().startswith("INVALID_ARGUMENT: sequence_id=7: not supported yet")
 
 
 def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
