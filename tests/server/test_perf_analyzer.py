@@ -16,10 +16,10 @@ def profile(server, directory):
     """The export of one run, and what it printed.
 
     perf_analyzer 2.51 exports every output of the model's config, and takes those that a response does not have from
-    memory that nobody has set. For a number (cumulative_logprob) that is half of a pointer, and in one process of about
-    32 a NaN, which JSON cannot hold: its writer gives up before it has written anything, and perf_analyzer exits with 0
-    and an empty file after a run in which nothing failed (2 of 136 runs; with fixed addresses,
-    `setarch -R`, each of 6). The next process has other addresses.
+    memory that nobody has set. For a number (cumulative_logprob) that is half of a pointer, which may read as NaN. JSON
+    has none: its writer gives up before anything is written, and perf_analyzer exits with 0 and an empty file after a
+    run in which nothing failed. Seen in 2 of 136 runs, and with fixed addresses (`setarch -R`) in 6 of 6. The next
+    process has other addresses.
     """
     command = [sys.executable, "-m", "client", "perf_analyzer", "-m", MODEL, "-u", server.grpc_url]
     command += ["-i", "grpc", "--async", "--streaming"]
