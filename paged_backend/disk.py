@@ -157,8 +157,13 @@ class DiskTier:
         path = self._path(entry.key)
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)  # a file under its own name is whole
+            try:
+                file.write(data)
+                file.close()
+                os.replace(file.name, path)  # a file under its own name is whole
+            except OSError:
+                os.unlink(file.name)  # a disk that is full has no room for halves
+                raise
         with self._lock:
             self._files[entry.key] = len(data)
             self._nbytes += len(data)

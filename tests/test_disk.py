@@ -125,7 +125,7 @@ def test_a_block_under_another_ones_name_is_not_used(assembly, tmp_path, alone):
     assert not stats.disk_up
 
 
-def test_a_full_disk_turns_the_tier_off(assembly, monkeypatch, alone, caplog):
+def test_a_full_disk_turns_the_tier_off(assembly, tmp_path, monkeypatch, alone, caplog):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -134,6 +134,7 @@ def test_a_full_disk_turns_the_tier_off(assembly, monkeypatch, alone, caplog):
     assert ask(made)[0] == alone
     assert not made.disk.up
     assert "No space left on device" in caplog.text
+    assert not list((tmp_path / "kv").glob("*/*/*"))
 
 
 def test_a_directory_that_cannot_be_made_turns_the_tier_off(assembly, tmp_path, alone, caplog):
