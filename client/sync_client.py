@@ -36,12 +36,17 @@ class Stream(StreamBase):
 
     def __next__(self) -> Delta:
         """Raises PagedError, once, where the request failed; a cancelled stream just ends."""
-        while not self._deltas:
-            fields = None if self._ended else self._receive()
-            if fields is None:
-                raise StopIteration
-            self._deltas.extend(self._transcript.add(fields))
+        self.peek()
+        if not self._deltas:
+            raise StopIteration
         return self._deltas.popleft()
+
+    def peek(self) -> None:
+        """Wait until the next piece, or the end, is there. Raises PagedError as iterating does."""
+        while not self._deltas and not self._ended:
+            fields = self._receive()
+            if fields is not None:
+                self._deltas.extend(self._transcript.add(fields))
 
     def _receive(self) -> Fields | None:
         try:

@@ -91,6 +91,7 @@ class BlockManager:
         self._busy: Counter[int] = Counter()  # of the references, those of copies and moves that are not done yet
         self._shared = 0
         self._outs: list[Move] = []  # to do before anything of the next step
+        self._fresh: dict[int, None] = {}  # blocks that became known here, and that `spill` has not looked at yet
 
     @property
     def num_free(self) -> int:
@@ -164,6 +165,11 @@ class BlockManager:
         self._references[block] += 1
         if self._references[block] == 2:
             self._shared += 1
+
+    def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
+        """Blocks that would become available if these tables were released."""
+        held = Counter(block for table in tables for block in table)
+        return sum(self._references[block] == count for block, count in held.items())
 
     def fork(self, table: Sequence[int]) -> list[int]:
         """A second block table of the same blocks, the partial last one too."""
@@ -259,7 +265,8 @@ class BlockManager:
         if self.caching and not self.index.knows(block):
             key = self.key(chain, tokens, index)
             content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-            self.index.add(block, Entry(key, chain[index], content))
+            if self.index.add(block, Entry(key, chain[index], content)):
+                self._fresh[block] = None
 
     def forget(self) -> None:
         """Empty the cache; blocks in use keep theirs until they are released."""
@@ -293,6 +300,7 @@ class BlockManager:
         if self.host and self.host.caching and (kept := self._out(block)) is not None:
             self.host.drop(kept)
         self.index.remove(block)
+        self._fresh.pop(block, None)
         self.counters.evictions += 1
         return block
 
@@ -319,20 +327,26 @@ class BlockManager:
                 self.index.add(move.target, move.entry)
             self.host.unlock(move.source)
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `spill` has something to look at."""
+        return bool(self._fresh)
+
     def spill(self, wanted: Callable[[Key], bool], most: int) -> tuple[Move, ...]:
-        """Up to `most` cached blocks of wanted content go to the host as well, the least recently used first."""
-        if self.host is None:
-            return ()
+        """Up to `most` known blocks of wanted content go to the host as well, those that became known first; each is
+        looked at once."""
         left = most
-        for block in self._cached:
+        while self.host and self._fresh and left:
+            block = next(iter(self._fresh))
             entry = self.index.entry(block)
             assert entry
             if wanted(entry.key) and not self.host.index.has_key(entry.key):
-                kept = self._out(block) if left else None
+                kept = self._out(block)
                 if kept is None:
                     break
                 self.host.drop(kept)
                 left -= 1
+            del self._fresh[block]
         return self.take_outs()
 
     def keep(self, entry: Entry) -> int | None:

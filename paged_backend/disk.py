@@ -2,7 +2,8 @@
 
 directory/<fingerprint of model and layout>/<first two digits>/<key>.safetensors, one file a block, with its tokens, the
 key of the block before it and a digest of its bytes. What does not read back exactly as it was written is never used:
-at the first such file, or any other trouble, the tier goes off and the server serves on without it.
+at the first such file, or any other trouble, the tier goes off and the server serves on without it. A file that is gone
+has only made way for others: the budget is one for all fingerprints, and servers may share a directory.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +35,9 @@ from paged_backend.content import Entry, Key, chain_key
 log = logging.getLogger("paged_llm")
 
 QUEUE = 64  # blocks that wait to be written; past that they are left out
-SUFFIX = ".safetensors"
+SUFFIX, PART = ".safetensors", ".part"
+PART_SECONDS = 3600  # after which a half-written file is nobody's any more
+NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 
 
@@ -53,14 +58,17 @@ class DiskStats:
 class DiskTier:
     """Reads on the caller's thread, writes on its own. Safe to use from any thread."""
 
-    def __init__(self, directory: Path, budget: int, layout: Sequence[Tensor]):
-        """`budget` in bytes. `layout`: the tensors of one block, as they will be written and read."""
+    def __init__(self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor]):
+        """`budget` in bytes, for the whole directory. `layout`: the tensors of one block, as they will be written and
+        read."""
         self._directory = directory
+        self._fingerprint = fingerprint
         self._budget = budget
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
         self._lock = threading.Lock()
-        self._files: OrderedDict[Key, int] = OrderedDict()  # bytes of each, least recently used first
+        self._files: OrderedDict[str, int] = OrderedDict()  # bytes of each, by name, least recently used first
         self._nbytes = 0
+        self._ours = 0  # files of this fingerprint
         self._up = True
         self._read = self._written = self._left_out = 0
         self._queue: Queue[tuple[Entry, list[Tensor]] | None] = Queue(QUEUE)
@@ -78,37 +86,49 @@ class DiskTier:
     @property
     def stats(self) -> DiskStats:
         with self._lock:
-            return DiskStats(self._up, len(self._files), self._nbytes, self._read, self._written, self._left_out)
+            return DiskStats(self._up, self._ours, self._nbytes, self._read, self._written, self._left_out)
+
+    @property
+    def room(self) -> int:
+        """How many blocks the queue takes now."""
+        return QUEUE - self._queue.qsize()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all that was queued is written."""
+        return not self._queue.unfinished_tasks
 
     def lacks(self, key: Key) -> bool:
         with self._lock:
-            return self._up and key not in self._files
+            return self._up and self._name(key) not in self._files
 
-    def put(self, entry: Entry, tensors: Sequence[Tensor], timeout: float = 0) -> None:
-        """Have a block written. `tensors` must not change any more. Waits `timeout` seconds for room in the queue."""
+    def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        """Have a block written, if the queue has room. `tensors` must not change any more."""
         if not self.lacks(entry.key):
             return
         try:
-            self._queue.put((entry, list(tensors)), block=timeout > 0, timeout=timeout)
+            self._queue.put_nowait((entry, list(tensors)))
         except Full:
             with self._lock:
                 self._left_out += 1
 
     def get(self, key: Key) -> tuple[Entry, list[Tensor]] | None:
         """A block by its key, if it is there and as it was written."""
+        name = self._name(key)
         with self._lock:
-            if not self._up or key not in self._files:
+            if not self._up or name not in self._files:
                 return None
-            self._files.move_to_end(key)
-        path = self._path(key)
+            self._files.move_to_end(name)
+        path = self._directory / name
         try:
             found = self._load(key, path)
             os.utime(path)  # the order of use outlives the process
         except Exception as error:  # gone, cut off, no safetensors at all, another's: the library has many words
-            with self._lock:
-                made_way = key not in self._files
-            if not made_way:  # for a newer one, while it was read
+            if path.exists() or not self._directory.is_dir():
                 self._fail(f"{path}: {type(error).__name__}: {error}")
+                with contextlib.suppress(OSError):
+                    path.unlink()  # or the next server would meet it again
+            self._forget(name)
             return None
         with self._lock:
             self._read += 1
@@ -127,17 +147,32 @@ class DiskTier:
     def _scan(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         found = []
-        for path in self._directory.glob(f"*/*{SUFFIX}"):
-            with contextlib.suppress(ValueError):  # not a name of ours
-                status = path.stat()
-                found.append((status.st_mtime_ns, bytes.fromhex(path.name.removesuffix(SUFFIX)), status.st_size))
-        for leftover in self._directory.glob("*/*.part"):
-            leftover.unlink(missing_ok=True)
-        self._files = OrderedDict((key, size) for _, key, size in sorted(found))
-        self._nbytes = sum(self._files.values())
+        for path in self._directory.glob("*/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another server's, that made way
+                name, status = path.relative_to(self._directory).as_posix(), path.stat()
+                if NAME.fullmatch(name):
+                    found.append((status.st_mtime_ns, name, status.st_size))
+                elif path.suffix == PART and time.time() - status.st_mtime > PART_SECONDS:
+                    path.unlink()
+        for _, name, size in sorted(found):
+            self._book(name, size)
 
-    def _path(self, key: Key) -> Path:
-        return self._directory / key.hex()[:2] / (key.hex() + SUFFIX)
+    def _name(self, key: Key) -> str:
+        return f"{self._fingerprint}/{key.hex()[:2]}/{key.hex()}{SUFFIX}"
+
+    def _book(self, name: str, nbytes: int) -> None:
+        self._forget(name)
+        with self._lock:
+            self._files[name] = nbytes
+            self._nbytes += nbytes
+            self._ours += name.startswith(self._fingerprint)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            nbytes = self._files.pop(name, None)
+            if nbytes is not None:
+                self._nbytes -= nbytes
+                self._ours -= name.startswith(self._fingerprint)
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -154,9 +189,10 @@ class DiskTier:
         if len(data) > self._budget:
             raise OSError(f"a block takes {len(data)} bytes, and the budget is {self._budget}")
         self._make_room(len(data))
-        path = self._path(entry.key)
-        path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        name = self._name(entry.key)
+        path = self._directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=PART, delete=False) as file:
             try:
                 file.write(data)
                 file.close()
@@ -164,9 +200,8 @@ class DiskTier:
             except OSError:
                 os.unlink(file.name)  # a disk that is full has no room for halves
                 raise
+        self._book(name, len(data))
         with self._lock:
-            self._files[entry.key] = len(data)
-            self._nbytes += len(data)
             self._written += 1
 
     def _make_room(self, nbytes: int) -> None:
@@ -174,9 +209,9 @@ class DiskTier:
             with self._lock:
                 if self._nbytes + nbytes <= self._budget:
                     return
-                key, size = self._files.popitem(last=False)
-                self._nbytes -= size
-            self._path(key).unlink(missing_ok=True)
+                oldest = next(iter(self._files))
+            self._forget(oldest)
+            (self._directory / oldest).unlink(missing_ok=True)
 
     def _load(self, key: Key, path: Path) -> tuple[Entry, list[Tensor]]:
         with safe_open(path, framework="pt") as file:

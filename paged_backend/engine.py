@@ -24,8 +24,8 @@ from paged_backend.scheduler import Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
 
-SPILL_BLOCKS = 4  # written at a time, while the engine is idle: a request that comes waits no longer
-SETTLE_SECONDS = 0.2  # for the last of them to be written, so that the metrics tell of it
+SPILL_BLOCKS = 4  # copied at a time for the disk, while the engine is idle: a request that comes waits no longer
+SPILL_SECONDS = 0.05  # between two looks at a disk that is busy
 FLUSH_SECONDS = 10  # for what is cached and not on disk yet, when the engine stops
 
 
@@ -123,7 +123,8 @@ class Engine:
         self._thread.join()
         if self._disk:
             deadline = time.monotonic() + FLUSH_SECONDS
-            while not self._spilled and not self._dead and time.monotonic() < deadline:
+            while not self._spilled and not self._dead and (left := deadline - time.monotonic()) > 0:
+                self._disk.settle(left)
                 self._spill()
             self._disk.close()
 
@@ -163,15 +164,17 @@ class Engine:
 
     def _receive(self) -> bool:
         """Take what the inbox holds, waiting only where there is nothing else to do. False: stop."""
-        changed = looked = False
-        while True:
+        changed = looked = stopped = False
+        while not stopped:
+            wait = self._patience()
             try:
-                idle = not self._scheduler.has_work and self._spilled
-                message = self._inbox.get(block=idle and not changed and not looked)
+                idle = not (self._scheduler.has_work or changed or looked)
+                message = self._inbox.get(block=idle and wait != 0, timeout=wait or None)
             except Empty:
                 break
             if message is None:
-                return False
+                stopped = True
+                break
             if isinstance(message, Abort):
                 changed |= self._drop(message)
             elif isinstance(message, Unpin):
@@ -185,7 +188,13 @@ class Engine:
             self._emit(StepOutput((), self._stats(), time.monotonic()))
         if looked:
             self._emit(PoolMap.of(self._scheduler))
-        return True
+        return not stopped
+
+    def _patience(self) -> float | None:
+        """How long to wait for a message where there is no work; None: as long as it takes."""
+        if self._spilled or self._disk is None:
+            return None
+        return 0 if self._disk.room and self._scheduler.blocks.has_fresh else SPILL_SECONDS
 
     def _add(self, message: GenerateRequest | Fetched) -> bool:
         if isinstance(message, Fetched):
@@ -269,23 +278,24 @@ class Engine:
         if block is not None:
             self._runner.host.fill(block, content)
 
-    def _write(self, plan: Plan, timeout: float = 0) -> None:
+    def _write(self, plan: Plan) -> None:
         """What has just gone to the host goes to disk as well."""
         if self._disk is None:
             return
         assert self._runner.host
         for move in plan.outs:
             if move.entry and self._disk.lacks(move.entry.key):
-                self._disk.put(move.entry, self._runner.host.block(move.target), timeout)
+                self._disk.put(move.entry, self._runner.host.block(move.target))
 
     def _spill(self) -> None:
-        """While there is nothing else to do: a few cached blocks that are not on disk yet."""
+        """While there is nothing else to do: a few known blocks that are not on disk yet, as its queue has room."""
         assert self._disk
-        plan = Plan((), outs=self._scheduler.blocks.spill(self._disk.lacks, SPILL_BLOCKS))
+        if not self._disk.room:
+            return
+        plan = Plan((), outs=self._scheduler.blocks.spill(self._disk.lacks, min(SPILL_BLOCKS, self._disk.room)))
         self._runner.move(plan)
-        self._write(plan, timeout=FLUSH_SECONDS)
+        self._write(plan)
         self._scheduler.blocks.finish_outs(plan.outs)
-        if not plan.outs:
+        if not plan.outs and self._disk.quiet:
             self._spilled = True
-            self._disk.settle(SETTLE_SECONDS)
             self._emit(StepOutput((), self._stats(), time.monotonic()))

@@ -74,10 +74,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         costs: Costs | None = None,
+        preemption: str = "auto",
         session_blocks: int = 0,
     ):
-        """session_blocks: how many sessions may keep between their turns."""
+        """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
+        self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
         self.blocks = blocks
         self.costs = costs or Costs()
@@ -274,7 +276,7 @@ class Scheduler:
                 self._enter(group, hit, draft)
                 room.seqs -= group.num_seqs
                 room.promised += self._needs(group) - self._holds(group)
-            elif self._running and self._last.rank[0] <= group.rank[0]:
+            elif self._running and not self._would_fit(group, room):
                 return
             elif group.num_seqs <= room.seqs and self.pins.drop_oldest():
                 continue  # idle sessions let go before anybody is preempted
@@ -283,6 +285,16 @@ class Scheduler:
                 room = self._room()
             else:
                 return
+
+    def _would_fit(self, group: Group, room: _Room) -> bool:
+        """Whether a request would find room if all of lower priority, and idle sessions, made way."""
+        lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
+        if not lower or group.num_seqs > room.seqs + sum(one.num_seqs for one in lower):
+            return False
+        tables = [sequence.blocks for one in lower for sequence in one.sequences] + self.pins.tables
+        promised = room.promised - sum(max(0, self._needs(one) - self._holds(one)) for one in lower)
+        _, needed = self._demand(group)
+        return needed <= self.blocks.num_available + self.blocks.num_freed_by(tables) - promised
 
     def _room(self) -> _Room:
         running = self._running.values()
@@ -311,13 +323,17 @@ class Scheduler:
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
             draft.entered.append(group.key)
-            group.cached_tokens = leader.computed
-        self._queried_tokens += group.feed
-        self._cached_tokens += leader.computed
-        self._host_tokens += leader.computed - len(hit.on_device) * size
-        if copies:
-            self._host_tokens -= hit.partial_tokens
+            self._count_hit(group, hit)
         draft.put(group, leader, length)
+
+    def _count_hit(self, group: Group, hit: Hit) -> None:
+        size = self.blocks.block_size
+        group.cached_tokens = group.leader.computed
+        self._queried_tokens += group.feed
+        self._cached_tokens += group.cached_tokens
+        self._host_tokens += size * (len(hit.blocks) - len(hit.on_device))
+        if hit.partial is not None and hit.partial.on_host:
+            self._host_tokens += hit.partial_tokens
 
     def _bring_back(self, group: Group, draft: Draft) -> None:
         """Every sequence of a group goes on where it was when it was moved to the host."""
@@ -340,11 +356,7 @@ class Scheduler:
         if group.num_seqs > room.seqs:
             return None
         available = self.blocks.num_available - room.promised
-        if group.swapped:
-            return NO_HIT if self._to_bring_back(group) <= available else None
-        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
-        here = hit.on_device
-        needed = self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here))
+        hit, needed = self._demand(group)
         if needed > available:
             return None
         if hit.partial is not None:
@@ -354,6 +366,14 @@ class Scheduler:
             if needed + taken > available or cost > hit.partial_tokens * self.costs.token:
                 return Hit(hit.blocks)
         return hit
+
+    def _demand(self, group: Group) -> tuple[Hit, int]:
+        """What the cache has for a request, and the blocks that it needs beside, its partial hit's source aside."""
+        if group.swapped:
+            return NO_HIT, self._to_bring_back(group)
+        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
+        here = hit.on_device
+        return hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here))
 
     def _to_bring_back(self, group: Group) -> int:
         """Blocks that a group needs whose own were moved to the host: as many, what its tokens need more, and a copy
@@ -399,10 +419,12 @@ class Scheduler:
     def _swap_out(self, group: Group) -> bool:
         """Move a group's blocks to the host, where that and the way back are cheaper than computing them again, and
         there is room."""
+        if self.preemption == "recompute":
+            return False
         blocks = {block for sequence in group.sequences for block in sequence.blocks}
         shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
-        if 2 * len(blocks) * self.costs.move >= tokens * self.costs.token:
+        if self.preemption == "auto" and 2 * len(blocks) * self.costs.move >= tokens * self.costs.token:
             return False
         tables = self.blocks.swap_out([sequence.blocks for sequence in group.sequences])
         if tables is None:

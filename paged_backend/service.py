@@ -96,6 +96,7 @@ def assemble(config: EngineConfig) -> Assembly:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=costs,
+        preemption=config.preemption_mode,
         session_blocks=int(blocks.num_blocks * config.session_memory),
     )
     log.info(
@@ -128,8 +129,9 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
     name = fingerprint(config, loaded.directory, loaded.spec.dtype, loaded.spec.kv_dtype)
-    directory = Path(config.disk_cache_dir).expanduser() / name
-    return DiskTier(directory, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0))
+    return DiskTier(
+        Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)
+    )
 
 
 class Service:
@@ -165,7 +167,11 @@ class Service:
     def submit(self, pb_request: Any) -> None:
         """Read, tokenize, check and queue one request of the server's."""
         arrived = time.monotonic()
-        channel = Channel(self._pb_utils, pb_request)
+        try:
+            channel = Channel(self._pb_utils, pb_request)
+        except Exception:
+            log.exception("a request without a way back")
+            return
         try:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
@@ -196,6 +202,7 @@ class Service:
                     call, texts=[""], finish_reasons=["stop"], num_input_tokens=0, num_output_tokens=[0]
                 )
                 turn.finish([], "")
+                turn = None
                 channel.send(outputs, final=True)
                 return None
             request = self._request(call, sampling, turn)

@@ -19,6 +19,7 @@ from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 
 REPEATS = 3
+MOVED = 8  # blocks at a time: what each costs among others
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> float:
@@ -47,16 +48,15 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
 
 def measure(config: EngineConfig, runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """What decides between copying and computing. The pool is empty still, so its first blocks may be copied."""
-    if config.preemption_mode == "recompute":
-        move = float("inf")
-    elif config.preemption_mode == "swap" or not num_host_blocks:
-        move = 0.0
-    else:
-        there_and_back = Plan((), outs=(Move(0, 0, None),), ins=(Move(0, 0, None),))
-        move = _median(lambda: runner.move(there_and_back), runner.kv.device) / 2
-    copy = 0.0
-    if len(runner.kv.tensors[0]) > 1:
-        copy = _median(lambda: runner.move(Plan((), copies=(Copy(0, 1),))), runner.kv.device)
+    move = copy = 0.0
+    count = min(MOVED, num_host_blocks, len(runner.kv.tensors[0]))
+    if count:
+        moves = tuple(Move(block, block, None) for block in range(count))
+        move = _median(lambda: runner.move(Plan((), outs=moves, ins=moves)), runner.kv.device) / 2 / count
+    count = min(MOVED, len(runner.kv.tensors[0]) // 2)
+    if count:
+        copies = tuple(Copy(block, count + block) for block in range(count))
+        copy = _median(lambda: runner.move(Plan((), copies=copies)), runner.kv.device) / count
     return Costs(token=seconds_per_token, copy=copy, move=move)
 
 

@@ -250,6 +250,8 @@ def _prompt(tensors: Mapping[str, np.ndarray], *, may_lack: bool) -> tuple[str |
                 ErrorCode.INVALID_ARGUMENT,
                 f"messages[{index}]: must have a `role` and a `content` that are strings of whole characters",
             )
+    if not is_text(json.dumps(turns, ensure_ascii=False)):
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: hold half a character; send UTF-8 text")
     return None, turns
 
 

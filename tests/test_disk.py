@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -77,10 +78,6 @@ def test_quantized_blocks_come_back_with_their_scales(assembly, kv_cache_dtype):
 
 def damage_truncated(path):
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def damage_missing(path):
-    path.unlink()
 
 
 def damage_no_safetensors(path):
@@ -168,7 +165,7 @@ def content(value):
 
 def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path):
     one, two, three = entry(1, 2), entry(3, 4), entry(5, 6)
-    tier = DiskTier(tmp_path, 10**6, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     for value, each in enumerate((one, two)):
         tier.put(each, content(value))
     tier.settle(60)
@@ -178,24 +175,60 @@ def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(tensors, content(0), strict=True))
     tier.close()
 
-    tier = DiskTier(tmp_path, 2 * size, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 2 * size, LAYOUT)
     tier.put(three, content(2))
     tier.close()
     assert [tier.lacks(each.key) for each in (one, two, three)] == [False, True, False]
 
 
 def test_leftovers_of_a_process_that_died_are_swept(tmp_path):
-    (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "x.part").write_text("half")
-    (tmp_path / "ab" / "notes.safetensors").write_text("not ours")
-    tier = DiskTier(tmp_path, 100, LAYOUT)
+    folder = tmp_path / "ab12" / "ab"
+    folder.mkdir(parents=True)
+    for name in ("old.part", "new.part", "notes.safetensors"):
+        (folder / name).write_text("half, or not ours")
+    os.utime(folder / "old.part", (0, 0))
+    tier = DiskTier(tmp_path, "ab12", 100, LAYOUT)
     assert tier.stats.blocks == 0
-    assert not (tmp_path / "ab" / "x.part").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["new.part", "notes.safetensors"]
+    tier.close()
+
+
+def test_the_budget_counts_what_other_models_left(tmp_path):
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
+    tier.put(entry(1, 2), content(1))
+    tier.close()
+    size = tier.stats.nbytes
+    tier = DiskTier(tmp_path, "cd34", size, LAYOUT)
+    assert (tier.stats.blocks, tier.stats.nbytes) == (0, size)
+    tier.put(entry(1, 2), content(1))
+    tier.close()
+    assert [path.parts[-3] for path in tmp_path.glob("*/*/*")] == ["cd34"]
+
+
+def test_a_file_that_another_server_has_made_way_with_is_a_miss(tmp_path):
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
+    tier.put(entry(1, 2), content(1))
+    tier.settle(60)
+    for path in tmp_path.glob("*/*/*"):
+        path.unlink()
+    assert tier.get(entry(1, 2).key) is None
+    assert tier.up
+    assert tier.lacks(entry(1, 2).key)
+    tier.close()
+
+
+def test_a_directory_that_is_gone_turns_the_tier_off(tmp_path, caplog):
+    tier = DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUT)
+    tier.put(entry(1, 2), content(1))
+    tier.settle(60)
+    shutil.rmtree(tmp_path / "kv")
+    assert tier.get(entry(1, 2).key) is None
+    assert not tier.up
     tier.close()
 
 
 def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):
-    tier = DiskTier(tmp_path, 100, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 100, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.close()
     assert not tier.up
@@ -203,16 +236,16 @@ def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):
 
 
 def test_metadata_says_which_tokens_a_file_holds(tmp_path):
-    tier = DiskTier(tmp_path, 10**6, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(7, 8), content(1))
     tier.close()
-    (path,) = tmp_path.glob("*/*.safetensors")
+    (path,) = tmp_path.glob("*/*/*.safetensors")
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
     assert json.loads(header["__metadata__"]["tokens"]) == [7, 8]
 
 
 def test_a_block_that_makes_way_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path, 1000, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
     one, load = entry(1, 2), tier._load
     tier.put(one, content(0))
     tier.settle(60)
@@ -237,7 +270,7 @@ def test_whatever_fails_in_writing_turns_the_tier_off(tmp_path, monkeypatch, cap
         raise ValueError("not today")
 
     monkeypatch.setattr("paged_backend.disk.save", refuse)
-    tier = DiskTier(tmp_path, 1000, LAYOUT)
+    tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
     tier.put(entry(1, 2), content(0))
     tier.close()
     assert not tier.up

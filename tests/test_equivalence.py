@@ -59,7 +59,8 @@ def test_both_kinds_of_preemption(tiny, prompts, alone, caching, mode, kind):
 @pytest.mark.parametrize("swap_space", [0, 0.001, 0.01])
 def test_a_second_time_around_the_cache_is_warm(tiny, prompts, alone, swap_space):
     """From the device, from the host, and from a host's pool too small for all of it."""
-    with running(tiny_assembly(tiny[0], **SMALL, swap_space=swap_space)) as engine:
+    options = SMALL | {"swap_space": swap_space} if swap_space else {"num_gpu_blocks_override": 128}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
         stats = engine.history[-1].stats

@@ -25,6 +25,7 @@ def scheduler(
     host=0,
     costs=None,
     session_blocks=0,
+    preemption="auto",
 ):
     behind = BlockManager(host, block_size, caching=caching) if host else None
     blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
@@ -34,6 +35,7 @@ def scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         costs=costs,
         session_blocks=session_blocks,
+        preemption=preemption,
     )
 
 
@@ -87,8 +89,8 @@ def test_many_storms(**weather):
 def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, steps=5000):
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between."""
     rnd = random.Random(seed)
-    costs = Costs(move=0 if swap else float("inf"))
-    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, costs, session_blocks=pinned)
+    kind = "swap" if swap else "recompute"
+    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned, preemption=kind)
     store = ShadowStore(sched, vocab)
     requests, outputs, left = {}, {}, 25
     for _ in range(steps):
@@ -393,7 +395,8 @@ def test_what_was_moved_to_the_host_is_not_computed_again(caching):
     ("options", "kind"),
     [
         ({"host": 32}, "swapped"),
-        ({"host": 32, "costs": Costs(move=float("inf"))}, "recomputed"),
+        ({"host": 32, "preemption": "recompute"}, "recomputed"),
+        ({"host": 32, "preemption": "swap", "costs": Costs(token=1, move=9)}, "swapped"),
         ({"host": 32, "costs": Costs(token=1, move=3)}, "recomputed"),  # 2 * 3 a block, which holds 4 tokens
         ({"host": 32, "costs": Costs(token=1, move=1)}, "swapped"),
         ({"host": 2}, "recomputed"),  # no room there
@@ -523,3 +526,29 @@ def test_the_map_tells_what_only_sessions_keep():
     sched.add(request(1, [*range(100, 108), 5, 6], session="chat"))
     sched.schedule()
     assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")
+
+
+def test_nobody_is_displaced_for_a_request_that_would_not_fit_then():
+    """12 blocks: 8 are held above the one that waits, 2 below it, and it needs 6."""
+    sched = scheduler(num_blocks=12, max_num_batched_tokens=64)
+    store = ShadowStore(sched, 97)
+    above = request(0, range(100, 131), max_tokens=2, priority=-5)
+    below = request(1, range(200, 207), max_tokens=2, priority=5)
+    for one in (above, below):
+        sched.add(one)
+    plan = sched.schedule()
+    sched.commit(plan, store.run(plan))
+    assert sched.blocks.num_used == 10
+    sched.add(request(2, range(300, 323), max_tokens=1, priority=0))
+    plan = sched.schedule()
+    assert sched.stats.preemptions == 0
+    sched.commit(plan, store.run(plan))
+    assert finish(sched, store)
+    assert sched.stats.preemptions == 0
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_no_hit():
+    sched = scheduler(num_blocks=14)
+    finish(sched, ShadowStore(sched, 97), *rivals())
+    assert sched.stats.preemptions > 0
+    assert sched.stats.cached_tokens == 0

@@ -47,7 +47,7 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "the source of a copy is held for ever": (BLOCKS, "            self.unlock(copy.source)\n", "            pass\n"),
     "sources of copies count as shared": (BLOCKS, " - self._busy[block] > 1", " > 1"),
-    "nothing is ever shared": (BLOCKS, " - self._busy[block] > 1", " - self._reading[block] > 99"),
+    "nothing is ever shared": (BLOCKS, " - self._busy[block] > 1", " - self._busy[block] > 99"),
     "a fork does not hold": (
         BLOCKS,
         "        for block in table:\n            self.hold(block)\n        return list(table)",
@@ -82,10 +82,16 @@ MUTANTS = {  # (file, what is right, what is not)
         "needed > available",
     ),
     "priorities are forgotten": ("request.py", "return self.sampling.priority, self.key", "return 0, self.key"),
-    "an equal displaces an equal": (
+    "an equal displaces an equal": (SCHEDULER, "one.rank[0] > group.rank[0]]", "one.rank[0] >= group.rank[0]]"),
+    "one is displaced for nothing": (
         SCHEDULER,
-        "self._last.rank[0] <= group.rank[0]",
-        "self._last.rank[0] < group.rank[0]",
+        "        _, needed = self._demand(group)\n        return needed <=",
+        "        return 0 <=",
+    ),
+    "what was spilled once is spilled for ever": (
+        BLOCKS,
+        "            del self._fresh[block]\n",
+        "            break\n",
     ),
     "the samples draw the same": (SEQUENCE, "self.request.seed + self.index", "self.request.seed"),
     "all samples go on when one ends": (SCHEDULER, "        group.sequences.remove(sequence)\n", ""),

@@ -130,6 +130,11 @@ def test_a_sequence_that_makes_no_sense(parameters, reason):
     assert reason in refusal(parameters, text_input=text("x"))
 
 
+def test_half_a_character_anywhere_in_messages_is_refused():
+    turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
+    assert "messages: hold half a character" in refusal({}, messages=turns)
+
+
 def test_only_an_end_may_come_without_a_prompt():
     assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
     assert read({"sequence_id": 7, "sequence_end": True}).only_ends
