@@ -143,7 +143,7 @@ class EngineConfig:
         None,
         optional=True,
     )
-    disk_cache_gib: float = option(_above_zero, "GiB that those files may take", 10)
+    disk_cache_gib: float = option(_above_zero, "GiB that the files there may take, other models' included", 10)
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)

@@ -53,6 +53,10 @@ def assemble(config: EngineConfig) -> Assembly:
     """Load the model, prove it, size the pool. Raises ConfigError or UnsupportedModel."""
     started = time.monotonic()
     device = model_loader.pick_device(config)
+    if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and device.type == "cpu")):
+        raise ConfigError(
+            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
+        )
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
     seconds_per_token = warm_up(config, loaded, device)
@@ -122,12 +126,8 @@ def assemble(config: EngineConfig) -> Assembly:
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier | None:
-    if config.disk_cache_dir is None:
+    if config.disk_cache_dir is None or runner.host is None:
         return None
-    if runner.host is None:
-        raise ConfigError(
-            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
-        )
     name = fingerprint(config, loaded.directory, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)

@@ -213,7 +213,7 @@ def _json(name: str, text: str) -> Any:
 def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int) -> SequenceControl | None:
     name = parameters.get("sequence_id", sequence_id)
     if isinstance(name, bool) or not isinstance(name, int | str) or (isinstance(name, int) and name < 0):
-        raise invalid("sequence_id", name, "must be a whole number above 0 or a string")
+        raise invalid("sequence_id", name, "must be a whole number above 0 or a string; over HTTP at most 2**63 - 1")
     if isinstance(name, str) and len(name.encode(errors="replace")) > MAX_SEQUENCE_ID_BYTES:
         raise invalid("sequence_id", name, f"must be at most {MAX_SEQUENCE_ID_BYTES} bytes")
     name = name or sequence_id  # 0 and "": none

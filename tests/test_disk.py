@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paged_backend.config import ConfigError
 from paged_backend.content import Entry, chain_key, root_key
 from paged_backend.disk import DiskTier
 from tests.in_process import generate_alone, running, tiny_assembly
@@ -74,6 +75,12 @@ def test_quantized_blocks_come_back_with_their_scales(assembly, kv_cache_dtype):
     made = [ask(assembly(kv_cache_dtype=kv_cache_dtype)) for _ in range(2)]
     assert made[0][0] == made[1][0]
     assert made[1][1].host_tokens == 48
+
+
+def test_without_a_pool_on_the_host_there_is_none_on_disk(tiny, tmp_path):
+    for options in ({}, {"swap_space": 0}):
+        with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: goes through the host's pool"):
+            tiny_assembly(tiny[0], disk_cache_dir=str(tmp_path), **options)
 
 
 def damage_truncated(path):

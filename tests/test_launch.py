@@ -210,13 +210,16 @@ def test_a_log_without_a_reason_gives_none():
 def test_the_console_keeps_information_back_until_ready_and_after(capsys):
     console = Console(verbose=False)
     console.log_line("E1121 while loading\n")
+    console.log_line("2026-11-21 10:00:00,000 ERROR paged_llm: disk_cache_dir: cannot be used\n")
     console.ready("Ready.")
     console.log_line("I1121 information\n")
     console.log_line("W1121 warning\n")
     console.log_line("Traceback\n")
     shown = capsys.readouterr()
     assert shown.out == "Ready.\n"
-    assert shown.err == "W1121 warning\nTraceback\n"
+    ours, *rest = shown.err.splitlines()
+    assert ours.endswith("ERROR paged_llm: disk_cache_dir: cannot be used")
+    assert rest == ["W1121 warning", "Traceback"]
 
 
 def test_a_verbose_console_shows_all(capsys):

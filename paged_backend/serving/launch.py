@@ -130,6 +130,7 @@ class Console:
 
     # Triton's own lines begin like I1231 (information), W1231 or E1231; anything else is a program's output.
     _INFORMATION = re.compile(r"I\d{4} |[+|\n]|Signal \(")
+    _COMPLAINT = re.compile(r" (WARNING|ERROR) paged_llm: ")
     _INTERVAL = 10.0  # seconds between progress lines where they cannot be drawn over each other
 
     def __init__(self, verbose: bool) -> None:
@@ -139,8 +140,9 @@ class Console:
         self._next_line = 0.0
 
     def log_line(self, line: str) -> None:
-        """One line of the server's log. While it loads all is kept back: a failure is told in one message."""
-        if self._verbose or (self._is_ready and not self._INFORMATION.match(line)):
+        """One line of the server's log. While it loads all but our own complaints is kept back: a failure is told in
+        one message."""
+        if self._verbose or self._COMPLAINT.search(line) or (self._is_ready and not self._INFORMATION.match(line)):
             sys.stderr.write(line)
 
     def loading(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ from paged_backend.config import ConfigError, EngineConfig  # noqa: E402
 class TritonPythonModel:
     def initialize(self, args):
         """Load the model and start the engine. An error's message is what the server reports for the model."""
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         version = Path(args["model_repository"]) / args["model_version"]
         labels = {"model": args["model_name"], "version": args["model_version"]}
         try:
