@@ -103,9 +103,8 @@ class DiskTier:
             return self._up and self._name(key) not in self._files
 
     def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Have a block written, if the queue has room. `tensors` must not change any more."""
-        if not self.lacks(entry.key):
-            return
+        """Have a block written, if the queue has room and it is not there by then. `tensors` must not change any
+        more."""
         try:
             self._queue.put_nowait((entry, list(tensors)))
         except Full:

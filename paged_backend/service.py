@@ -94,7 +94,7 @@ def assemble(config: EngineConfig) -> Assembly:
         cache(blocks.num_blocks, device),
         cache(behind, torch.device("cpu"), pinned=device.type == "cuda") if behind else None,
     )
-    costs = measure(config, runner, seconds_per_token, behind)
+    costs = measure(runner, seconds_per_token, behind)
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,

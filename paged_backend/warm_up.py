@@ -46,7 +46,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     return _seconds(step, device) / plan.num_tokens
 
 
-def measure(config: EngineConfig, runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
+def measure(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """What decides between copying and computing. The pool is empty still, so its first blocks may be copied."""
     move = copy = 0.0
     count = min(MOVED, num_host_blocks, len(runner.kv.tensors[0]))
