@@ -8,24 +8,30 @@ must not inherit it.
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+ROOT = Path(__file__).resolve().parents[2]
+WITH_KERNELS = [
+    f"kernels.{file.stem}"
+    for file in sorted((ROOT / "kernels").glob("*.py"))
+    if file.stem != "aot" and "\nimport triton\n" in file.read_text()
+]
 
 
 def _import_for_interpreter() -> None:
     triton = sys.modules.get("triton")
     if triton is not None and type(triton.language.max).__name__ != "InterpretedFunction":
-        ours = {"kernels.paged_attention", "kernels.kv_write"}
-        for name in [n for n in sys.modules if n in ours or n == "triton" or n.startswith("triton.")]:
+        for name in [n for n in sys.modules if n in WITH_KERNELS or n == "triton" or n.startswith("triton.")]:
             if not name.startswith("triton._C"):  # the native library cannot be loaded twice
                 del sys.modules[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        importlib.import_module("kernels.paged_attention")
-        importlib.import_module("kernels.kv_write")
+        for name in WITH_KERNELS:
+            importlib.import_module(name)
 
 
 if not HAS_GPU:
@@ -47,6 +53,5 @@ def device() -> str:
 @pytest.fixture(scope="session")
 def compiled_environment() -> dict[str, str]:
     """An environment for a process of its own, in which Triton compiles."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**kept, "PYTHONPATH": os.pathsep.join([root, kept.get("PYTHONPATH", "")])}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])}
