@@ -1,8 +1,10 @@
-"""From a plan of integers to the tensors of one packed row of tokens."""
+"""From a plan of integers to the tensors of one packed row of tokens, and those to the device in one copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,21 +14,24 @@ from kernels.paging import Paging
 from paged_backend.plan import Chunk, Plan
 from paged_backend.sampler import SamplingBatch, prepare
 
+ALIGNMENT = 16  # bytes: what the widest type and the kernels ask for
+
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """Every chunk of a step, end to end in one row."""
 
-    input_ids: Tensor  # [1, num_tokens] int64
+    input_ids: Tensor  # [1, num_tokens] int64; -1 - i: what draw i of the step before gives
     position_ids: Tensor  # [1, num_tokens] int64
     paging: Paging
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted
-    repeats: Tensor | None  # [num_samples] int64: how many sequences draw from each; None: one
+    draw_rows: Tensor | None  # [num_draws] int64: which of them each draw is from; None: one each, in order
     sampling: SamplingBatch
+    follows: bool  # whether anything stands for a token of the step before
 
 
-def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
-    """Pack a plan. Everything is laid out on the host, then moved once."""
+def pack(plan: Plan, *, block_size: int) -> PackedBatch:
+    """Pack a plan, on the host."""
     chunks = plan.chunks
     starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     lengths = np.fromiter((chunk.length for chunk in chunks), np.int64, len(chunks))
@@ -35,28 +40,26 @@ def pack(plan: Plan, *, block_size: int, device: torch.device) -> PackedBatch:
     tables = _block_tables(chunks)
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    drawing = [sequence for chunk in chunks for sequence in chunk.draws]
+    tokens = _tokens(chunks)
+    drawing = [(sequence, chunk.start + chunk.length) for chunk in chunks for sequence in chunk.draws]
     counts = np.fromiter((len(chunk.draws) for chunk in chunks), np.int64, len(chunks))
     sample_rows = (query_starts[1:] - 1)[counts > 0]
-
-    def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype, non_blocking=True)
-
-    paging = Paging(
-        slots=move(slots, torch.int64),
-        block_tables=move(tables, torch.int32),
-        context_lens=move(starts + lengths, torch.int32),
-        query_starts=move(query_starts, torch.int32),
-        max_query_len=int(lengths.max()),
-        max_context_len=int((starts + lengths).max()),
-    )
+    counts = counts[counts > 0]
     return PackedBatch(
-        input_ids=move(_tokens(chunks), torch.int64)[None],
-        position_ids=move(positions, torch.int64)[None],
-        paging=paging,
-        sample_rows=move(sample_rows, torch.int64),
-        repeats=move(counts[counts > 0], torch.int64) if (counts > 1).any() else None,
-        sampling=prepare(drawing, device),
+        input_ids=torch.from_numpy(tokens)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        paging=Paging(
+            slots=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(tables),
+            context_lens=torch.from_numpy((starts + lengths).astype(np.int32)),
+            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+            max_query_len=int(lengths.max()),
+            max_context_len=int((starts + lengths).max()),
+        ),
+        sample_rows=torch.from_numpy(sample_rows),
+        draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
+        sampling=prepare(drawing),
+        follows=bool((tokens < 0).any()),
     )
 
 
@@ -71,3 +74,68 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_bl
     for row, chunk in zip(tables, chunks, strict=True):
         row[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
     return tables
+
+
+def follow(batch: PackedBatch, drawn: Tensor) -> PackedBatch:
+    """Put what the step before drew, [num_draws] int64, in place of what stands for it."""
+
+    def known(tokens: Tensor) -> Tensor:
+        return tokens.where(tokens >= 0, drawn[(-1 - tokens).clamp(min=0)])
+
+    sampling = batch.sampling
+    if sampling.penalties:
+        penalties = sampling.penalties
+        penalties = replace(penalties, seen=known(penalties.seen), generated=known(penalties.generated))
+        sampling = replace(sampling, penalties=penalties)
+    return replace(batch, input_ids=known(batch.input_ids), sampling=sampling, follows=False)
+
+
+class _Buffer:
+    """Page-locked memory, and when the device has taken what was in it."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.taken = torch.cuda.Event()
+
+
+class Stage:
+    """Takes batches to the device. On a GPU all tensors of a batch go in one copy from page-locked memory, which the
+    host does not wait for; there are two such buffers, so that one is filled while the other is read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers = [_Buffer(), _Buffer()] if device.type == "cuda" else []
+
+    def __call__(self, batch: PackedBatch) -> PackedBatch:
+        if not self._buffers:
+            return batch
+        parts: list[Tensor] = []
+        _map(batch, lambda tensor: parts.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        ends = np.cumsum([-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]).tolist()
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        there = _fill(buffer, parts, [0, *ends[:-1]], ends[-1]).to(self._device, non_blocking=True)
+        buffer.taken.record()
+        views = iter(
+            there[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            for part, start in zip(parts, [0, *ends[:-1]], strict=True)
+        )
+        return _map(batch, lambda _: next(views))
+
+
+def _fill(buffer: _Buffer, parts: list[Tensor], starts: list[int], size: int) -> Tensor:
+    buffer.taken.synchronize()
+    if len(buffer.bytes) < size:
+        buffer.bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+    for part, start in zip(parts, starts, strict=True):
+        buffer.bytes[start : start + part.nbytes].copy_(part.contiguous().view(-1).view(torch.uint8))
+    return buffer.bytes[:size]
+
+
+def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass with every tensor in it, and in those in it, changed; always in the same order."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if not is_dataclass(tree):
+        return tree
+    return replace(tree, **{one.name: _map(getattr(tree, one.name), change) for one in fields(tree)})

@@ -320,11 +320,12 @@ class BlockManager:
             self.host.unlock(move.target)
 
     def finish_ins(self, ins: Iterable[Move], *, done: bool = True) -> None:
-        """Let go of the host's blocks. What has arrived is known here."""
+        """Let go of both blocks. What has arrived is known here, even if its owner is gone by now."""
         for move in ins:
             assert self.host
             if done and move.entry and self.caching:
                 self.index.add(move.target, move.entry)
+            self.unlock(move.target)
             self.host.unlock(move.source)
 
     @property
@@ -425,7 +426,9 @@ class BlockManager:
         """Bring in a block of the host's, which is locked."""
         assert self.host
         self.counters.moves_in += 1
-        return Move(block, self._allocate(1)[0], self.host.index.entry(block))
+        target = self._allocate(1)[0]
+        self.lock(target)
+        return Move(block, target, self.host.index.entry(block))
 
     def _lock(self, place: Place) -> None:
         pool = self.host if place.on_host else self

@@ -104,6 +104,13 @@ class EngineConfig:
     )
     max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
     max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
+    async_scheduling: bool | None = option(
+        _flag,
+        "plan a step while the one before runs, so that the device does not wait; default: with a GPU, not on a CPU,"
+        " which plans and computes with the same cores",
+        None,
+        optional=True,
+    )
     gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
     kv_cache_memory_bytes: int | None = option(
         _whole(1),

@@ -1,25 +1,32 @@
-"""The loop: schedule, pack, run, commit. One thread owns scheduler, blocks and device."""
+"""The loop: schedule, pack, launch, commit. One thread owns scheduler, blocks and device.
+
+With overlap, the device never waits for the host: a step is launched before the tokens of the one before are looked at.
+
+    host    | plan 1 | plan 2 | commit 1, plan 3 ...| commit 2, plan 4 ...|
+    device           | step 1 ........... | step 2 ........... | step 3 ........... |
+                                          '-- its tokens stay here, and go to the host as well
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
-import torch
 from torch import Tensor
 
 from paged_backend.batch import pack
 from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.content import Entry, extend_chain, root_key
 from paged_backend.disk import DiskTier
-from paged_backend.plan import Plan
+from paged_backend.plan import Drawn, Plan
 from paged_backend.request import GenerateRequest, TokenDelta
-from paged_backend.runner import Runner
+from paged_backend.runner import Launched, Runner
 from paged_backend.scheduler import Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
@@ -88,6 +95,21 @@ class EngineDied:
     reason: str
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched, or could not be."""
+
+    plan: Plan
+    began: float  # when it was planned
+    launched: Launched | Exception
+
+    def result(self) -> list[Drawn]:
+        """Waits for the device. Raises whatever went wrong."""
+        if isinstance(self.launched, Exception):
+            raise self.launched
+        return self.launched.result()
+
+
 class Engine:
     """Runs requests until told to stop. `submit` and `abort` may be called from any thread; `emit` is called on
     the engine's own and must not block."""
@@ -96,13 +118,16 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        device: torch.device,
         emit: Callable[[StepOutput | PoolMap | EngineDied], None],
         disk: DiskTier | None = None,
+        *,
+        overlap: bool = False,
     ):
+        """overlap: plan and launch a step while the one before runs; of use where the device is not the host's own."""
+        self._overlap = overlap
+        self._flights: deque[Flight] = deque()  # one at the most between two steps
         self._scheduler = scheduler
         self._runner = runner
-        self._device = device
         self._emit = emit
         self._disk = disk
         self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
@@ -157,6 +182,7 @@ class Engine:
         try:
             while self._receive():
                 self._step()
+            self._settle()
         except Exception as error:  # whatever it was: no request may be left without an answer
             self._dead = True
             log.exception("the engine loop died")
@@ -168,7 +194,7 @@ class Engine:
         while not stopped:
             wait = self._patience()
             try:
-                idle = not (self._scheduler.has_work or changed or looked)
+                idle = not (self._scheduler.has_work or self._flights or changed or looked)
                 message = self._inbox.get(block=idle and wait != 0, timeout=wait or None)
             except Empty:
                 break
@@ -187,6 +213,7 @@ class Engine:
         if changed:
             self._emit(StepOutput((), self._stats(), time.monotonic()))
         if looked:
+            self._settle()
             self._emit(PoolMap.of(self._scheduler))
         return not stopped
 
@@ -218,13 +245,41 @@ class Engine:
     def _step(self) -> None:
         began = time.monotonic()
         plan = self._scheduler.schedule()
-        if plan is None:
-            if not self._spilled:
-                self._spill()
-            return
-        self._spilled = self._disk is None
-        deltas = self._execute(plan)
-        self._emit(StepOutput(tuple(deltas), self._stats(), time.monotonic(), began, plan.entered))
+        if plan is not None:
+            self._spilled = self._disk is None
+            self._flights.append(Flight(plan, began, self._launch(plan)))
+            self._settle(most=1)
+        elif not self._flights and not self._spilled:
+            self._spill()
+        if plan is None or not self._overlap or self._scheduler.wants_results:
+            self._settle()
+
+    def _launch(self, plan: Plan) -> Launched | Exception:
+        try:
+            self._runner.move(plan)
+            return self._runner.launch(pack(plan, block_size=self._scheduler.blocks.block_size))
+        except Exception as error:
+            return error
+
+    def _settle(self, most: int = 0) -> None:
+        """Commit the steps in flight, the oldest first, until at most `most` are left; all if one could not be
+        launched, for nothing may be built on it."""
+        while len(self._flights) > most or (self._flights and isinstance(self._flights[-1].launched, Exception)):
+            flight = self._flights.popleft()
+            deltas = self._commit(flight)
+            self._emit(StepOutput(tuple(deltas), self._stats(), time.monotonic(), flight.began, flight.plan.entered))
+
+    def _commit(self, flight: Flight) -> list[TokenDelta]:
+        try:
+            drawn = flight.result()
+            self._write(flight.plan)
+        except Exception as error:  # the device or the model failed this step: its requests end, the others go on
+            log.error("a step failed", exc_info=error)
+            message = f"the step failed: {type(error).__name__}: {error}"
+            failed = [flight.plan, *(later.plan for later in self._flights)]  # what came after has built on it
+            self._flights.clear()
+            return [delta for plan in failed for delta in self._scheduler.fail(plan, message)]
+        return self._scheduler.commit(flight.plan, drawn)
 
     def _stats(self) -> SchedulerStats:
         stats = self._scheduler.stats
@@ -232,17 +287,6 @@ class Engine:
             return stats
         disk = self._disk.stats
         return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)
-
-    def _execute(self, plan: Plan) -> list[TokenDelta]:
-        try:
-            self._runner.move(plan)
-            self._write(plan)
-            batch = pack(plan, block_size=self._scheduler.blocks.block_size, device=self._device)
-            drawn = self._runner.run(batch)
-        except Exception as error:  # the device or the model failed this step: its requests end, the others go on
-            log.exception("a step failed")
-            return self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-        return self._scheduler.commit(plan, drawn)
 
     # --- the disk ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Chunk:
     start: int
     length: int
     draws: tuple[Sequence, ...]
+    forks: tuple[Sequence, ...] = ()  # who shares its blocks from then on
 
 
 @dataclass(frozen=True)

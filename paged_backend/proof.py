@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from paged_backend.attention import ATTENTION, UnsupportedModel, paged_logits
-from paged_backend.batch import PackedBatch, pack
+from paged_backend.batch import Stage, pack
 from paged_backend.kv_cache import KVCache, LayerShape
 from paged_backend.plan import Chunk, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -177,10 +177,11 @@ def _paged_logits_of(
     long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
     found: dict[tuple[int, int], Tensor] = {}
+    stage = Stage(model.device)
 
     def step(*lengths: tuple[Sequence, int]) -> None:
         chunks = tuple(Chunk(seq, seq.computed, n, draws=(seq,) if n == seq.pending else ()) for seq, n in lengths)
-        logits = iter(paged_logits(model, _pack(chunks, block_size, model.device), kv))
+        logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
             if chunk.draws:
@@ -192,10 +193,6 @@ def _paged_logits_of(
         sequence.tokens.append(prompts[sequence.key][-1])
     step((long, 1), (short, 1))
     return found
-
-
-def _pack(chunks: tuple[Chunk, ...], block_size: int, device: torch.device) -> PackedBatch:
-    return pack(Plan(chunks), block_size=block_size, device=device)
 
 
 def _proof_sequence(key: int, ids: list[int]) -> Sequence:

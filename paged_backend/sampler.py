@@ -7,6 +7,7 @@ row was preempted and computed again, cannot change it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -17,12 +18,13 @@ from paged_backend.beam_search import Candidate, num_candidates
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
+PADDING = 2**62  # in place of a token, beyond every vocabulary
 LEAST = 1e-6  # of what divides logits, so that they stay finite in float32, and of top_p, so that a token stays
 
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Rows with a penalty, and the tokens they have seen; padding points one past the vocabulary."""
+    """Rows with a penalty, and the tokens they have seen, padded."""
 
     rows: Tensor  # [num_rows] int64
     seen: Tensor  # [num_rows, width] int64: prompt and output
@@ -58,8 +60,25 @@ class Draws:
 class Beams:
     """Rows of live beams, which do not draw but want the likeliest tokens."""
 
-    rows: tuple[int, ...]
+    rows: Tensor  # [num_rows] int64
     most: int  # tokens of each
+
+
+@dataclass(frozen=True, eq=False)
+class Likeliest:
+    """The likeliest tokens of live beams, the first first."""
+
+    rows: Tensor  # [num_rows] int64
+    tokens: Tensor  # [num_rows, most] int64
+    log_probs: Tensor  # [num_rows, most] float32
+
+    def to_host(self) -> Likeliest:
+        """On its way there; not to be read before the device has got that far."""
+        return Likeliest(*(one.to("cpu", non_blocking=True) for one in (self.rows, self.tokens, self.log_probs)))
+
+    def by_row(self) -> Iterator[tuple[int, list[Candidate]]]:
+        for row, *candidates in zip(self.rows.tolist(), self.tokens.tolist(), self.log_probs.tolist(), strict=True):
+            yield row, [Candidate(token, value) for token, value in zip(*candidates, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +91,12 @@ class SamplingBatch:
     beams: Beams | None
 
 
-def prepare(sequences: Rows[Sequence], device: torch.device) -> SamplingBatch:
-    """Gather what `sample` needs for these rows, in their order."""
-    return SamplingBatch(
-        _banned(sequences, device), _penalties(sequences, device), _draws(sequences, device), _beams(sequences)
-    )
+Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw: there may be later ones already
+
+
+def prepare(draws: Rows[Draw]) -> SamplingBatch:
+    """Gather what `sample` needs for these draws, in their order; on the host."""
+    return SamplingBatch(_banned(draws), _penalties(draws), _draws(draws), _beams(draws))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -92,21 +112,18 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return tokens
 
 
-def candidates(logits: Tensor, batch: SamplingBatch) -> dict[int, list[Candidate]]:
-    """By row of a live beam its likeliest tokens, the first first. What is banned stays out, but counts in the others'
-    probabilities, as in transformers."""
+def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
+    """Of live beams the likeliest tokens. What is banned stays out, but counts in the others' probabilities, as in
+    transformers."""
     if batch.beams is None:
-        return {}
-    rows, logits = list(batch.beams.rows), logits.float()
+        return None
+    rows, logits = batch.beams.rows, logits.float()
     log_probs = logits[rows].log_softmax(-1)
     if batch.banned is not None:
         allowed = torch.ones_like(logits, dtype=torch.bool).index_put_(tuple(batch.banned), torch.tensor(False))
         log_probs = log_probs.where(allowed[rows], float("-inf"))
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
-    return {
-        row: [Candidate(token, value) for token, value in zip(tokens, values, strict=True)]
-        for row, tokens, values in zip(rows, best.indices.tolist(), best.values.tolist(), strict=True)
-    }
+    return Likeliest(rows, best.indices, best.values)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -115,20 +132,20 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 8) / 2**24
 
 
-def _column(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+def _column(values: Rows[float], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype)[:, None]
 
 
-def _draws(sequences: Rows[Sequence], device: torch.device) -> Draws | None:
-    rows = [(row, seq) for row, seq in enumerate(sequences) if _is_random(seq.request.sampling)]
+def _draws(draws: Rows[Draw]) -> Draws | None:
+    rows = [(row, *draw) for row, draw in enumerate(draws) if _is_random(draw[0].request.sampling)]
     if not rows:
         return None
-    params = [seq.request.sampling for _, seq in rows]
+    params = [seq.request.sampling for _, seq, _ in rows]
     return Draws(
-        rows=torch.tensor([row for row, _ in rows], device=device),
-        temperature=_column([max(one.temperature, LEAST) for one in params], torch.float32, device),
-        uniform=_column([uniform(seq.seed, seq.generated) for _, seq in rows], torch.float64, device),
-        filters=_filters(params, device),
+        rows=torch.tensor([row for row, _, _ in rows]),
+        temperature=_column([max(one.temperature, LEAST) for one in params], torch.float32),
+        uniform=_column([uniform(seq.seed, position - seq.num_prompt) for _, seq, position in rows], torch.float64),
+        filters=_filters(params),
     )
 
 
@@ -136,25 +153,25 @@ def _is_random(params: SamplingParams) -> bool:
     return params.temperature > 0 and params.beam_width == 1
 
 
-def _beams(sequences: Rows[Sequence]) -> Beams | None:
-    rows = tuple(row for row, seq in enumerate(sequences) if seq.request.sampling.beam_width > 1)
+def _beams(draws: Rows[Draw]) -> Beams | None:
+    rows = [row for row, (seq, _) in enumerate(draws) if seq.request.sampling.beam_width > 1]
     if not rows:
         return None
-    requests = [sequences[row].request for row in rows]
-    return Beams(rows, max(num_candidates(one.sampling, one.stop_ids) for one in requests))
+    requests = [draws[row][0].request for row in rows]
+    return Beams(torch.tensor(rows), max(num_candidates(one.sampling, one.stop_ids) for one in requests))
 
 
-def _filters(params: Rows[SamplingParams], device: torch.device) -> Filters | None:
+def _filters(params: Rows[SamplingParams]) -> Filters | None:
     rows = [(row, one) for row, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p]
     if not rows:
         return None
     off = 2**31
     top_k = [one.top_k or off for _, one in rows]
     return Filters(
-        rows=torch.tensor([row for row, _ in rows], device=device),
-        top_k=_column(top_k, torch.int64, device),
-        top_p=_column([max(one.top_p, LEAST) for _, one in rows], torch.float32, device),
-        min_p=_column([one.min_p for _, one in rows], torch.float32, device),
+        rows=torch.tensor([row for row, _ in rows]),
+        top_k=_column(top_k, torch.int64),
+        top_p=_column([max(one.top_p, LEAST) for _, one in rows], torch.float32),
+        min_p=_column([one.min_p for _, one in rows], torch.float32),
         max_top_k=max([k for k in top_k if k != off], default=1),
         sort=any(one.top_p < 1 and not one.top_k for _, one in rows),
     )
@@ -190,23 +207,23 @@ def _filter(probs: Tensor, filters: Filters) -> Tensor:
     return probs.where(probs >= least, 0)
 
 
-def _penalties(sequences: Rows[Sequence], device: torch.device) -> Penalties | None:
-    rows = [(row, seq) for row, seq in enumerate(sequences) if _has_penalty(seq.request.sampling)]
+def _penalties(draws: Rows[Draw]) -> Penalties | None:
+    rows = [(row, *draw) for row, draw in enumerate(draws) if _has_penalty(draw[0].request.sampling)]
     if not rows:
         return None
-    params = [seq.request.sampling for _, seq in rows]
-    width = max(len(seq.tokens) for _, seq in rows)
+    params = [seq.request.sampling for _, seq, _ in rows]
+    width = max(position for _, _, position in rows)
 
     def padded(tokens: list[list[int]]) -> Tensor:
-        return torch.tensor([one + [-1] * (width - len(one)) for one in tokens], dtype=torch.int64, device=device)
+        return torch.tensor([one + [PADDING] * (width - len(one)) for one in tokens], dtype=torch.int64)
 
     return Penalties(
-        rows=torch.tensor([row for row, _ in rows], device=device),
-        seen=padded([seq.tokens for _, seq in rows]),
-        generated=padded([seq.tokens[len(seq.request.prompt_token_ids) :] for _, seq in rows]),
-        repetition=_column([max(one.repetition_penalty, LEAST) for one in params], torch.float32, device),
-        presence=_column([one.presence_penalty for one in params], torch.float32, device),
-        frequency=_column([one.frequency_penalty for one in params], torch.float32, device),
+        rows=torch.tensor([row for row, _, _ in rows]),
+        seen=padded([seq.tokens[:position] for _, seq, position in rows]),
+        generated=padded([seq.tokens[seq.num_prompt : position] for _, seq, position in rows]),
+        repetition=_column([max(one.repetition_penalty, LEAST) for one in params], torch.float32),
+        presence=_column([one.presence_penalty for one in params], torch.float32),
+        frequency=_column([one.frequency_penalty for one in params], torch.float32),
     )
 
 
@@ -228,16 +245,16 @@ def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
 def _counts(tokens: Tensor, rows: Tensor) -> Tensor:  # [num_rows, vocab] float32
     vocab = rows.shape[-1]
     counts = rows.new_zeros(rows.shape[0], vocab + 1)
-    index = tokens.where(tokens >= 0, vocab)
+    index = tokens.clamp(max=vocab)
     return counts.scatter_add_(1, index, torch.ones_like(index, dtype=counts.dtype))[:, :vocab]
 
 
-def _banned(sequences: Rows[Sequence], device: torch.device) -> Tensor | None:
+def _banned(draws: Rows[Draw]) -> Tensor | None:
     """Until min_tokens are out, no token that would end the output may be drawn."""
     pairs = [
         (row, token)
-        for row, seq in enumerate(sequences)
-        if seq.generated < seq.request.sampling.min_tokens
+        for row, (seq, position) in enumerate(draws)
+        if position - seq.num_prompt < seq.request.sampling.min_tokens
         for token in sorted(seq.request.stop_ids)
     ]
-    return torch.tensor(pairs, dtype=torch.int64, device=device).T if pairs else None
+    return torch.tensor(pairs, dtype=torch.int64).T if pairs else None

@@ -65,7 +65,12 @@ class SchedulerStats:
 
 class Scheduler:
     """By priority, and within one first come, first served. `schedule` plans a step, `commit` books its tokens; both
-    on the engine thread."""
+    on the engine thread.
+
+    The next step may be planned while one is in flight: what that one draws stands in the sequences as tokens whose
+    value is to come. A sequence that turns out to have ended computes one row for nothing. Nobody is preempted then:
+    who finds no room waits for the commit.
+    """
 
     def __init__(
         self,
@@ -87,6 +92,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[Group] = []  # by rank
         self._running: dict[int, Group] = {}
+        self._in_flight = 0  # plans that are not committed, nor have failed
+        self._stuck = False  # whether somebody waits for a commit
         self._recomputed = 0
         self._swapped = 0
         self._queried_tokens = 0
@@ -160,8 +167,16 @@ class Scheduler:
         self._end(group, sequence)
         return True
 
+    @property
+    def wants_results(self) -> bool:
+        """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
+        from what was drawn."""
+        return self._stuck or any(group.beams for group in self._running.values())
+
     def schedule(self) -> Plan | None:
-        """The next step, or None where nothing can run."""
+        """The next step, or None where nothing can run. At most one may be in flight."""
+        assert self._in_flight <= 1
+        self._stuck = False
         draft = Draft(self.max_num_batched_tokens)
         preempted = self._recomputed + self._swapped
         for group, sequence in self._running_in_order():
@@ -169,22 +184,42 @@ class Scheduler:
                 self._extend(group, sequence, draft)
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
-        return draft.plan(self.blocks)
+        plan = draft.plan(self.blocks)
+        if plan is not None:
+            self._advance(plan)
+        return plan
+
+    def _advance(self, plan: Plan) -> None:
+        """From here on what the plan computes counts as computed, and what it draws as drawn."""
+        self._in_flight += 1
+        draws = 0
+        for chunk in plan.chunks:
+            group = self._running[chunk.sequence.request.key]
+            chunk.sequence.computed = chunk.start + chunk.length
+            if not group.forked and group.leader.computed == group.leader.num_prompt:
+                self._fork(group)
+                chunk.forks = tuple(group.sequences[1:])
+            for sequence in chunk.draws:
+                draws += 1
+                if not group.beams:
+                    sequence.tokens.append(-draws)
 
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
-        """Book a step that ran: what each draw gave, in the plan's order."""
+        """Book a step that ran, the oldest in flight: what each draw gave, in the plan's order."""
+        self._in_flight -= 1
         self.blocks.finish_outs(plan.outs)
         self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
         deltas = []
         for chunk in plan.chunks:
-            group = self._running[chunk.sequence.request.key]
-            self._book(chunk)
-            if not group.forked and group.leader.computed == group.leader.num_prompt:
-                self._fork(group)
+            group = self._running.get(chunk.sequence.request.key)
+            if group and not chunk.sequence.ended:
+                self._book(chunk)
             for sequence in chunk.draws:
                 token = next(drawn)
+                if group is None or sequence.ended:  # since the step was planned
+                    continue
                 if isinstance(token, int):
                     deltas.append(self._append(group, sequence, token))
                 else:
@@ -195,6 +230,7 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """A step that could not run ends the requests in it, and no other. What it wrote or moved is nobody's
         content."""
+        self._in_flight -= 1
         self.blocks.finish_outs(plan.outs, done=False)
         self.blocks.finish_ins(plan.ins, done=False)
         self.blocks.finish(plan.copies)
@@ -210,7 +246,11 @@ class Scheduler:
         """Assert every invariant of scheduler and pool; for tests and idle moments."""
         assert sum(group.num_seqs for group in self._running.values()) <= self.max_num_seqs
         for sequence in self._sequences():
-            assert 0 <= sequence.computed <= len(sequence.tokens)
+            assert 0 <= sequence.committed <= sequence.computed <= len(sequence.tokens)
+            assert not sequence.ended
+            if not self._in_flight:
+                assert sequence.committed == sequence.computed, "computed, but not committed"
+                assert min(sequence.tokens) >= 0, "a token is missing"
             assert sequence.computed <= len(sequence.blocks or sequence.swapped) * self.blocks.block_size
         assert [group.rank for group in self.running] == sorted(group.rank for group in self.running)
         assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
@@ -230,7 +270,8 @@ class Scheduler:
         feeding: list[tuple[Group, Sequence]] = []
         for group in self._running.values():  # which are in order: `check` says so
             for sequence in group.active:
-                (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
+                if not (self._in_flight and sequence.has_all):
+                    (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
         return decoding + feeding
 
     def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
@@ -242,6 +283,9 @@ class Scheduler:
         while not self._make_room(group, sequence, sequence.computed + length, draft):
             if self.pins.drop_oldest():
                 continue
+            if self._in_flight:
+                self._stuck = True
+                return
             victim = self._last
             self._preempt(victim, draft)
             if victim is group:
@@ -249,13 +293,16 @@ class Scheduler:
         draft.put(group, sequence, length)
 
     def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
-        """Blocks for `num_tokens` tokens, the one to be written into next its own. False where the pool is dry."""
+        """Blocks for `num_tokens` tokens, the one to be written into next its own. False, with nothing changed, where
+        the pool is dry."""
         table, size = sequence.blocks, self.blocks.block_size
         index = sequence.computed // size
-        if index < len(table) and self.blocks.is_shared(table[index]):
+        shared = index < len(table) and self.blocks.is_shared(table[index])
+        if shared + self.blocks.blocks_for(num_tokens) - len(table) > self.blocks.num_available:
+            return False
+        if shared:
             copy = self.blocks.make_writable(table, index)
-            if copy is None:
-                return False
+            assert copy is not None, "blocks that were counted available are not"
             draft.copy(group, copy)
         return num_tokens <= len(table) * size or self._grow(group, table, num_tokens)
 
@@ -280,6 +327,9 @@ class Scheduler:
                 return
             elif group.num_seqs <= room.seqs and self.pins.drop_oldest():
                 continue  # idle sessions let go before anybody is preempted
+            elif self._in_flight:
+                self._stuck = True
+                return
             elif self._running:
                 self._preempt(self._last, draft)
                 room = self._room()
@@ -317,7 +367,7 @@ class Scheduler:
         for copy in copies:
             draft.copy(group, copy)
         group.blocks_reused += len(hit.on_device)
-        leader.computed = len(hit.blocks) * size + hit.partial_tokens
+        leader.computed = leader.committed = len(hit.blocks) * size + hit.partial_tokens
         length = min(group.feed - leader.computed, draft.budget)
         grown = self._grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
@@ -402,6 +452,7 @@ class Scheduler:
     def _preempt(self, group: Group, draft: Draft) -> None:
         """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
         the host, so no token changes."""
+        assert not self._in_flight
         copies, ins = draft.drop(group)
         # What this very step would have brought is not there: those start again, with what the cache has.
         swapped = not copies and not ins and self._swap_out(group)
@@ -443,7 +494,7 @@ class Scheduler:
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
             self._let_go(sequence)
-            sequence.computed = 0
+            sequence.computed = sequence.committed = 0
 
     def _let_go(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
@@ -454,22 +505,24 @@ class Scheduler:
     def _book(self, chunk: Chunk) -> None:
         """The chunk's keys and values are in the pages now: blocks that it filled become known by their content."""
         sequence, size = chunk.sequence, self.blocks.block_size
-        first, sequence.computed = sequence.computed // size, chunk.start + chunk.length
-        for index in range(first, sequence.computed // size):
+        first, sequence.committed = sequence.committed // size, chunk.start + chunk.length
+        for fork in chunk.forks:
+            fork.committed = sequence.committed
+        for index in range(first, sequence.committed // size):
             self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
 
     def _fork(self, group: Group) -> None:
         leader = group.leader
         for sequence in group.sequences[1:]:
             sequence.blocks = self.blocks.fork(leader.blocks)
-            sequence.computed = leader.computed
+            sequence.computed, sequence.committed = leader.computed, leader.committed
             sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
         group.forked = True
 
     def _append(self, group: Group, sequence: Sequence, token: int) -> TokenDelta:
-        request, tokens = sequence.request, sequence.tokens
-        tokens.append(token)
-        generated = len(tokens) - sequence.num_prompt
+        request = sequence.request
+        sequence.tokens[sequence.committed] = token
+        generated = sequence.committed + 1 - sequence.num_prompt
         finish = None
         if token in request.stop_ids and generated >= request.sampling.min_tokens:
             finish = FinishReason.STOP
@@ -520,6 +573,7 @@ class Scheduler:
     def _child(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.request, list(parent.tokens), list(parent.chain))
         child.blocks, child.computed = self.blocks.fork(parent.blocks), parent.computed
+        child.committed = parent.committed
         return child
 
     def _to_all(self, group: Group, tokens: tuple[int, ...]) -> list[TokenDelta]:
@@ -529,9 +583,10 @@ class Scheduler:
 
     def _end(self, group: Group, sequence: Sequence) -> None:
         if group.request.session is not None and sequence.blocks:
-            full = sequence.computed // self.blocks.block_size
+            full = sequence.committed // self.blocks.block_size
             self.pins.pin(group.request.session, sequence.blocks[:full])
         self._let_go(sequence)
+        sequence.ended = True
         group.sequences.remove(sequence)
         if not group.sequences:
             self._remove(group)

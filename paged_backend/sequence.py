@@ -13,10 +13,11 @@ from paged_backend.request import GenerateRequest, Usage
 class Sequence:
     """One sample of a request. Owned by the scheduler, on the engine thread.
 
-    tokens   | prompt ............ | generated ... |
-    computed |<------ keys and values in the pages ->|        (at most len(tokens), usually one less)
-    blocks   |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
-    chain    root   k1     k2     k3                          content keys of full blocks, as far as worked out
+    tokens    | prompt ............ | generated ... | -3 |     -1 - i: what draw i of the step in flight will give
+    computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
+    committed |<----- and known to be in the pages --->|       the same between steps, if none is in flight
+    blocks    |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
+    chain     root   k1     k2     k3                          content keys of full blocks, as far as worked out
     """
 
     request: GenerateRequest
@@ -26,6 +27,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)  # the host's blocks instead, while it waits after a preemption
     computed: int = 0
+    committed: int = 0
+    ended: bool = False
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,12 +45,17 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose keys and values are still to be computed: 1 in decode."""
+        """Tokens whose keys and values are still to be planned: 1 in decode."""
         return len(self.tokens) - self.computed
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def has_all(self) -> bool:
+        """Whether nothing is to be drawn any more, but perhaps to be committed."""
+        return len(self.tokens) - self.num_prompt >= self.request.sampling.max_tokens
 
     @property
     def output(self) -> list[int]:

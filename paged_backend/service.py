@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
-from paged_backend.engine import Engine
+from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
@@ -47,6 +48,10 @@ class Assembly:
     runner: Runner
     device: torch.device
     disk: DiskTier | None = None
+    overlap: bool = False
+
+    def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
+        return Engine(self.scheduler, self.runner, emit, self.disk, overlap=self.overlap)
 
 
 def assemble(config: EngineConfig) -> Assembly:
@@ -122,7 +127,8 @@ def assemble(config: EngineConfig) -> Assembly:
         costs.move * 1e3,
         behind,
     )
-    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner))
+    overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
+    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap)
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier | None:
@@ -150,7 +156,7 @@ class Service:
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._responder = Responder(metrics, self._sessions)
         assembly = self._assembly
-        self._engine = Engine(assembly.scheduler, assembly.runner, assembly.device, self._responder.emit, assembly.disk)
+        self._engine = assembly.engine(self._responder.emit)
         metrics.show(self._assembly.scheduler.stats)
         self._responder.start(self._engine)
         self._engine.start()

@@ -40,7 +40,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     assert plan is not None
 
     def step() -> None:
-        runner.run(pack(plan, block_size=blocks.block_size, device=device))
+        runner.launch(pack(plan, block_size=blocks.block_size)).result()
 
     step()
     return _seconds(step, device) / plan.num_tokens

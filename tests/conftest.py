@@ -7,7 +7,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from transformers import LlamaConfig
 
-from tests.in_process import save_tiny
+from tests.in_process import TINY, save_tiny
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def planning(request, monkeypatch):
+    """Tests that take it run twice: with each step committed before the next is planned, and after."""
+    monkeypatch.setitem(TINY, "async_scheduling", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

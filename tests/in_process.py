@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.config import EngineConfig
-from paged_backend.engine import Engine, EngineDied, StepOutput
+from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams
 from paged_backend.service import Assembly, assemble
 
@@ -33,7 +33,7 @@ class InProcess:
 
     assembly: Assembly
     engine: Engine
-    steps: SimpleQueue[StepOutput | EngineDied]
+    steps: SimpleQueue[StepOutput | PoolMap | EngineDied]
     outputs: dict[int, Output] = field(default_factory=dict)
     history: list[StepOutput] = field(default_factory=list)
     next_key: int = 0
@@ -71,8 +71,8 @@ class InProcess:
 @contextmanager
 def running(assembly: Assembly) -> Iterator[InProcess]:
     """An engine over `assembly`; at the end every block must be free and every invariant hold."""
-    steps: SimpleQueue[StepOutput | EngineDied] = SimpleQueue()
-    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put, assembly.disk)
+    steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
+    engine = assembly.engine(steps.put)
     engine.start()
     try:
         yield InProcess(assembly, engine, steps)
@@ -110,10 +110,18 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
+TINY = {
+    "dtype": "float32",
+    "device": "cpu",
+    "block_size": 4,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+}
+
+
 def tiny_assembly(directory: Path, **options: Any) -> Assembly:
-    defaults = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 64}
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
-    return assemble(EngineConfig.from_options({"model": str(directory)} | defaults | limits | options))
+    return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options))
 
 
 def generate_alone(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -6,7 +6,6 @@ a stale one or one that was never written, gets other tokens, or fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from hashlib import blake2b
 
 from paged_backend.beam_search import BeamSearch, Candidate
@@ -66,6 +65,7 @@ class ShadowStore:
     def __init__(self, scheduler: Scheduler, vocab: int):
         self._blocks = scheduler.blocks
         self._vocab = vocab
+        self._last: list[Drawn] = []  # what the step before drew
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
@@ -76,7 +76,7 @@ class ShadowStore:
         for chunk in plan.chunks:
             digest = self._read(chunk.sequence, chunk.start)
             for position in range(chunk.start, chunk.start + chunk.length):
-                digest = extend(digest, chunk.sequence.tokens[position])
+                digest = extend(digest, self._token(chunk.sequence, position))
                 self.slots[self._slot(chunk.sequence, position)] = digest
             if chunk.sequence.request.sampling.beam_width > 1:
                 drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
@@ -85,7 +85,17 @@ class ShadowStore:
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)
+        self._last = drawn
         return drawn
+
+    def _token(self, sequence: Sequence, position: int) -> int:
+        """A token, or what stands for one that is not committed yet."""
+        token = sequence.tokens[position]
+        if token < 0:
+            last = self._last[-1 - token]
+            assert isinstance(last, int)
+            return last
+        return token
 
     def _copy(self, plan: Plan) -> None:
         for moves, source, target in (
@@ -110,10 +120,7 @@ class ShadowStore:
     def _read(self, sequence: Sequence, length: int) -> bytes:
         """Read the first `length` tokens through the block table, and be sure that they are this sequence's."""
         digest = start(sequence.request.sampling.cache_salt)
-        for position, token in enumerate(self._prefix(sequence, length)):
-            digest = extend(digest, token)
+        for position in range(length):
+            digest = extend(digest, self._token(sequence, position))
             assert self.slots[self._slot(sequence, position)] == digest, (sequence.key, sequence.index, position)
         return digest
-
-    def _prefix(self, sequence: Sequence, length: int) -> Tokens[int]:
-        return sequence.tokens[:length]

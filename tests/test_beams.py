@@ -72,6 +72,7 @@ def test_outputs_are_those_of_transformers(tiny, prompts, width, options):
                 assert found == expected, (prompt, stops)
 
 
+@pytest.mark.usefixtures("planning")
 def test_a_dry_pool_changes_nothing(tiny, prompts):
     """Room for one search at a time: the others are pushed out and computed again, with beams of their own length."""
     directory, model = tiny
@@ -84,6 +85,7 @@ def test_a_dry_pool_changes_nothing(tiny, prompts):
         assert engine.history[-1].stats.copies > 0
 
 
+@pytest.mark.usefixtures("planning")
 def test_beams_and_others_share_a_step(tiny, prompts):
     directory, model = tiny
     expected = generate(model, prompts[2], None, num_beams=3)[0]

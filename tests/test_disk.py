@@ -45,6 +45,7 @@ def ask(assembly, prompt=PROMPT):
     return tokens, stats
 
 
+@pytest.mark.usefixtures("planning")
 def test_a_server_that_restarts_finds_its_prefixes(assembly, tmp_path, alone):
     assert ask(assembly())[0] == alone
     assert len(files(tmp_path)) == (len(PROMPT) + MAX_TOKENS - 1) // 4

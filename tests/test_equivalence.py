@@ -9,6 +9,8 @@ from tests.in_process import generate_alone, running, tiny_assembly
 
 MAX_TOKENS = 16
 
+pytestmark = pytest.mark.usefixtures("planning")
+
 
 @pytest.fixture(scope="module")
 def prompts():
@@ -109,6 +111,38 @@ def test_an_aborted_request_frees_its_blocks_at_once(tiny, steps):
         assert engine.history[-1].stats.waiting == 0
 
 
+def test_two_steps_are_in_flight_only_with_overlap(tiny, planning):
+    """And a step too much is computed for a sequence whose end is not known yet, but none of it is seen."""
+    assembly = tiny_assembly(tiny[0])
+    calls = []
+    for name in ("schedule", "commit"):
+        inner = getattr(assembly.scheduler, name)
+
+        def spied(*args, name=name, inner=inner):
+            result = inner(*args)
+            if result is not None:
+                calls.append(name)
+            return result
+
+        setattr(assembly.scheduler, name, spied)
+    with running(assembly) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=4)
+        expected = ["schedule", *["schedule", "commit"] * 3, "commit"] if planning else ["schedule", "commit"] * 4
+        assert calls == expected
+        calls.clear()
+        (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=9, stop_token_ids=[tokens[1]]))
+        assert output.tokens == tokens[:2]
+    assert calls.count("schedule") == calls.count("commit") == 2 + planning
+
+
+def test_penalties_count_the_token_that_is_still_on_the_device(tiny, prompts):
+    sampling = {"max_tokens": MAX_TOKENS, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    with running(tiny_assembly(tiny[0], async_scheduling=False)) as engine:
+        in_turn = engine.generate(prompts, **sampling)
+    with running(tiny_assembly(tiny[0])) as engine:
+        assert engine.generate(prompts, **sampling) == in_turn
+
+
 def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
     end = alone[3][4]
     with running(tiny_assembly(tiny[0])) as engine:
@@ -139,6 +173,28 @@ def test_a_failing_step_ends_its_requests_and_the_engine_lives(tiny, prompts, al
         assert output.error.code is ErrorCode.INTERNAL
         assert "device lost its mind" in str(output.error)
         hook.remove()
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_a_step_that_fails_late_takes_what_was_built_on_it_along(tiny, prompts, alone):
+    """As on a GPU, where an error shows when the tokens are fetched."""
+    assembly = tiny_assembly(tiny[0])
+    launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device lost its mind")])
+
+    class Late:
+        def __init__(self, launched):
+            self.launched = launched
+
+        def result(self):
+            if error := next(results, None):
+                raise error
+            return self.launched.result()
+
+    assembly.runner.launch = lambda batch: Late(launch(batch))
+    with running(assembly) as engine:
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=9))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert len(output.tokens) == 2
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 

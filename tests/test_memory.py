@@ -70,6 +70,7 @@ STORM = {
     "host": st.sampled_from([0, 0, 1, 5, 30]),
     "swap": st.booleans(),
     "pinned": st.sampled_from([0, 0, 4, 100]),
+    "overlap": st.booleans(),
 }
 
 
@@ -86,13 +87,14 @@ def test_many_storms(**weather):
     storm(**weather)
 
 
-def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, steps=5000):
-    """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between."""
+def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, overlap, steps=5000):
+    """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between.
+    overlap: a step is planned, and runs, before the one before is committed."""
     rnd = random.Random(seed)
     kind = "swap" if swap else "recompute"
     sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned, preemption=kind)
     store = ShadowStore(sched, vocab)
-    requests, outputs, left = {}, {}, 25
+    requests, outputs, left, flights = {}, {}, 25, []
     for _ in range(steps):
         while left and rnd.random() < 0.4:
             left -= 1
@@ -128,32 +130,40 @@ def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, s
             sched.pins.drop(rnd.choice("ab"))
         plan = sched.schedule()
         sched.check()
-        if plan is None:
+        if plan is None and not flights:
             assert not sched.has_work
             if not left:
                 break
             continue
-        assert plan.num_tokens <= sched.max_num_batched_tokens
-        if rnd.random() < 0.02:  # the step fails, before, between or after its moves
-            if rnd.random() < 0.5:
-                store.run(plan)
-            for delta in sched.fail(plan, "out of order"):
-                forget(requests, outputs, delta.key)
-            sched.check()
-            continue
+        if plan is not None:
+            assert plan.num_tokens <= sched.max_num_batched_tokens
+            fails = rnd.choice(["at once", "later"]) if rnd.random() < 0.02 else None
+            drawn = store.run(plan) if fails != "at once" else None
+            flights.append((plan, None if fails else drawn))
         if rnd.random() < 0.02:
             sched.blocks.forget()
-        for delta in sched.commit(plan, store.run(plan)):
-            outputs[delta.key, delta.sample] += delta.token_ids
-            if delta.finish:
-                found, one = outputs.pop((delta.key, delta.sample)), requests[delta.key]
-                if one.sampling.beam_width > 1:
-                    assert tuple(found) == alone_with_beams(one, vocab)[delta.sample]
-                else:
-                    assert found == alone(one, delta.sample, vocab)
-        sched.check()
-        only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
-        assert (sched.blocks.num_used - only_pinned) * size - sched.empty_slots == tokens_held(sched)
+        kept = 1 if overlap and plan is not None and fails != "at once" else 0
+        while len(flights) > kept or (flights and sched.wants_results):
+            done, drawn = flights.pop(0)
+            if drawn is None:
+                for failed in (done, *(plan for plan, _ in flights)):  # what came after has built on it
+                    for delta in sched.fail(failed, "out of order"):
+                        forget(requests, outputs, delta.key)
+                    sched.check()
+                flights.clear()
+                continue
+            for delta in sched.commit(done, drawn):
+                outputs[delta.key, delta.sample] += delta.token_ids
+                if delta.finish:
+                    found, one = outputs.pop((delta.key, delta.sample)), requests[delta.key]
+                    if one.sampling.beam_width > 1:
+                        assert tuple(found) == alone_with_beams(one, vocab)[delta.sample]
+                    else:
+                        assert found == alone(one, delta.sample, vocab)
+            sched.check()
+        if not flights:
+            only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
+            assert (sched.blocks.num_used - only_pinned) * size - sched.empty_slots == tokens_held(sched)
     assert not left
     assert sched.blocks.num_used == sched.stats.blocks_pinned <= pinned
     while sched.pins.drop_oldest():

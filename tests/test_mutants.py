@@ -60,15 +60,19 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "a block is known before it is full": (
         SCHEDULER,
-        "range(first, sequence.computed // size)",
-        "range(first, min(len(sequence.blocks), -(-sequence.computed // size)))",
+        "range(first, sequence.committed // size)",
+        "range(first, min(len(sequence.blocks), -(-sequence.committed // size)))",
     ),
     "the victim of a dry pool is the oldest": (
         SCHEDULER,
         "next(reversed(self._running.values()))",
         "next(iter(self._running.values()))",
     ),
-    "a preempted group does not compute its prompt again": (SCHEDULER, "            sequence.computed = 0\n", ""),
+    "a preempted group does not compute its prompt again": (
+        SCHEDULER,
+        "            sequence.computed = sequence.committed = 0\n",
+        "",
+    ),
     "a preempted group does not fork again": (SCHEDULER, "        group.forked = len(group.sequences) == 1\n", ""),
     "samples are let in one too many": (
         SCHEDULER,
@@ -95,6 +99,29 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "the samples draw the same": (SEQUENCE, "self.request.seed + self.index", "self.request.seed"),
     "all samples go on when one ends": (SCHEDULER, "        group.sequences.remove(sequence)\n", ""),
+    # a step in flight
+    "a sequence computes on past its last token": (
+        SCHEDULER,
+        "if not (self._in_flight and sequence.has_all):",
+        "if True:",
+    ),
+    "what is drawn after the end counts": (SCHEDULER, "if group is None or sequence.ended:", "if group is None:"),
+    "what was computed after the end is known": (
+        SCHEDULER,
+        "if group and not chunk.sequence.ended:",
+        "if group:",
+    ),
+    "beams go on before it is known from where": (
+        SCHEDULER,
+        "return self._stuck or any(group.beams for group in self._running.values())",
+        "return self._stuck",
+    ),
+    "a block is known before its last token is": (
+        SCHEDULER,
+        "            chunk.sequence.computed = chunk.start + chunk.length\n",
+        "            chunk.sequence.computed = chunk.start + chunk.length\n            self._book(chunk)\n",
+    ),
+    "what arrives from the host is held for ever": (BLOCKS, "            self.unlock(move.target)\n", ""),
     # the host
     "what is evicted does not go to the host": (BLOCKS, "if self.host and self.host.caching and", "if False and"),
     "moves to the host are not handed to the step": (PLAN, "blocks.take_outs(), _flat", "(), _flat"),

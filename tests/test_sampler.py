@@ -14,7 +14,6 @@ from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sampler import prepare, sample, uniform
 from paged_backend.sequence import Sequence
 
-CPU = torch.device("cpu")
 VOCAB = 50
 
 
@@ -24,7 +23,7 @@ def sequence(prompt=(1, 2, 3), generated=(), seed=0, stop_ids=frozenset(), **sam
 
 
 def draw(logits, sequences):
-    return sample(logits, prepare(sequences, CPU)).tolist()
+    return sample(logits, prepare([(one, len(one.tokens)) for one in sequences])).tolist()
 
 
 def support(logits, tries=400, **sampling):

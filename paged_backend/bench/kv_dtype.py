@@ -21,7 +21,7 @@ from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
 from paged_backend import kv_cache
 from paged_backend.attention import paged_logits
-from paged_backend.batch import pack
+from paged_backend.batch import Stage, pack
 from paged_backend.bench._report import Record, alternate, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
@@ -73,7 +73,8 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group.of(request).leader
     sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
-    batch = pack(Plan((Chunk(sequence, 0, len(window), draws=()),)), block_size=BLOCK_SIZE, device=assembly.device)
+    packed = pack(Plan((Chunk(sequence, 0, len(window), draws=()),)), block_size=BLOCK_SIZE)
+    batch = Stage(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)
     return paged_logits(assembly.loaded.model, replace(batch, sample_rows=every), pool).float().log_softmax(-1)
 
