@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -76,18 +77,9 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_bl
     return tables
 
 
-def follow(batch: PackedBatch, drawn: Tensor) -> PackedBatch:
+def known(tokens: Tensor, drawn: Tensor) -> Tensor:
     """Put what the step before drew, [num_draws] int64, in place of what stands for it."""
-
-    def known(tokens: Tensor) -> Tensor:
-        return tokens.where(tokens >= 0, drawn[(-1 - tokens).clamp(min=0)])
-
-    sampling = batch.sampling
-    if sampling.penalties:
-        penalties = sampling.penalties
-        penalties = replace(penalties, seen=known(penalties.seen), generated=known(penalties.generated))
-        sampling = replace(sampling, penalties=penalties)
-    return replace(batch, input_ids=known(batch.input_ids), sampling=sampling, follows=False)
+    return tokens.where(tokens >= 0, drawn[(-1 - tokens).clamp(min=0)])
 
 
 class _Buffer:
@@ -97,39 +89,80 @@ class _Buffer:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.taken = torch.cuda.Event()
 
+    def reserve(self, size: int) -> Tensor:
+        self.taken.synchronize()
+        if len(self.bytes) < size:
+            self.bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        return self.bytes[:size]
+
+
+T = TypeVar("T")
+
 
 class Stage:
-    """Takes batches to the device. On a GPU all tensors of a batch go in one copy from page-locked memory, which the
-    host does not wait for; there are two such buffers, so that one is filled while the other is read."""
+    """Takes the tensors of a dataclass, and of those in it, to the device. To a GPU all go in one copy from page-locked
+    memory, which the host does not wait for; there are two such buffers, so that one is filled while the other is
+    read."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._buffers = [_Buffer(), _Buffer()] if device.type == "cuda" else []
 
-    def __call__(self, batch: PackedBatch) -> PackedBatch:
+    def __call__(self, tree: T, head: Tensor | None = None) -> T:
+        """The same on the device. head: where the first bytes have to go, for somebody who looks for them there; they
+        take a copy of their own."""
         if not self._buffers:
-            return batch
-        parts: list[Tensor] = []
-        _map(batch, lambda tensor: parts.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        ends = np.cumsum([-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]).tolist()
+            if head is not None:
+                _fill(head, _parts(tree))
+            return tree
         self._buffers.reverse()
-        buffer = self._buffers[0]
-        there = _fill(buffer, parts, [0, *ends[:-1]], ends[-1]).to(self._device, non_blocking=True)
-        buffer.taken.record()
-        views = iter(
-            there[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            for part, start in zip(parts, [0, *ends[:-1]], strict=True)
-        )
-        return _map(batch, lambda _: next(views))
+        parts, fixed = _parts(tree), 0 if head is None else len(head)
+        here = self._buffers[0].reserve(_ends(parts)[-1])
+        _fill(here, parts)
+        if head is not None:
+            head.copy_(here[:fixed], non_blocking=True)
+        there = here[fixed:].to(self._device, non_blocking=True)
+        self._buffers[0].taken.record()
+        return self.views(tree, there, fixed)
+
+    @staticmethod
+    def size_of(tree: Any) -> int:
+        return _ends(_parts(tree))[-1]
+
+    @staticmethod
+    def views(tree: T, there: Tensor, left_out: int = 0) -> T:
+        """A tree of tensors that lie in `there` [bytes] uint8, one after the other; the first `left_out` bytes of them
+        lie elsewhere and stay as they are."""
+        starts = iter([0, *_ends(_parts(tree))])
+
+        def view(part: Tensor) -> Tensor:
+            start = next(starts) - left_out
+            return part if start < 0 else there[start : start + part.nbytes].view(part.dtype).view(part.shape)
+
+        return _map(tree, view)
 
 
-def _fill(buffer: _Buffer, parts: list[Tensor], starts: list[int], size: int) -> Tensor:
-    buffer.taken.synchronize()
-    if len(buffer.bytes) < size:
-        buffer.bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-    for part, start in zip(parts, starts, strict=True):
-        buffer.bytes[start : start + part.nbytes].copy_(part.contiguous().view(-1).view(torch.uint8))
-    return buffer.bytes[:size]
+def _parts(tree: Any) -> list[Tensor]:
+    parts: list[Tensor] = []
+
+    def take(part: Tensor) -> Tensor:
+        parts.append(part)
+        return part
+
+    _map(tree, take)
+    return parts
+
+
+def _ends(parts: list[Tensor]) -> list[int]:
+    return list(itertools.accumulate(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts))
+
+
+def _fill(memory: Tensor, parts: list[Tensor]) -> None:
+    """Write parts one after the other, as far as there is memory."""
+    for part, start in zip(parts, [0, *_ends(parts)], strict=False):
+        if start == len(memory):
+            break
+        memory[start : start + part.nbytes].copy_(part.contiguous().view(-1).view(torch.uint8))
 
 
 def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -111,6 +111,9 @@ class EngineConfig:
         None,
         optional=True,
     )
+    enforce_eager: bool = option(
+        _flag, "launch every decode step anew, instead of recording it as a CUDA graph when the model is loaded", False
+    )
     gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
     kv_cache_memory_bytes: int | None = option(
         _whole(1),

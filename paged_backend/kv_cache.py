@@ -102,11 +102,17 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
     return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
 
 
-def num_blocks(config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks the pool gets. Raises ConfigError where not even one fits, or those asked for do not."""
+def num_blocks(
+    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
+) -> int:
+    """How many blocks the pool gets. reserved: bytes of the GPU that something else will take. Raises ConfigError where
+    not even one fits, or those asked for do not."""
     block = bytes_per_block(layers, config.block_size, dtype)
     wanted = _wanted_bytes(config, block)
-    free = _free_on_gpu(config.gpu_memory_utilization, device) if device.type == "cuda" else available_memory()
+    if device.type == "cuda":
+        free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
+    else:
+        free = available_memory()
     if wanted is not None and wanted > free:
         asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         raise ConfigError(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.attention import paged_logits
-from paged_backend.batch import PackedBatch, Stage, follow
+from paged_backend.batch import PackedBatch, Stage, known
+from paged_backend.graphs import Forwarded, Graphs, Record
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan
-from paged_backend.sampler import Likeliest, likeliest, sample
+from paged_backend.sampler import Likeliest, follow, likeliest, sample
+
+log = logging.getLogger("paged_llm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +42,32 @@ class Runner:
     """The model over its pools. `move` and `launch` return before the device is done; what they enqueue runs in
     order."""
 
-    def __init__(self, model: PreTrainedModel, kv: KVCache, host: KVCache | None = None):
+    def __init__(self, model: PreTrainedModel, kv: KVCache, host: KVCache | None = None, *, max_draws: int):
+        """max_draws: of a step."""
         self.model = model
         self.kv = kv
         self.host = host
         self._stage = Stage(kv.device)
-        self._drawn = torch.zeros(1, dtype=torch.int64, device=kv.device)  # by the last step, for the next to follow
+        self._graphs: Graphs | None = None
+        self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
+
+    @torch.inference_mode()
+    def record(self, record: Record, batch_sizes: Sequence[int], *, max_blocks: int, max_context_len: int) -> None:
+        """Record decode steps, to be replayed from now on. A model that cannot be recorded runs as it is, with a line
+        in the log. max_blocks: of a block table."""
+        try:
+            self._graphs = Graphs(
+                self._forward, self._drawn, record, batch_sizes, max_blocks=max_blocks, max_context_len=max_context_len
+            )
+        except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
+            log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
+
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        self._graphs = None
+
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        return paged_logits(self.model, batch, self.kv)
 
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
@@ -54,19 +79,25 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> Launched:
-        batch = self._stage(packed)
-        if batch.follows:
-            batch = follow(batch, self._drawn)
-        logits = paged_logits(self.model, batch, self.kv)
-        if batch.draw_rows is not None:
-            logits = logits[batch.draw_rows]
-        self._drawn = sample(logits, batch.sampling)
-        beams = likeliest(logits, batch.sampling)
+        graphs = self._graphs
+        step = graphs.replay(packed, self._stage) if graphs and graphs.fit(packed) else self._run(packed)
+        logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
+        sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
+        tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
+        self._drawn[: len(tokens)] = tokens
         arrived = None
-        tokens = self._drawn
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
             beams = beams and beams.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
         return Launched(tokens, beams, arrived)
+
+    def _run(self, packed: PackedBatch) -> Forwarded:
+        batch = self._stage(packed)
+        if batch.follows:
+            batch = replace(batch, input_ids=self._known(batch.input_ids))
+        return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        return known(tokens, self._drawn)

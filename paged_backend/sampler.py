@@ -7,9 +7,9 @@ row was preempted and computed again, cannot change it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,14 @@ Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
     """Gather what `sample` needs for these draws, in their order; on the host."""
     return SamplingBatch(_banned(draws), _penalties(draws), _draws(draws), _beams(draws))
+
+
+def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
+    """known: puts tokens in place of what stands for them."""
+    if batch.penalties is None:
+        return batch
+    seen, generated = known(batch.penalties.seen), known(batch.penalties.generated)
+    return replace(batch, penalties=replace(batch.penalties, seen=seen, generated=generated))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -23,6 +23,7 @@ from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.graphs import sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
@@ -31,7 +32,7 @@ from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 from paged_backend.sessions import SessionName, Sessions, Turn
-from paged_backend.warm_up import measure, warm_up
+from paged_backend.warm_up import measure, record, warm_up
 
 log = logging.getLogger("paged_llm")
 
@@ -64,8 +65,8 @@ def assemble(config: EngineConfig) -> Assembly:
         )
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
-    seconds_per_token = warm_up(config, loaded, device)
-    pool = kv_cache.num_blocks(config, spec.layers, spec.kv_dtype, device)
+    needs = warm_up(config, loaded, device)
+    pool = kv_cache.num_blocks(config, spec.layers, spec.kv_dtype, device, needs.graph_bytes)
     behind = kv_cache.num_host_blocks(config, spec.layers, spec.kv_dtype, device)
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None
@@ -98,8 +99,10 @@ def assemble(config: EngineConfig) -> Assembly:
         loaded.model,
         cache(blocks.num_blocks, device),
         cache(behind, torch.device("cpu"), pinned=device.type == "cuda") if behind else None,
+        max_draws=config.max_num_seqs,
     )
-    costs = measure(runner, seconds_per_token, behind)
+    record(config, loaded, runner, sizes(config.max_num_seqs))
+    costs = measure(runner, needs.seconds_per_token, behind)
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,

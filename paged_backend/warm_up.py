@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
+from paged_backend.graphs import recorder, sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Costs, Plan
@@ -22,9 +24,17 @@ REPEATS = 3
 MOVED = 8  # blocks at a time: what each costs among others
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> float:
-    """Seconds that a token takes in a step as large as steps get. It runs over a pool just large enough, twice:
-    afterwards the peak of activation memory is known, which the real pool must leave room for, and the first request
+@dataclass(frozen=True)
+class Needs:
+    """What was found when the model ran for the first time."""
+
+    seconds_per_token: float  # in a step as large as steps get
+    graph_bytes: int  # of device memory that recorded steps will take
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Needs:
+    """Run a step as large as steps get over a pool just large enough, twice, and record the two largest decode steps.
+    Afterwards the peak of activation memory is known, which the real pool must leave room for, and the first request
     pays for no initialisation."""
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
@@ -36,14 +46,36 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     kv = KVCache.allocate(
         spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
-    plan, runner = scheduler.schedule(), Runner(loaded.model, kv)
+    plan, runner = scheduler.schedule(), Runner(loaded.model, kv, max_draws=config.max_num_seqs)
     assert plan is not None
 
     def step() -> None:
         runner.launch(pack(plan, block_size=blocks.block_size)).result()
 
     step()
-    return _seconds(step, device) / plan.num_tokens
+    return Needs(_seconds(step, device) / plan.num_tokens, _graph_bytes(config, loaded, runner))
+
+
+def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:
+    """Record decode steps of these sizes, where the device can and the options let it."""
+    how = None if config.enforce_eager else recorder(runner.kv.device)
+    if how and batch_sizes:
+        longest = loaded.spec.max_model_len
+        runner.record(how, batch_sizes, max_blocks=-(-longest // config.block_size), max_context_len=longest)
+
+
+def _graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
+    batch_sizes, device = sizes(config.max_num_seqs), runner.kv.device
+    if device.type != "cuda":
+        return 0
+    taken = []
+    for count in (1, 2):  # all share the memory of the largest, and each takes a little of its own
+        before = torch.cuda.mem_get_info(device)[0]
+        record(config, loaded, runner, batch_sizes[-count:])
+        taken.append(before - torch.cuda.mem_get_info(device)[0])
+        runner.forget()
+        torch.cuda.empty_cache()
+    return taken[0] + max(0, taken[1] - taken[0]) * (len(batch_sizes) - 1)
 
 
 def measure(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:

@@ -1,0 +1,170 @@
+"""Decode steps recorded once for each of some batch sizes, and replayed: one launch in place of hundreds.
+
+A graph reads its inputs where it was recorded, so a step of n rows is padded to the next size and written there. Rows
+of padding have no context and write nowhere. Lengths are not part of a graph; it is recorded for the longest.
+
+    rows      0 ... n-1 | n ... size-1
+    slots     as packed | -1             nothing is written
+    lengths   as packed | 0              nothing is read
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.paging import Paging
+from paged_backend.batch import PackedBatch, Stage, known
+from paged_backend.sampler import SamplingBatch
+
+log = logging.getLogger("paged_llm")
+
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]  # what runs a function again, into the same tensor
+
+
+def sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to record: close together, so that little is computed for padding; as many as are worth the memory
+    and the time to start."""
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    largest = min(max_num_seqs, steps[-1])
+    return [*(size for size in steps if size < largest), largest]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What every step writes whole, in one place."""
+
+    input_ids: Tensor  # [1, size] int64
+    position_ids: Tensor  # [1, size] int64
+    slots: Tensor  # [size] int64
+    context_lens: Tensor  # [size] int32
+
+    @classmethod
+    def of(cls, input_ids: Tensor, position_ids: Tensor, slots: Tensor, context_lens: Tensor, size: int) -> _Rows:
+        more = (0, size - len(slots))
+        return cls(pad(input_ids, more), pad(position_ids, more), pad(slots, more, value=-1), pad(context_lens, more))
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One step's upload."""
+
+    rows: _Rows
+    block_tables: Tensor  # [num_seqs, max_blocks] int32
+    sample_rows: Tensor | None  # None: every row
+    draw_rows: Tensor | None
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Forwarded:
+    """What a forward pass gave, and how to draw from it, on the device."""
+
+    logits: Tensor  # [num_samples, vocab]; of a recorded step valid until the next
+    draw_rows: Tensor | None
+    sampling: SamplingBatch
+
+
+class Graphs:
+    """Recorded steps, over static inputs that all of them share."""
+
+    def __init__(
+        self,
+        forward: Callable[[PackedBatch], Tensor],
+        drawn: Tensor,
+        record: Record,
+        batch_sizes: Sequence[int],
+        *,
+        max_blocks: int,
+        max_context_len: int,
+    ):
+        """forward: a packed batch -> logits, whatever its rows. drawn: [max_num_seqs] int64, what the step before
+        drew. max_blocks: of a block table. Raises what `forward` or `record` raises for a model that cannot be
+        recorded."""
+        self._sizes = sorted(batch_sizes)
+        most, device = self._sizes[-1], drawn.device
+        empty = torch.empty(0, dtype=torch.int64)
+        self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._buffers: dict[int, Tensor] = {}
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            rows = _Rows.of(empty[None], empty[None], empty, empty.int(), size)
+            buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
+            static = Stage.views(rows, buffer)
+            Stage(device)(rows, head=buffer)
+            self._buffers[size] = buffer
+            self._replays[size] = record(self._step(forward, drawn, static, size, max_context_len))
+
+    def _step(
+        self, forward: Callable[[PackedBatch], Tensor], drawn: Tensor, rows: _Rows, size: int, max_context_len: int
+    ) -> Callable[[], Tensor]:
+        every = self._starts[:size].long()
+
+        def run() -> Tensor:
+            starts, tables = self._starts[: size + 1], self._tables[:size]
+            paging = Paging(rows.slots, tables, rows.context_lens, starts, 1, max_context_len)
+            ids = known(rows.input_ids, drawn)
+            nothing = SamplingBatch(None, None, None, None)
+            return forward(PackedBatch(ids, rows.position_ids, paging, every, None, nothing, False))
+
+        return run
+
+    def fit(self, batch: PackedBatch) -> bool:
+        """Whether a batch is a decode step of a size that was recorded."""
+        paging = batch.paging
+        return paging.max_query_len == 1 and paging.num_seqs <= self._sizes[-1]
+
+    def replay(self, batch: PackedBatch, stage: Stage) -> Forwarded:
+        count = batch.paging.num_seqs
+        size = self._sizes[bisect_left(self._sizes, count)]
+        wanted = None if len(batch.sample_rows) == count else batch.sample_rows
+        paging = batch.paging
+        rows = _Rows.of(batch.input_ids, batch.position_ids, paging.slots, paging.context_lens, size)
+        staged = stage(
+            _Step(rows, paging.block_tables, wanted, batch.draw_rows, batch.sampling), head=self._buffers[size]
+        )
+        tables = staged.block_tables
+        self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
+        logits = self._replays[size]()
+        logits = logits[:count] if staged.sample_rows is None else logits[staged.sample_rows]
+        return Forwarded(logits, staged.draw_rows, staged.sampling)
+
+
+def recorder(device: torch.device) -> Record | None:
+    """What records on this device, if anything does."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share their memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is set up by a first call must not be recorded
+            for _ in range(2):
+                expected = step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = step()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        if not torch.allclose(replay(), expected, rtol=0.01, atol=0.01, equal_nan=True):
+            raise RuntimeError("a replayed step gives other logits than one that is run")
+        return replay

@@ -1,0 +1,123 @@
+"""Decode steps that are recorded and replayed, with a recorder that runs the step again in place of a GPU's."""
+
+import logging
+
+import pytest
+import torch
+
+from paged_backend import graphs, warm_up
+from tests.in_process import WAIT, running, tiny_assembly
+
+SAMPLING = {"max_tokens": 12}
+
+
+class Rerun:
+    """Like a CUDA graph, as far as anybody can see: what it reads stays where it was, what it gives too."""
+
+    def __init__(self):
+        self.replays = []
+
+    def __call__(self, step):
+        logits = step().clone()
+
+        def replay():
+            self.replays.append(len(logits))
+            return logits.copy_(step())
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    made = Rerun()
+    monkeypatch.setattr(warm_up, "recorder", lambda device: made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [[3 + 7 * key, 5, 11 + key, 2][: 1 + key % 4] for key in range(11)]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        return engine.generate(prompts, **SAMPLING)
+
+
+@pytest.mark.usefixtures("planning")
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
+def test_replayed_steps_give_the_same_tokens(tiny, prompts, plain, recorder, max_num_seqs):
+    with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
+        assert engine.generate(prompts, **SAMPLING) == plain
+    assert set(recorder.replays) <= set(graphs.sizes(max_num_seqs))
+    assert recorder.replays
+
+
+@pytest.mark.usefixtures("planning")
+def test_samples_seeds_penalties_and_beams_through_replays(tiny, prompts, recorder, monkeypatch):
+    requests = [
+        {"n": 3, "temperature": 1.0, "seed": 4},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 5},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.4},
+        {"beam_width": 2},
+        {"min_tokens": 5, "stop_token_ids": list(range(3, 160)), "ignore_eos": False},
+    ]
+
+    def outputs():
+        with running(tiny_assembly(tiny[0])) as engine:
+            found = []
+            for options in requests:
+                engine.submit([9, 8, 7], **SAMPLING, **options)
+                left = options.get("n", 1)
+                while left:
+                    for delta in engine.steps.get(timeout=WAIT).deltas:
+                        found += [(delta.key, delta.sample, token) for token in delta.token_ids]
+                        left -= delta.last
+            return sorted(found, key=lambda one: one[:2])
+
+    replayed = outputs()
+    assert recorder.replays
+    monkeypatch.setattr(warm_up, "recorder", lambda device: None)
+    assert replayed == outputs()
+
+
+def test_rows_of_padding_write_nothing(tiny, recorder):
+    """A step of 5 rows is padded to 8: every slot of the pool that no sequence holds stays as it was."""
+    assembly = tiny_assembly(tiny[0], enable_prefix_caching=False)
+    keys = assembly.runner.kv.layers[0].keys
+    with running(assembly) as engine:
+        engine.generate([[5, 6, 7]] * 5, max_tokens=6)
+    assert 8 in recorder.replays
+    written = {block for block in range(len(keys)) if keys[block].any()}
+    assert len(written) == 5 * 2  # 3 tokens of the prompt and 5 of the output, in blocks of 4
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, monkeypatch, caplog):
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: fail)
+    with caplog.at_level(logging.WARNING), running(tiny_assembly(tiny[0])) as engine:
+        assert engine.generate(prompts, **SAMPLING) == plain
+    assert "decode steps are not recorded, and take longer: RuntimeError: operation not permitted" in caplog.text
+
+
+def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
+    with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
+        engine.generate([[5, 6, 7]], **SAMPLING)
+    assert not recorder.replays
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
+def test_sizes_end_with_the_largest_and_leave_little_room_for_padding(most):
+    sizes = graphs.sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, 512)
+    for count in range(1, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size - count < max(8, count / 8 if count > 8 else 4)
+
+
+def test_on_a_cpu_there_is_no_recorder():
+    assert graphs.recorder(torch.device("cpu")) is None
