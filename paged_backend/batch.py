@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,24 @@ from paged_backend.plan import Chunk, Plan
 from paged_backend.sampler import SamplingBatch, prepare
 
 ALIGNMENT = 16  # bytes: what the widest type and the kernels ask for
+
+
+class Check(NamedTuple):
+    """Guesses of one sequence."""
+
+    draw: int  # the one that is held against the first of them
+    row: int  # of the first
+    guesses: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """How guesses are made in the batch that checks them: guess i of every sequence that wants as many, in turn."""
+
+    rows: Tensor  # [num_checks] int64: of the token before the first guess; who wants most comes first
+    seqs: Tensor  # [num_checks] int64: whose they are, as in the batch
+    counts: tuple[int, ...]  # how many sequences want guess i
+    sampling: tuple[SamplingBatch, ...]  # of guess i
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +47,12 @@ class PackedBatch:
     draw_rows: Tensor | None  # [num_draws] int64: which of them each draw is from; None: one each, in order
     sampling: SamplingBatch
     follows: bool  # whether anything stands for a token of the step before
+    checks: tuple[Check, ...] = ()
+    drafting: Drafting | None = None  # where guesses are made on the device
 
 
-def pack(plan: Plan, *, block_size: int) -> PackedBatch:
-    """Pack a plan, on the host."""
+def pack(plan: Plan, *, block_size: int, draft: bool = False) -> PackedBatch:
+    """Pack a plan, on the host. draft: its guesses are yet to be made."""
     chunks = plan.chunks
     starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     lengths = np.fromiter((chunk.length for chunk in chunks), np.int64, len(chunks))
@@ -42,10 +62,14 @@ def pack(plan: Plan, *, block_size: int) -> PackedBatch:
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     tokens = _tokens(chunks)
-    drawing = [(sequence, chunk.start + chunk.length) for chunk in chunks for sequence in chunk.draws]
-    counts = np.fromiter((len(chunk.draws) for chunk in chunks), np.int64, len(chunks))
-    sample_rows = (query_starts[1:] - 1)[counts > 0]
-    counts = counts[counts > 0]
+    drawing = [
+        (sequence, position)
+        for chunk in chunks
+        for sequence in chunk.draws
+        for position in range(chunk.first_draw, chunk.start + chunk.length + 1)
+    ]
+    last = [row for chunk, end in zip(chunks, query_starts[1:].tolist(), strict=True) for row in _draw_rows(chunk, end)]
+    counts = np.fromiter((count for _, count in last), np.int64, len(last))
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(positions)[None],
@@ -57,10 +81,44 @@ def pack(plan: Plan, *, block_size: int) -> PackedBatch:
             max_query_len=int(lengths.max()),
             max_context_len=int((starts + lengths).max()),
         ),
-        sample_rows=torch.from_numpy(sample_rows),
+        sample_rows=torch.from_numpy(np.fromiter((row for row, _ in last), np.int64, len(last))),
         draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
         sampling=prepare(drawing),
         follows=bool((tokens < 0).any()),
+        checks=_checks(chunks, query_starts.tolist()),
+        drafting=_drafting(chunks, query_starts.tolist()) if draft else None,
+    )
+
+
+def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
+    """The rows before `end` that a chunk draws from, and how often from each."""
+    count = len(chunk.draws)
+    return [(row, count) for row in range(end - 1 - len(chunk.guesses), end)] if count else []
+
+
+def _checks(chunks: tuple[Chunk, ...], query_starts: list[int]) -> tuple[Check, ...]:
+    found, draw = [], 0
+    for chunk, start in zip(chunks, query_starts, strict=False):
+        if chunk.guesses:
+            found.append(Check(draw, start + 1, chunk.guesses))
+        draw += len(chunk.draws) + len(chunk.guesses)
+    return tuple(found)
+
+
+def _drafting(chunks: tuple[Chunk, ...], query_starts: list[int]) -> Drafting | None:
+    guessed = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.guesses]
+    if not guessed:
+        return None
+    guessed.sort(key=lambda one: -len(one[1].guesses))
+    rounds = [
+        [(chunk.sequence, chunk.first_draw + turn) for _, chunk in guessed if turn < len(chunk.guesses)]
+        for turn in range(len(guessed[0][1].guesses))
+    ]
+    return Drafting(
+        rows=torch.tensor([query_starts[index] for index, _ in guessed]),
+        seqs=torch.tensor([index for index, _ in guessed]),
+        counts=tuple(map(len, rounds)),
+        sampling=tuple(map(prepare, rounds)),
     )
 
 
@@ -169,6 +227,8 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A dataclass with every tensor in it, and in those in it, changed; always in the same order."""
     if isinstance(tree, Tensor):
         return change(tree)
+    if type(tree) is tuple:
+        return tuple(_map(one, change) for one in tree)
     if not is_dataclass(tree):
         return tree
     return replace(tree, **{one.name: _map(getattr(tree, one.name), change) for one in fields(tree)})

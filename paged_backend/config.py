@@ -114,6 +114,20 @@ class EngineConfig:
     enforce_eager: bool = option(
         _flag, "launch every decode step anew, instead of recording it as a CUDA graph when the model is loaded", False
     )
+    num_speculative_tokens: int = option(
+        _whole(0, 32),
+        "guesses of a sequence's next tokens that one step checks; the output stays the same. 0: none. With guesses,"
+        " steps are planned one after the other",
+        0,
+    )
+    speculative_model: str | None = option(
+        _text,
+        "a smaller model with the same tokens, that guesses; default: guesses are looked up in the request's tokens",
+        None,
+        optional=True,
+    )
+    prompt_lookup_min: int = option(_whole(1, 32), "latest tokens that must have occurred before, at least", 2)
+    prompt_lookup_max: int = option(_whole(1, 32), "and at the most", 4)
     gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
     kv_cache_memory_bytes: int | None = option(
         _whole(1),
@@ -176,6 +190,15 @@ class EngineConfig:
                 f" max_num_seqs={self.max_num_seqs}, so that every running sequence can decode in one step"
             )
 
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min}: must be at most"
+                f" prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        if self.speculative_model and not self.num_speculative_tokens:
+            raise ConfigError(
+                f"speculative_model={json.dumps(self.speculative_model)}: guesses nothing; give num_speculative_tokens"
+            )
         if self.disk_cache_dir and not self.enable_prefix_caching:
             raise ConfigError(
                 f"disk_cache_dir={json.dumps(self.disk_cache_dir)}: keeps what the prefix cache finds; needs"

@@ -239,10 +239,12 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(config: EngineConfig, model_directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """A name for everything that keys and values depend on beside the tokens. Of the model's files it takes names,
+def fingerprint(
+    config: EngineConfig, model_directories: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
+    """A name for everything that keys and values depend on beside the tokens. Of the models' files it takes names,
     sizes and times of change: whoever touches one starts afresh."""
-    files = sorted(path for pattern in MODEL_FILES for path in model_directory.glob(pattern))
+    files = [path for one in model_directories for pattern in MODEL_FILES for path in sorted(one.glob(pattern))]
     facts = {
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "transformers": transformers.__version__,

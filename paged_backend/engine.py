@@ -257,7 +257,8 @@ class Engine:
     def _launch(self, plan: Plan) -> Launched | Exception:
         try:
             self._runner.move(plan)
-            return self._runner.launch(pack(plan, block_size=self._scheduler.blocks.block_size))
+            size, draft = self._scheduler.blocks.block_size, self._runner.drafter is not None
+            return self._runner.launch(pack(plan, block_size=size, draft=draft))
         except Exception as error:
             return error
 

@@ -70,6 +70,7 @@ class Forwarded:
     logits: Tensor  # [num_samples, vocab]; of a recorded step valid until the next
     draw_rows: Tensor | None
     sampling: SamplingBatch
+    guessed: Tensor | None = None  # [num_tokens] int64: the batch's tokens, where guesses were made on the device
 
 
 class Graphs:

@@ -68,6 +68,10 @@ class KVCache:
         """All there is. The first dimension of each is the block."""
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
+    def part(self, start: int, end: int) -> KVCache:
+        """Some of the layers, in the same memory."""
+        return KVCache(self.layers[start:end])
+
     def block(self, number: int) -> list[Tensor]:
         """A copy of one block, on the host."""
         return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]

@@ -85,10 +85,14 @@ COUNTERS = (  # by the field of SchedulerStats
     Counter("moves_in", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "in"}),
     Counter("disk_read", "paged_disk_blocks_read_total", "Blocks that came from disk"),
     Counter("disk_written", "paged_disk_blocks_written_total", "Blocks that went to disk"),
+    Counter("guessed_tokens", "paged_guessed_tokens_total", "Guesses of tokens that were checked"),
+    Counter("accepted_tokens", "paged_accepted_tokens_total", "Of those, the right ones"),
     # The names that dashboards of other backends read.
     Counter("preemptions", "vllm:num_preemptions_total", "Requests sent back to the queue"),
     Counter("cached_tokens", "vllm:prefix_cache_hits_total", "Tokens found in the cache"),
     Counter("queried_tokens", "vllm:prefix_cache_queries_total", "Tokens looked for in the cache"),
+    Counter("guessed_tokens", "vllm:spec_decode_num_draft_tokens_total", "Guesses that were checked"),
+    Counter("accepted_tokens", "vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right"),
 )
 
 

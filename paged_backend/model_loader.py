@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,12 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
+    draft: LoadedModel | None = None  # a smaller model that guesses
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """All that keys and values are kept of: the model's, then the draft's."""
+        return self.spec.layers + (self.draft.spec.layers if self.draft else ())
 
 
 def pick_device(config: EngineConfig) -> torch.device:
@@ -74,7 +80,22 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
     )
-    return LoadedModel(directory, model, tokenizer, spec)
+    loaded = LoadedModel(directory, model, tokenizer, spec)
+    return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded
+
+
+def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: ModelSpec) -> LoadedModel:
+    assert config.speculative_model
+    dtype = str(spec.dtype).removeprefix("torch.")
+    options = replace(config, model=config.speculative_model, tokenizer=None, speculative_model=None, dtype=dtype)
+    name = f"speculative_model={json.dumps(config.speculative_model)}"
+    try:
+        draft = load(replace(options, max_model_len=spec.max_model_len), root, device)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if draft.spec.vocab_size != spec.vocab_size:
+        raise ConfigError(f"{name}: has {draft.spec.vocab_size} tokens; must have the model's {spec.vocab_size}")
+    return draft
 
 
 def find(name: str, root: Path, config: EngineConfig) -> Path:

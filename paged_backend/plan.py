@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,19 +10,34 @@ from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.sequence import Group, Sequence
 
-Drawn = int | list[Candidate]  # a token, or of a beam the likeliest ones
+Drawn = int | list[Candidate] | None  # a token, or of a beam the likeliest ones; None: what a wrong guess led to
 
 
 @dataclass(slots=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
-    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt."""
+    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt. The last
+    of the tokens may be guesses: then one is drawn before each of them, too."""
 
     sequence: Sequence
     start: int
     length: int
     draws: tuple[Sequence, ...]
     forks: tuple[Sequence, ...] = ()  # who shares its blocks from then on
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def first_draw(self) -> int:
+        """The position of the first token that it draws."""
+        return self.start + self.length - len(self.guesses)
+
+
+def reached(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
+    """Of what was drawn before each guess and after the last one, that which follows from no wrong guess."""
+    right = 0
+    while right < len(guesses) and drawn[right] == guesses[right]:
+        right += 1
+    return drawn[: right + 1] + [None] * (len(guesses) - right)
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,10 @@ class SamplingParams:
         return params
 
     @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def num_seqs(self) -> int:
         """Sequences that compute at the same time, at the most."""
         return max(self.n, self.beam_width)

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.attention import paged_logits
-from paged_backend.batch import PackedBatch, Stage, known
+from paged_backend.batch import Check, PackedBatch, Stage, known
+from paged_backend.drafter import Drafter
 from paged_backend.graphs import Forwarded, Graphs, Record
 from paged_backend.kv_cache import KVCache
-from paged_backend.plan import Drawn, Plan
+from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.sampler import Likeliest, follow, likeliest, sample
 
 log = logging.getLogger("paged_llm")
@@ -26,6 +27,8 @@ class Launched:
 
     tokens: Tensor  # [num_draws] int64
     beams: Likeliest | None
+    checks: tuple[Check, ...]
+    guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     arrived: torch.cuda.Event | None
 
     def result(self) -> list[Drawn]:
@@ -35,6 +38,11 @@ class Launched:
         drawn: list[Drawn] = self.tokens.tolist()
         for row, candidates in self.beams.by_row() if self.beams else ():
             drawn[row] = candidates
+        tokens = self.guessed.tolist() if self.guessed is not None else []
+        for draw, row, guesses in self.checks:
+            count = len(guesses)
+            checked = slice(draw, draw + 1 + count)
+            drawn[checked] = reached(drawn[checked], tokens[row : row + count] or guesses)
         return drawn
 
 
@@ -42,11 +50,20 @@ class Runner:
     """The model over its pools. `move` and `launch` return before the device is done; what they enqueue runs in
     order."""
 
-    def __init__(self, model: PreTrainedModel, kv: KVCache, host: KVCache | None = None, *, max_draws: int):
-        """max_draws: of a step."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: KVCache,
+        host: KVCache | None = None,
+        *,
+        max_draws: int,
+        drafter: Drafter | None = None,
+    ):
+        """kv: the model's layers first, then the drafter's. max_draws: of a step."""
         self.model = model
         self.kv = kv
         self.host = host
+        self.drafter = drafter
         self._stage = Stage(kv.device)
         self._graphs: Graphs | None = None
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
@@ -85,19 +102,24 @@ class Runner:
         sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
         self._drawn[: len(tokens)] = tokens
-        arrived = None
+        arrived, guessed = None, step.guessed
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
+            guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
             beams = beams and beams.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
-        return Launched(tokens, beams, arrived)
+        return Launched(tokens, beams, packed.checks, guessed, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         batch = self._stage(packed)
         if batch.follows:
             batch = replace(batch, input_ids=self._known(batch.input_ids))
-        return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling)
+        guessed = None
+        if self.drafter:
+            batch = self.drafter.fill(batch)
+            guessed = batch.input_ids[0] if batch.drafting else None
+        return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
 
     def _known(self, tokens: Tensor) -> Tensor:
         return known(tokens, self._drawn)

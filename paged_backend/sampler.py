@@ -216,7 +216,7 @@ def _filter(probs: Tensor, filters: Filters) -> Tensor:
 
 
 def _penalties(draws: Rows[Draw]) -> Penalties | None:
-    rows = [(row, *draw) for row, draw in enumerate(draws) if _has_penalty(draw[0].request.sampling)]
+    rows = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.sampling.has_penalty]
     if not rows:
         return None
     params = [seq.request.sampling for _, seq, _ in rows]
@@ -233,10 +233,6 @@ def _penalties(draws: Rows[Draw]) -> Penalties | None:
         presence=_column([one.presence_penalty for one in params], torch.float32),
         frequency=_column([one.frequency_penalty for one in params], torch.float32),
     )
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
@@ -12,6 +13,7 @@ from paged_backend.pins import Pins
 from paged_backend.plan import Chunk, Costs, Draft, Drawn, Plan
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
+from paged_backend.speculation import Guess
 
 
 @dataclass
@@ -44,6 +46,8 @@ class SchedulerStats:
     copies: int
     moves_out: int
     moves_in: int
+    guessed_tokens: int
+    accepted_tokens: int  # of those
     disk_up: bool = False
     disk_blocks: int = 0
     disk_read: int = 0  # blocks
@@ -81,8 +85,11 @@ class Scheduler:
         costs: Costs | None = None,
         preemption: str = "auto",
         session_blocks: int = 0,
+        guess: Guess | None = None,
+        max_guesses: int = 0,
     ):
-        """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns."""
+        """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
+        max_guesses: of a sequence in a step."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
@@ -94,6 +101,10 @@ class Scheduler:
         self._running: dict[int, Group] = {}
         self._in_flight = 0  # plans that are not committed, nor have failed
         self._stuck = False  # whether somebody waits for a commit
+        self._guess = guess if max_guesses else None
+        self._max_guesses = max_guesses
+        self._guessed_tokens = 0
+        self._accepted_tokens = 0
         self._recomputed = 0
         self._swapped = 0
         self._queried_tokens = 0
@@ -128,6 +139,8 @@ class Scheduler:
             copies=counters.copies,
             moves_out=counters.moves_out,
             moves_in=counters.moves_in,
+            guessed_tokens=self._guessed_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     @property
@@ -170,8 +183,8 @@ class Scheduler:
     @property
     def wants_results(self) -> bool:
         """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
-        from what was drawn."""
-        return self._stuck or any(group.beams for group in self._running.values())
+        from what was drawn, and guesses follow it."""
+        return self._stuck or self._guess is not None or any(group.beams for group in self._running.values())
 
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run. At most one may be in flight."""
@@ -184,10 +197,28 @@ class Scheduler:
                 self._extend(group, sequence, draft)
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
+        if self._guess:
+            self._speculate(draft, self._guess)
         plan = draft.plan(self.blocks)
         if plan is not None:
             self._advance(plan)
         return plan
+
+    def _speculate(self, draft: Draft, guess: Guess) -> None:
+        """Have guesses checked with what the step, and the pool, have left."""
+        for chunk in draft.chunks:
+            sequence = chunk.sequence
+            group = self._running[sequence.key]
+            if chunk.draws != (sequence,) or chunk.length > 1 or group.beams or not sequence.generated:
+                continue
+            left = sequence.request.sampling.max_tokens - sequence.generated - 1
+            most = min(self._max_guesses, draft.budget, left)
+            guesses = guess(sequence, most) if most > 0 else []
+            if guesses and self._grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
+                chunk.guesses = tuple(guesses)
+                chunk.length += len(guesses)
+                draft.budget -= len(guesses)
+                self._guessed_tokens += len(guesses)
 
     def _advance(self, plan: Plan) -> None:
         """From here on what the plan computes counts as computed, and what it draws as drawn."""
@@ -199,6 +230,8 @@ class Scheduler:
             if not group.forked and group.leader.computed == group.leader.num_prompt:
                 self._fork(group)
                 chunk.forks = tuple(group.sequences[1:])
+            chunk.sequence.tokens.extend(chunk.guesses)
+            draws += len(chunk.guesses)
             for sequence in chunk.draws:
                 draws += 1
                 if not group.beams:
@@ -215,15 +248,16 @@ class Scheduler:
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
             if group and not chunk.sequence.ended:
-                self._book(chunk)
+                self._book(chunk.sequence, chunk.first_draw, chunk.forks)
             for sequence in chunk.draws:
-                token = next(drawn)
+                token, *more = islice(drawn, 1 + len(chunk.guesses))
                 if group is None or sequence.ended:  # since the step was planned
                     continue
-                if isinstance(token, int):
-                    deltas.append(self._append(group, sequence, token))
-                else:
+                if isinstance(token, list):
                     deltas += self._rank(group, sequence, token)
+                else:
+                    tokens = [one for one in (token, *more) if isinstance(one, int)]
+                    deltas.append(self._append(group, sequence, chunk, tokens))
         assert next(drawn, None) is None, "more tokens than draws"
         return deltas
 
@@ -502,12 +536,13 @@ class Scheduler:
             assert self.blocks.host
             self.blocks.host.release(sequence.swapped)
 
-    def _book(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in the pages now: blocks that it filled become known by their content."""
-        sequence, size = chunk.sequence, self.blocks.block_size
-        first, sequence.committed = sequence.committed // size, chunk.start + chunk.length
-        for fork in chunk.forks:
-            fork.committed = sequence.committed
+    def _book(self, sequence: Sequence, end: int, forks: Iterable[Sequence] = ()) -> None:
+        """The keys and values of the tokens before `end` are in the pages now: blocks that are full become known by
+        their content."""
+        size = self.blocks.block_size
+        first, sequence.committed = sequence.committed // size, end
+        for fork in forks:
+            fork.committed = end
         for index in range(first, sequence.committed // size):
             self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
 
@@ -519,18 +554,26 @@ class Scheduler:
             sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
         group.forked = True
 
-    def _append(self, group: Group, sequence: Sequence, token: int) -> TokenDelta:
-        request = sequence.request
-        sequence.tokens[sequence.committed] = token
-        generated = sequence.committed + 1 - sequence.num_prompt
-        finish = None
-        if token in request.stop_ids and generated >= request.sampling.min_tokens:
-            finish = FinishReason.STOP
-        elif generated >= request.sampling.max_tokens:
-            finish = FinishReason.LENGTH
+    def _append(self, group: Group, sequence: Sequence, chunk: Chunk, drawn: list[int]) -> TokenDelta:
+        tokens, finish = _until_end(sequence, drawn, chunk.first_draw)
+        if chunk.guesses:
+            self._accept(group, sequence, chunk, tokens)
+        else:
+            sequence.tokens[chunk.first_draw] = tokens[0]
         if finish:
             self._end(group, sequence)
-        return TokenDelta(request.key, (token,), finish, None, sequence.index, group.usage)
+        return TokenDelta(sequence.key, tuple(tokens), finish, None, sequence.index, group.usage)
+
+    def _accept(self, group: Group, sequence: Sequence, chunk: Chunk, tokens: list[int]) -> None:
+        """What was drawn takes the place of the guesses. Keys and values of wrong ones are overwritten in time; blocks
+        that only those are in go back."""
+        sequence.tokens[chunk.first_draw :] = tokens
+        sequence.computed = chunk.first_draw + len(tokens) - 1
+        self._accepted_tokens += len(tokens) - 1
+        self._book(sequence, sequence.computed)
+        while len(sequence.blocks) > self.blocks.blocks_for(sequence.computed):
+            self.blocks.drop(sequence.blocks.pop())
+            group.blocks_new -= 1
 
     def _rank(self, group: Group, sequence: Sequence, row: list[Candidate]) -> list[TokenDelta]:
         """Keep a live beam's candidates until every beam has its own; then fork those that go on in several ways, and
@@ -597,6 +640,18 @@ class Scheduler:
     def _remove(self, group: Group) -> None:
         if self._running.pop(group.key, None) is None:
             self._waiting.remove(group)
+
+
+def _until_end(sequence: Sequence, drawn: list[int], position: int) -> tuple[list[int], FinishReason | None]:
+    """Of tokens drawn from `position` on, those up to the end of the output, and why it ends there if it does."""
+    request = sequence.request
+    for count, token in enumerate(drawn, 1):
+        generated = position + count - sequence.num_prompt
+        if token in request.stop_ids and generated >= request.sampling.min_tokens:
+            return drawn[:count], FinishReason.STOP
+        if generated >= request.sampling.max_tokens:
+            return drawn[:count], FinishReason.LENGTH
+    return drawn, None
 
 
 def _order(group: Group) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from paged_backend.beam_search import BeamSearch, Candidate
@@ -29,6 +30,7 @@ class Sequence:
     computed: int = 0
     committed: int = 0
     ended: bool = False
+    history: array[int] = field(default_factory=lambda: array("i"))  # the tokens again, where guesses are looked for
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

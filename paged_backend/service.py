@@ -32,7 +32,8 @@ from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 from paged_backend.sessions import SessionName, Sessions, Turn
-from paged_backend.warm_up import measure, record, warm_up
+from paged_backend.speculation import Guess, PromptLookup, on_device
+from paged_backend.warm_up import measure, record, runner_of, warm_up
 
 log = logging.getLogger("paged_llm")
 
@@ -66,8 +67,8 @@ def assemble(config: EngineConfig) -> Assembly:
     loaded = model_loader.load(config, ROOT, device)
     spec = loaded.spec
     needs = warm_up(config, loaded, device)
-    pool = kv_cache.num_blocks(config, spec.layers, spec.kv_dtype, device, needs.graph_bytes)
-    behind = kv_cache.num_host_blocks(config, spec.layers, spec.kv_dtype, device)
+    pool = kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, device, needs.graph_bytes)
+    behind = kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, device)
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None
     blocks = BlockManager(pool, config.block_size, caching=caching, host=host)
@@ -87,7 +88,7 @@ def assemble(config: EngineConfig) -> Assembly:
 
     def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
-            spec.layers,
+            loaded.layers,
             num_blocks=count,
             block_size=config.block_size,
             dtype=spec.kv_dtype,
@@ -95,11 +96,11 @@ def assemble(config: EngineConfig) -> Assembly:
             pinned=pinned,
         )
 
-    runner = Runner(
-        loaded.model,
+    runner = runner_of(
+        config,
+        loaded,
         cache(blocks.num_blocks, device),
         cache(behind, torch.device("cpu"), pinned=device.type == "cuda") if behind else None,
-        max_draws=config.max_num_seqs,
     )
     record(config, loaded, runner, sizes(config.max_num_seqs))
     costs = measure(runner, needs.seconds_per_token, behind)
@@ -110,6 +111,8 @@ def assemble(config: EngineConfig) -> Assembly:
         costs=costs,
         preemption=config.preemption_mode,
         session_blocks=int(blocks.num_blocks * config.session_memory),
+        guess=_guess(config),
+        max_guesses=config.num_speculative_tokens,
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
@@ -120,7 +123,7 @@ def assemble(config: EngineConfig) -> Assembly:
         len(spec.layers),
         blocks.num_blocks,
         blocks.block_size,
-        blocks.num_blocks * kv_cache.bytes_per_block(spec.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
+        blocks.num_blocks * kv_cache.bytes_per_block(loaded.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
     )
     log.info(
         "a token takes %.3g ms to compute, a block %.3g ms to copy and %.3g ms to move to the host, which has room for"
@@ -134,10 +137,17 @@ def assemble(config: EngineConfig) -> Assembly:
     return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap)
 
 
+def _guess(config: EngineConfig) -> Guess:
+    if config.speculative_model:
+        return on_device
+    return PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+
+
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier | None:
     if config.disk_cache_dir is None or runner.host is None:
         return None
-    name = fingerprint(config, loaded.directory, loaded.spec.dtype, loaded.spec.kv_dtype)
+    directories = [loaded.directory, *([loaded.draft.directory] if loaded.draft else [])]
+    name = fingerprint(config, directories, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)
     )

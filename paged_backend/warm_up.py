@@ -12,6 +12,7 @@ import torch
 from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
+from paged_backend.drafter import Drafter
 from paged_backend.graphs import recorder, sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
@@ -44,9 +45,9 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
     kv = KVCache.allocate(
-        spec.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
+        loaded.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
-    plan, runner = scheduler.schedule(), Runner(loaded.model, kv, max_draws=config.max_num_seqs)
+    plan, runner = scheduler.schedule(), runner_of(config, loaded, kv)
     assert plan is not None
 
     def step() -> None:
@@ -54,6 +55,15 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
 
     step()
     return Needs(_seconds(step, device) / plan.num_tokens, _graph_bytes(config, loaded, runner))
+
+
+def runner_of(config: EngineConfig, loaded: LoadedModel, kv: KVCache, host: KVCache | None = None) -> Runner:
+    """The model, and the one that guesses if there is one, over these pools."""
+    drafter, count = None, len(loaded.spec.layers)
+    if loaded.draft:
+        drafter = Drafter(loaded.draft.model, kv.part(count, len(kv.layers)))
+    max_draws = config.max_num_seqs + config.max_num_batched_tokens  # with every guess
+    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter)
 
 
 def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:

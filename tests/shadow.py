@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from paged_backend.beam_search import BeamSearch, Candidate
-from paged_backend.plan import Drawn, Plan
+from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.request import GenerateRequest
 from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Sequence
@@ -74,14 +74,17 @@ class ShadowStore:
         self._copy(plan)
         drawn: list[Drawn] = []
         for chunk in plan.chunks:
-            digest = self._read(chunk.sequence, chunk.start)
+            digest, checked = self._read(chunk.sequence, chunk.start), []
             for position in range(chunk.start, chunk.start + chunk.length):
+                if position >= chunk.first_draw:
+                    checked.append(draw(digest, chunk.sequence.seed, self._vocab))
                 digest = extend(digest, self._token(chunk.sequence, position))
                 self.slots[self._slot(chunk.sequence, position)] = digest
             if chunk.sequence.request.sampling.beam_width > 1:
                 drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
             else:
-                drawn += [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
+                last = [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
+                drawn += reached(checked + last, chunk.guesses) if chunk.guesses else last
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)

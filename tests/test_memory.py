@@ -11,6 +11,7 @@ from paged_backend.content import root_key
 from paged_backend.plan import Costs
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
 from paged_backend.scheduler import Scheduler
+from paged_backend.speculation import PromptLookup
 from tests.shadow import ShadowStore, alone, alone_with_beams
 
 STOP = 3
@@ -26,6 +27,7 @@ def scheduler(
     costs=None,
     session_blocks=0,
     preemption="auto",
+    guesses=0,
 ):
     behind = BlockManager(host, block_size, caching=caching) if host else None
     blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
@@ -36,6 +38,8 @@ def scheduler(
         costs=costs,
         session_blocks=session_blocks,
         preemption=preemption,
+        guess=PromptLookup(shortest=1, longest=3),
+        max_guesses=guesses,
     )
 
 
@@ -71,6 +75,7 @@ STORM = {
     "swap": st.booleans(),
     "pinned": st.sampled_from([0, 0, 4, 100]),
     "overlap": st.booleans(),
+    "guesses": st.sampled_from([0, 0, 1, 4]),
 }
 
 
@@ -87,12 +92,13 @@ def test_many_storms(**weather):
     storm(**weather)
 
 
-def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, overlap, steps=5000):
+def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, overlap, guesses, steps=5000):
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between.
     overlap: a step is planned, and runs, before the one before is committed."""
     rnd = random.Random(seed)
     kind = "swap" if swap else "recompute"
-    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned, preemption=kind)
+    options = {"session_blocks": pinned, "preemption": kind, "guesses": guesses}
+    sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, **options)
     store = ShadowStore(sched, vocab)
     requests, outputs, left, flights = {}, {}, 25, []
     for _ in range(steps):

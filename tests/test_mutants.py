@@ -113,14 +113,28 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "beams go on before it is known from where": (
         SCHEDULER,
-        "return self._stuck or any(group.beams for group in self._running.values())",
-        "return self._stuck",
+        " or any(group.beams for group in self._running.values())",
+        "",
     ),
     "a block is known before its last token is": (
         SCHEDULER,
         "            chunk.sequence.computed = chunk.start + chunk.length\n",
-        "            chunk.sequence.computed = chunk.start + chunk.length\n            self._book(chunk)\n",
+        "            chunk.sequence.computed = chunk.start + chunk.length\n"
+        "            self._book(chunk.sequence, chunk.start + chunk.length)\n",
     ),
+    # guesses
+    "what follows a wrong guess is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
+    "the keys of wrong guesses count": (
+        SCHEDULER,
+        "        sequence.computed = chunk.first_draw + len(tokens) - 1\n",
+        "",
+    ),
+    "blocks of wrong guesses are kept": (
+        SCHEDULER,
+        "            self.blocks.drop(sequence.blocks.pop())\n            group.blocks_new -= 1\n",
+        "            break\n",
+    ),
+    "guesses go past the last token": (SCHEDULER, "sequence.generated - 1\n", "sequence.generated\n"),
     "what arrives from the host is held for ever": (BLOCKS, "            self.unlock(move.target)\n", ""),
     # the host
     "what is evicted does not go to the host": (BLOCKS, "if self.host and self.host.caching and", "if False and"),
