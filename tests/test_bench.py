@@ -57,3 +57,15 @@ def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path):
     assert 0 < value["KL divergence int8"] < value["KL divergence fp8"]
     assert value["same likeliest token auto"] == 100
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--length", "20", "--output", "12", "--guesses", "3", "--rounds", "1"]
+    assert main(["bench", "speculation", *arguments, "--draft", str(tiny[0]), "--json", str(file)]) == 0
+    value = {record["name"]: record["value"] for record in json.loads(file.read_text())}
+    for kind in ("repeating a text", "going on with one"):
+        assert value[f"{kind}: accepted (3 by a model)"] > 95  # it guesses itself
+        assert value[f"{kind}: tokens_per_step (3 by a model)"] > 3
+        assert value[f"{kind}: throughput_ratio (3 looked up)"] > 0
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
