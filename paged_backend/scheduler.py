@@ -10,7 +10,7 @@ from itertools import islice
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pins import Pins
-from paged_backend.plan import Chunk, Costs, Draft, Drawn, Plan
+from paged_backend.plan import Costs, Draft, Drawn, Plan
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
 from paged_backend.speculation import Guess
@@ -225,16 +225,20 @@ class Scheduler:
         self._in_flight += 1
         draws = 0
         for chunk in plan.chunks:
-            group = self._running[chunk.sequence.request.key]
-            chunk.sequence.computed = chunk.start + chunk.length
-            if not group.forked and group.leader.computed == group.leader.num_prompt:
-                self._fork(group)
-                chunk.forks = tuple(group.sequences[1:])
-            chunk.sequence.tokens.extend(chunk.guesses)
-            draws += len(chunk.guesses)
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.length
+            if sequence.computed == sequence.num_prompt:
+                group = self._running[sequence.request.key]
+                if not group.forked:
+                    self._fork(group)
+                    chunk.forks = tuple(group.sequences[1:])
+            if chunk.guesses:
+                sequence.tokens.extend(chunk.guesses)
+                draws += len(chunk.guesses)
+            is_beam = sequence.request.sampling.beam_width > 1
             for sequence in chunk.draws:
                 draws += 1
-                if not group.beams:
+                if not is_beam:
                     sequence.tokens.append(-draws)
 
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
@@ -248,16 +252,16 @@ class Scheduler:
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
             if group and not chunk.sequence.ended:
-                self._book(chunk.sequence, chunk.first_draw, chunk.forks)
+                self._book(chunk.sequence, chunk.start + chunk.length - len(chunk.guesses), chunk.forks)
             for sequence in chunk.draws:
-                token, *more = islice(drawn, 1 + len(chunk.guesses))
+                token = next(drawn)
+                more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
                 if group is None or sequence.ended:  # since the step was planned
                     continue
-                if isinstance(token, list):
+                if isinstance(token, int):
+                    deltas.append(self._append(group, sequence, token, more))
+                elif token is not None:
                     deltas += self._rank(group, sequence, token)
-                else:
-                    tokens = [one for one in (token, *more) if isinstance(one, int)]
-                    deltas.append(self._append(group, sequence, chunk, tokens))
         assert next(drawn, None) is None, "more tokens than draws"
         return deltas
 
@@ -332,6 +336,8 @@ class Scheduler:
         table, size = sequence.blocks, self.blocks.block_size
         index = sequence.computed // size
         shared = index < len(table) and self.blocks.is_shared(table[index])
+        if not shared and num_tokens <= len(table) * size:
+            return True
         if shared + self.blocks.blocks_for(num_tokens) - len(table) > self.blocks.num_available:
             return False
         if shared:
@@ -554,21 +560,28 @@ class Scheduler:
             sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
         group.forked = True
 
-    def _append(self, group: Group, sequence: Sequence, chunk: Chunk, drawn: list[int]) -> TokenDelta:
-        tokens, finish = _until_end(sequence, drawn, chunk.first_draw)
-        if chunk.guesses:
-            self._accept(group, sequence, chunk, tokens)
-        else:
-            sequence.tokens[chunk.first_draw] = tokens[0]
+    def _append(self, group: Group, sequence: Sequence, token: int, more: list[Drawn]) -> TokenDelta:
+        """more: what was drawn after guesses."""
+        request, first = sequence.request, sequence.committed
+        sequence.tokens[first] = token
+        finish = _finish(request, token, first + 1 - sequence.num_prompt)
+        tokens = [token]
+        if more:
+            for one in more:
+                if finish or not isinstance(one, int):
+                    break
+                tokens.append(one)
+                finish = _finish(request, one, first + len(tokens) - sequence.num_prompt)
+            self._accept(group, sequence, tokens)
         if finish:
             self._end(group, sequence)
-        return TokenDelta(sequence.key, tuple(tokens), finish, None, sequence.index, group.usage)
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
 
-    def _accept(self, group: Group, sequence: Sequence, chunk: Chunk, tokens: list[int]) -> None:
+    def _accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
         """What was drawn takes the place of the guesses. Keys and values of wrong ones are overwritten in time; blocks
         that only those are in go back."""
-        sequence.tokens[chunk.first_draw :] = tokens
-        sequence.computed = chunk.first_draw + len(tokens) - 1
+        sequence.tokens[sequence.committed :] = tokens
+        sequence.computed = sequence.committed + len(tokens) - 1
         self._accepted_tokens += len(tokens) - 1
         self._book(sequence, sequence.computed)
         while len(sequence.blocks) > self.blocks.blocks_for(sequence.computed):
@@ -642,16 +655,11 @@ class Scheduler:
             self._waiting.remove(group)
 
 
-def _until_end(sequence: Sequence, drawn: list[int], position: int) -> tuple[list[int], FinishReason | None]:
-    """Of tokens drawn from `position` on, those up to the end of the output, and why it ends there if it does."""
-    request = sequence.request
-    for count, token in enumerate(drawn, 1):
-        generated = position + count - sequence.num_prompt
-        if token in request.stop_ids and generated >= request.sampling.min_tokens:
-            return drawn[:count], FinishReason.STOP
-        if generated >= request.sampling.max_tokens:
-            return drawn[:count], FinishReason.LENGTH
-    return drawn, None
+def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReason | None:
+    """Whether a token is the last of an output, which has `generated` with it, and why."""
+    if token in request.stop_ids and generated >= request.sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if generated >= request.sampling.max_tokens else None
 
 
 def _order(group: Group) -> tuple[int, int]:

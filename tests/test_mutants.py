@@ -118,15 +118,15 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "a block is known before its last token is": (
         SCHEDULER,
-        "            chunk.sequence.computed = chunk.start + chunk.length\n",
-        "            chunk.sequence.computed = chunk.start + chunk.length\n"
-        "            self._book(chunk.sequence, chunk.start + chunk.length)\n",
+        "            sequence.computed = chunk.start + chunk.length\n",
+        "            sequence.computed = chunk.start + chunk.length\n"
+        "            self._book(sequence, chunk.start + chunk.length)\n",
     ),
     # guesses
     "what follows a wrong guess is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
     "the keys of wrong guesses count": (
         SCHEDULER,
-        "        sequence.computed = chunk.first_draw + len(tokens) - 1\n",
+        "        sequence.computed = sequence.committed + len(tokens) - 1\n",
         "",
     ),
     "blocks of wrong guesses are kept": (
