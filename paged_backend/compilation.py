@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paged_backend.fusion import Fused, Parts, post, pre
 
@@ -26,8 +27,9 @@ VARIANTS = 64  # of one function in a process: a server may hold several models
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept: what the environment says, or a directory of the user's."""
-    if CACHE not in os.environ:
+    """Where compiled code is kept: what the environment says, or a directory of the user's. torch itself puts a
+    directory for temporary files into the environment when it is first asked: that is nobody's wish."""
+    if os.environ.get(CACHE) in (None, "", default_cache_dir()):
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         os.environ[CACHE] = str(Path(cache).expanduser() / "paged_llm" / "inductor")
     return Path(os.environ[CACHE])
@@ -40,15 +42,14 @@ def compile_parts(fused: Fused) -> Parts | None:
 
     started = time.perf_counter()
     directory = cache_directory()
-    # Compiling in threads of ours: worker processes would be started with sys.executable, which in a server's stub is
-    # not this interpreter.
-    settings = torch._inductor.config.patch(compile_threads=1, fx_graph_cache=True)
+    # Worker processes would be started with sys.executable, which in a server's stub is not this interpreter.
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     parts = Parts(torch.compile(pre, fullgraph=True), torch.compile(post, fullgraph=True))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with settings, torch._dynamo.config.patch(recompile_limit=VARIANTS):
-            for count in (MANY, 1):
-                _run(parts, fused, count)
+        for count in (MANY, 1):
+            _run(parts, fused, count)
     except Exception as error:  # no compiler, no room on the disk, an operation that it does not know
         reason = str(error).strip().partition("\n")[0]
         log.warning("not compiled: %s: %s", type(error).__name__, reason)

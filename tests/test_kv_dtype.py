@@ -119,7 +119,6 @@ def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
 def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch, kv_cache_dtype):
     """The proof looks at the quantized pool, too, after the one that proves the paging."""
 
-
     def coarse(x, dtype):
         codes, scales = quantize(x, dtype)
         return codes, scales * 3
