@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paged_backend.fusion import Fused, Parts, post, pre
 
@@ -29,6 +28,8 @@ VARIANTS = 64  # of one function in a process: a server may hold several models
 def cache_directory() -> Path:
     """Where compiled code is kept: what the environment says, or a directory of the user's. torch itself puts a
     directory for temporary files into the environment when it is first asked: that is nobody's wish."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes seconds
+
     if os.environ.get(CACHE) in (None, "", default_cache_dir()):
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         os.environ[CACHE] = str(Path(cache).expanduser() / "paged_llm" / "inductor")
