@@ -82,8 +82,10 @@ def full_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, kernel, block_size=block_size)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
         yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in (None, *FORMATS.values()))
-        for norm, name in itertools.product((False, True), (None, *FORMATS.values())):
-            yield Case(chip, "rope_kv_write", dtype, head_dim, norm=norm, format=name)
+        yield Case(chip, "rope_kv_write", dtype, head_dim)
+        for name in (None, *FORMATS.values()):
+            yield Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name)
+    for dtype, head_dim in itertools.product(DTYPES, (8, 72, 128, 256)):
         yield from (Case(chip, "add_rms_norm", dtype, head_dim, norm=norm) for norm in (False, True))
         yield Case(chip, "swiglu", dtype, head_dim)
     kernels, names = ("decode", "prefill"), FORMATS.values()

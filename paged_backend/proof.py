@@ -112,6 +112,7 @@ def prove(
         for form in forms(model, specs, compile_level):
             try:
                 _compare(model, expected, layers, block_size, kv_dtype)
+                log.info("%s runs %s", type(model).__name__, form)
                 return layers
             except UnsupportedModel as error:
                 failure = error
