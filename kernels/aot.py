@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import kv_write, paged_attention
+from kernels import add_rms_norm, kv_write, paged_attention, rope_kv_write, swiglu
 from kernels.layer_cache import FORMATS, LayerCache
 from kernels.paging import Paging
 
@@ -34,6 +34,8 @@ CHIPS = {  # target, and the shared memory one program may use
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
+HEADS = 64  # of a model: its width is this times head_dim
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -47,7 +49,7 @@ class Case:
     """One launch of one kernel on one chip."""
 
     chip: str
-    kernel: str  # "decode" and "prefill" (paged_attention), or "kv_write"
+    kernel: str  # "decode" and "prefill" (paged_attention), or the module of another
     dtype: str = "bf16"
     head_dim: int = 128
     group: int = 4
@@ -55,6 +57,7 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    norm: bool = False  # rope_kv_write: of each head; add_rms_norm: after an addition
     format: str | None = None  # of the pool
 
 
@@ -79,6 +82,12 @@ def full_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, kernel, block_size=block_size)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
         yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in (None, *FORMATS.values()))
+        yield Case(chip, "rope_kv_write", dtype, head_dim)
+        for name in (None, *FORMATS.values()):
+            yield Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name)
+    for dtype, head_dim in itertools.product(DTYPES, (8, 72, 128, 256)):
+        yield from (Case(chip, "add_rms_norm", dtype, head_dim, norm=norm) for norm in (False, True))
+        yield Case(chip, "swiglu", dtype, head_dim)
     kernels, names = ("decode", "prefill"), FORMATS.values()
     for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
         for variant in ((False, False, False), (True, True, True)):
@@ -97,11 +106,15 @@ def small_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, kernel, "fp16", 64, group=3)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
     yield Case(chip, "kv_write")
+    for kernel, head_dim in (("rope_kv_write", 80), ("rope_kv_write", 256), ("add_rms_norm", 256)):
+        yield Case(chip, kernel, head_dim=head_dim, norm=True)
+    yield Case(chip, "swiglu")
     for name in FORMATS.values():
         for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
             yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True, format=name)
         yield from (Case(chip, kernel, "fp16", 64, group=3, format=name) for kernel in ("decode", "prefill"))
         yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
+        yield Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name)
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -130,6 +143,13 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    if case.kernel == "add_rms_norm":
+        row, residual = tensor(8, HEADS * case.head_dim), tensor(8, HEADS * case.head_dim) if case.norm else None
+        arguments = add_rms_norm.plan_launch(row, row, row, residual, tensor(HEADS * case.head_dim), 1e-5)[1]
+        return add_rms_norm.add_rms_norm_kernel, arguments
+    if case.kernel == "swiglu":
+        rows = tensor(8, 4 * HEADS * case.head_dim), tensor(8, 8 * HEADS * case.head_dim)
+        return swiglu.swiglu_kernel, swiglu.plan_launch(*rows)[1]
     slots_of_pool = (64, num_kv_heads, case.block_size)
     stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
     parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
@@ -139,6 +159,13 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
     if case.kernel == "kv_write":
         key = tensor(8, num_kv_heads, case.head_dim)
         return kv_write.kv_write_kernel, kv_write.plan_launch(key, key, cache, slots)[1]
+    if case.kernel == "rope_kv_write":
+        query, key = (tensor(8, count, case.head_dim) for count in (num_kv_heads * case.group, num_kv_heads))
+        angles, weight = tensor(8, case.head_dim), tensor(case.head_dim) if case.norm else None
+        arguments = rope_kv_write.plan_launch(
+            query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6
+        )[1]  # fmt: skip
+        return rope_kv_write.rope_kv_write_kernel, arguments
     int32 = torch.int32
     tables, lens, starts = tensor(8, 64, dtype=int32), tensor(8, dtype=int32), tensor(9, dtype=int32)
     query = tensor(8, num_kv_heads * case.group, case.head_dim)
@@ -172,7 +199,7 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
 def compile_case(case: Case) -> Cost:
     """Compiles one case. Raises whatever the compiler raises."""
     kernel, arguments = _arguments(case)
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
     compiled = triton.compile(_source(kernel, arguments), target=CHIPS[case.chip][0], options=options)
     if "cubin" in compiled.asm:
         registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])

@@ -32,3 +32,38 @@ def check_kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor)
     assert key.shape == value.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, cache.keys.shape)
     assert key.dtype == value.dtype, (key.dtype, value.dtype)
     assert cache.format or key.dtype == cache.keys.dtype, (key.dtype, cache.keys.dtype)
+
+
+def check_rope_kv_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+) -> None:
+    """Raises ValueError for an odd head_dim; asserts the shapes and types, which are the caller's code."""
+    check_kv_write(key, value, cache, slots)
+    num_tokens, _, head_dim = query.shape
+    assert num_tokens == key.shape[0] and head_dim == key.shape[2], (query.shape, key.shape)
+    assert query.dtype == key.dtype, (query.dtype, key.dtype)
+    assert cos.shape == sin.shape == (num_tokens, head_dim), (cos.shape, sin.shape, query.shape)
+    assert (query_weight is None) == (key_weight is None)
+    assert query_weight is None or query_weight.shape == key_weight.shape == (head_dim,)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: must be even, so that a head has two halves to rotate")
+
+
+def check_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    """Asserts that the shapes and types fit together."""
+    assert x.dim() == 2 and weight.shape == x.shape[1:], (x.shape, weight.shape)
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), (residual, x.shape)
+
+
+def check_swiglu(gate_up: Tensor) -> None:
+    """Asserts that a row has two halves."""
+    assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, gate_up.shape

@@ -13,7 +13,7 @@ ELEMENTS = 2048  # of one token, per program
 
 
 @triton.jit
-def _quantize(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+def quantize_rows(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
     """As `kernels.layer_cache.quantize`, bit for bit: codes of rows x, and their scales."""
     x = x.to(tl.float32)
     magnitude = tl.abs(x)
@@ -29,6 +29,19 @@ def _quantize(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.const
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(tl.abs(y) < 0.015625, small, normal)
     return tl.where(y.to(tl.int32, bitcast=True) < 0, code - 128, code).to(tl.int8), scale
+
+
+@triton.jit
+def store_rows(
+    x, pool, scales, place, scale_place, mask, is_row,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Stores rows x [rows, columns] at `place`, quantized where the pool is, with their scales at `scale_place`
+    [rows, 1]. What is masked must be 0."""
+    if FORMAT is not None:
+        x, scale = quantize_rows(x, FORMAT, LARGEST, SMALLEST)
+        tl.store(scales + scale_place, scale[:, None], mask=is_row)
+    tl.store(pool + place, x, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -50,37 +63,40 @@ def kv_write_kernel(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < NUM_KV_HEADS) & (d < HEAD_DIM)
-    k = tl.load(key + token * stride_key_token + head * stride_key_head + d, mask=mask)
-    v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=mask)
-    k_row = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT
-    v_row = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT
-    if FORMAT is not None:
-        k, k_scale = _quantize(k, FORMAT, LARGEST, SMALLEST)
-        v, v_scale = _quantize(v, FORMAT, LARGEST, SMALLEST)
-        s_row = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
-        tl.store(key_scales + s_row, k_scale[:, None], mask=head < NUM_KV_HEADS)
-        tl.store(value_scales + s_row, v_scale[:, None], mask=head < NUM_KV_HEADS)
-    tl.store(key_cache + k_row + d, k, mask=mask)
-    tl.store(value_cache + v_row + d, v, mask=mask)
+    is_head = head < NUM_KV_HEADS
+    mask = is_head & (d < HEAD_DIM)
+    k = tl.load(key + token * stride_key_token + head * stride_key_head + d, mask=mask, other=0.0)
+    v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=mask, other=0.0)
+    k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
+    v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
+    s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
+    store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
+    store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
+
+
+def cache_arguments(cache: LayerCache) -> dict[str, Any]:
+    """What a kernel that writes into a cache is given of it, by name."""
+    keys, values = cache.keys, cache.values
+    return dict(
+        key_cache=as_bytes(keys), value_cache=as_bytes(values),
+        key_scales=cache.key_scales, value_scales=cache.value_scales,
+        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
+        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
+        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1],
+        FORMAT=cache.format, LARGEST=LARGEST.get(keys.dtype), SMALLEST=SMALLEST, BLOCK_SIZE=keys.shape[2],
+    )  # fmt: skip
 
 
 def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
     num_tokens, num_kv_heads, head_dim = key.shape
-    keys, values = cache.keys, cache.values
     block_d = triton.next_power_of_2(head_dim)
     block_h = min(triton.next_power_of_2(num_kv_heads), max(1, ELEMENTS // block_d))
     arguments = dict(
-        key=key, value=value, key_cache=as_bytes(keys), value_cache=as_bytes(values),
-        key_scales=cache.key_scales, value_scales=cache.value_scales, slots=slots,
+        key=key, value=value, slots=slots,
         stride_key_token=key.stride(0), stride_key_head=key.stride(1),
         stride_value_token=value.stride(0), stride_value_head=value.stride(1),
-        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
-        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
-        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1],
-        FORMAT=cache.format, LARGEST=LARGEST.get(keys.dtype), SMALLEST=SMALLEST,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2],
+        **cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments

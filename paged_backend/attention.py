@@ -2,7 +2,8 @@
 
 A model from transformers calls its attention through a registry, and hands on extra keyword arguments of its own
 call. So `model(..., paged=AttentionMeta(...))` reaches `attend` in every layer, which writes the new keys and
-values into their slots and attends through the block tables. No model code is ours.
+values into their slots and attends through the block tables. A layer that is fused (`fusion.py`) writes by itself
+and comes in at `attend_pages`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kernels.layer_cache import LayerCache
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
 from paged_backend.batch import PackedBatch
@@ -41,6 +43,35 @@ class AttentionMeta:
     kv: KVCache
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What a layer asks of its attention beside queries, keys and values."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [num_heads]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        head_dim: int,
+        attention_mask: None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **rest: Any,
+    ) -> AttentionSpec:
+        """From the arguments that transformers gives to an attention function. Raises UnsupportedModel."""
+        refuse(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
+        return cls(scaling if scaling is not None else head_dim**-0.5, sliding_window, softcap, s_aux)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,  # [1, num_heads, num_tokens, head_dim]
@@ -49,28 +80,26 @@ def attend(
     attention_mask: None,
     *,
     paged: AttentionMeta,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,  # [num_heads] attention sinks
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **rest: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
     """The attention of one layer over the pages. `paged` is required: a model that drops it fails loudly."""
-    refuse(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
-    paging, cache = paged.paging, paged.kv.layers[module.layer_idx]
-    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paging.slots)
-    out = paged_attention(
-        query[0].transpose(0, 1),
+    spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **asked)
+    cache = paged.kv.layers[module.layer_idx]
+    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paged.paging.slots)
+    return attend_pages(query[0].transpose(0, 1), cache, paged.paging, spec)[None], None
+
+
+def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
+    """Attention of packed queries [num_tokens, num_heads, head_dim] over pages that hold the step's keys already."""
+    return paged_attention(
+        query,
         cache,
         paging,
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        scale=spec.scale,
+        sliding_window=spec.sliding_window,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
     )
-    return out[None], None
 
 
 def refuse(module: nn.Module, rest: dict[str, Any], *, mask: Any, dropout: float, is_causal: bool | None) -> None:

@@ -98,6 +98,12 @@ class EngineConfig:
     )
     device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")
     seed: int = option(_whole(0, 2**63 - 1), "seeds dummy weights and the requests that bring no seed of their own", 0)
+    compile_level: int = option(
+        _one_of(0, 1),
+        "1: what lies between the attentions goes through torch.compile (on a CPU through g++) while the model loads;"
+        " kept for the next start in `TORCHINDUCTOR_CACHE_DIR`, or else in `~/.cache/paged_llm`",
+        0,
+    )
     block_size: int = option(_power_of_two, "tokens per block", 16)
     max_model_len: int | None = option(
         _whole(2), "longest prompt plus output; default: the model's own limit", None, optional=True

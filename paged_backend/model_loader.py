@@ -73,7 +73,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = _load_weights(config, hf_config, directory, dtype).to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     spec = ModelSpec(
-        layers=prove(model, block_size=config.block_size, kv_dtype=kv_dtype),
+        layers=prove(model, block_size=config.block_size, kv_dtype=kv_dtype, compile_level=config.compile_level),
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,

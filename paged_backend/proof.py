@@ -6,12 +6,18 @@ decoded through shuffled pages, and their logits are compared with those of the 
 model that fails is refused by name. A window longer than the prompts cannot show in the logits, so windows are
 read from the masks instead and must be the ones that the layers passed on.
 
+What is proven is what will run. Where the layers can be fused (`fusion.py`), or compiled as well, they are before the
+prompts go through the pages; the model's own logits were taken before that. If the two differ, the model steps back
+towards its layers as transformers has them, with a log line, and only one that fails as it comes is refused. To prove
+it unfused first would double the time of a load and show nothing that this does not.
+
 That proves the paging, with keys and values as the model makes them. Where the pool is to hold another type, the
 same prompts go through such a pool as well, and their logits have to be as near as 8 bits let them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +26,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from paged_backend.attention import ATTENTION, UnsupportedModel, paged_logits
+from paged_backend.attention import ATTENTION, AttentionSpec, UnsupportedModel, paged_logits
 from paged_backend.batch import Stage, pack
+from paged_backend.forms import forms
 from paged_backend.kv_cache import KVCache, LayerShape
 from paged_backend.plan import Chunk, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sequence import Group, Sequence
+
+log = logging.getLogger("paged_llm")
 
 PROBE = "paged_llm_probe"
 # Root mean square of the difference over that of the (centred) logits. Rounding of 16-bit types grows with depth;
@@ -41,6 +50,7 @@ class _Probe:
     """What one plain forward pass asked of attention."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    specs: dict[int, AttentionSpec] = field(default_factory=dict)
     layer_windows: set[int | None] = field(default_factory=set)
     mask_windows: set[int | None] = field(default_factory=set)
 
@@ -62,6 +72,8 @@ class _Probe:
                 f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
             )
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        asked = dict(sliding_window=sliding_window, **rest)
+        self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **asked)
         self.layer_windows.add(sliding_window)
         return query.transpose(1, 2), None  # only shapes matter here
 
@@ -84,22 +96,36 @@ def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
     return windows.pop()
 
 
-def prove(model: PreTrainedModel, *, block_size: int, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+def prove(
+    model: PreTrainedModel, *, block_size: int, kv_dtype: torch.dtype, compile_level: int = 0
+) -> tuple[LayerShape, ...]:
     """The shapes of the model's attention layers, once it has shown equal logits through pages, and logits that are
     near enough through a pool of another `kv_dtype`.
 
-    Leaves the model on paged attention. Raises UnsupportedModel, with the model's name, otherwise.
+    Leaves the model on paged attention, fused and compiled where that can be. Raises UnsupportedModel, with the
+    model's name, otherwise.
     """
     try:
-        layers = _probe(model)
-        _compare(model, layers, block_size, kv_dtype)
+        layers, specs = _probe(model)
+        expected = _expected(model)
+        failure: UnsupportedModel | None = None
+        for form in forms(model, specs, compile_level):
+            try:
+                _compare(model, expected, layers, block_size, kv_dtype)
+                log.info("%s runs %s", type(model).__name__, form)
+                return layers
+            except UnsupportedModel as error:
+                failure = error
+                log.warning("%s, %s: %s", type(model).__name__, form, error)
+        assert failure is not None
+        raise failure
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served through pages: {error}") from error
-    return layers
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel) -> tuple[LayerShape, ...]:
+def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
+    """By layer, the shape of its keys and what it asks of attention."""
     probe = _Probe()
     AttentionInterface.register(PROBE, probe.attend)
     AttentionMaskInterface.register(PROBE, probe.mask)
@@ -111,35 +137,50 @@ def _probe(model: PreTrainedModel) -> tuple[LayerShape, ...]:
         raise
     except Exception as error:
         raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
-    layers = model.config.get_text_config().num_hidden_layers
-    if sorted(probe.shapes) != list(range(layers)):
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    if sorted(probe.shapes) != list(layers):
         raise UnsupportedModel(
-            f"{len(probe.shapes)} of {layers} layers call the attention interface; the others keep another state"
+            f"{len(probe.shapes)} of {len(layers)} layers call the attention interface; the others keep another state"
         )
     if probe.layer_windows - {None} != probe.mask_windows - {None}:
         raise UnsupportedModel(
             f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass on {_shown(probe.layer_windows)}"
         )
-    return tuple(probe.shapes[layer] for layer in range(layers))
+    return tuple(probe.shapes[layer] for layer in layers), tuple(probe.specs[layer] for layer in layers)
 
 
 def _shown(windows: set[int | None]) -> str:
     return ", ".join(str(one) for one in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
 
 
-@torch.inference_mode()
-def _compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], block_size: int, kv_dtype: torch.dtype) -> None:
+def _prompts(model: PreTrainedModel) -> tuple[list[int], list[int]]:
     vocab = model.config.get_text_config().vocab_size
     drawn = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = (drawn[0], drawn[1][:10])
+    return drawn[0], drawn[1][:10]
+
+
+@torch.inference_mode()
+def _expected(model: PreTrainedModel) -> list[Tensor]:
+    """Logits of both prompts by the model's own eager attention; leaves the model on ours."""
     model.set_attn_implementation("eager")
-    expected = [_eager_logits(model, ids) for ids in prompts]
+    expected = [_eager_logits(model, ids) for ids in _prompts(model)]
     model.set_attn_implementation(ATTENTION)
+    return expected
+
+
+@torch.inference_mode()
+def _compare(
+    model: PreTrainedModel,
+    expected: list[Tensor],
+    layers: tuple[LayerShape, ...],
+    block_size: int,
+    kv_dtype: torch.dtype,
+) -> None:
     bounds = {model.dtype: TOLERANCE[model.dtype]}
     bounds |= {kv_dtype: QUANTIZATION_TOLERANCE} if kv_dtype != model.dtype else {}
     for dtype, tolerance in bounds.items():
         try:
-            found = _paged_logits_of(model, layers, block_size, prompts, dtype)
+            found = _paged_logits_of(model, layers, block_size, _prompts(model), dtype)
         except UnsupportedModel:
             raise
         except Exception as error:

@@ -29,6 +29,8 @@ def test_the_repository_s_model_json_is_valid():
         ("model", 3, "string"),
         ("dtype", "int3", '"bfloat16"'),
         ("device", "tpu", '"cuda"'),
+        ("compile_level", 2, "must be 0 or 1"),
+        ("compile_level", True, "must be 0 or 1"),
         ("block_size", 24, "one of"),
         ("block_size", 512, "one of"),
         ("block_size", True, "one of"),

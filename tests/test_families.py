@@ -29,6 +29,7 @@ FAMILIES = {
     "qwen2_window": lambda: hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=32),
     "mistral_window": lambda: hf.MistralConfig(**COMMON, sliding_window=7),
+    "smollm3": lambda: hf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
     "gemma2": lambda: hf.Gemma2Config(
         **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=5.0
     ),

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from kernels.layer_cache import FORMATS, dequantize
-from paged_backend import attention, kv_cache
+from kernels.layer_cache import FORMATS, dequantize, quantize
+from paged_backend import kv_cache
 from paged_backend.attention import UnsupportedModel
 from paged_backend.block_manager import Copy
 from paged_backend.kv_cache import KVCache, LayerShape
@@ -118,14 +118,12 @@ def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
 @pytest.mark.parametrize("kv_cache_dtype", CACHES)
 def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch, kv_cache_dtype):
     """The proof looks at the quantized pool, too, after the one that proves the paging."""
-    right = attention.kv_write
 
-    def coarse(key, value, cache, slots):
-        right(key, value, cache, slots)
-        if cache.format:
-            cache.key_scales.mul_(3)
+    def coarse(x, dtype):
+        codes, scales = quantize(x, dtype)
+        return codes, scales * 3
 
-    monkeypatch.setattr(attention, "kv_write", coarse)
+    monkeypatch.setattr("kernels.cpu.kv_write.quantize", coarse)
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):
         tiny_assembly(tiny[0], kv_cache_dtype=kv_cache_dtype)

@@ -24,8 +24,9 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 def check(rows: list[dict], *, spilled_at_most: int) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= spilled_at_most for row in rows)
-    kernels, formats = ("decode", "prefill", "kv_write"), (None, "int8", "fp8")
-    assert {(row["kernel"], row["format"]) for row in rows} == set(itertools.product(kernels, formats))
+    kernels, formats = ("decode", "prefill", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
+    expected = {*itertools.product(kernels, formats), ("add_rms_norm", None), ("swiglu", None)}
+    assert {(row["kernel"], row["format"]) for row in rows} == expected
 
 
 @pytest.mark.parametrize("chip", CHIPS)

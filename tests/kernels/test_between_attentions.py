@@ -1,0 +1,156 @@
+"""What lies between the attentions: Triton in the interpreter or on a GPU, and PyTorch on a CPU, against references."""
+
+import pytest
+import torch
+from attention_cases import make_cache
+from torch.testing import assert_close
+
+from kernels import ops
+from kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from kernels.cpu import between_attentions
+from kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
+from kernels.kv_write import kv_write_reference
+from kernels.layer_cache import FORMATS
+from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from kernels.swiglu import swiglu, swiglu_reference
+
+TRITON_DTYPES = [torch.float32, torch.float16]
+CPU_DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {
+    torch.float32: dict(rtol=1e-5, atol=1e-5),
+    torch.float16: dict(rtol=4e-3, atol=4e-3),
+    torch.bfloat16: dict(rtol=2e-2, atol=2e-2),
+}
+
+
+def implementations(*, on_cpu, triton):
+    """(implementation, device or None for where Triton runs, type)."""
+    return [(triton, None, dtype) for dtype in TRITON_DTYPES] + [(on_cpu, "cpu", dtype) for dtype in CPU_DTYPES]
+
+
+def name(value):
+    return getattr(value, "__module__", None) or str(value)
+
+
+def normal(*shape, dtype, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+NORMS = implementations(on_cpu=between_attentions.add_rms_norm, triton=add_rms_norm)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("implementation", "where", "dtype"), NORMS, ids=name)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (5, 576), (3, 1025), (0, 16)])
+def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_residual, device):
+    def made(seed, *shape):
+        return normal(*shape, dtype=dtype, device=where or device, seed=seed)
+
+    x, weight = 3 * made(0, num_tokens, 2 * hidden)[:, :hidden], made(1, hidden)  # rows of a wider tensor
+    residual = made(2, num_tokens, hidden) if with_residual else None
+    arguments = x, residual, weight, 1e-2
+    normed, total = implementation(*arguments)
+    expected = add_rms_norm_reference(*arguments)
+    assert_close(normed, expected[0], **TOLERANCES[dtype])
+    assert torch.equal(total, expected[1])
+    if num_tokens:
+        assert_close(normed.float(), torch.nn.functional.rms_norm(total.float(), (hidden,), weight.float(), 1e-2),
+                     **TOLERANCES[dtype])  # fmt: skip
+
+
+ACTIVATIONS = implementations(on_cpu=between_attentions.swiglu, triton=swiglu)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize(("implementation", "where", "dtype"), ACTIVATIONS, ids=name)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (5, 96), (2, 1025), (0, 16)])
+def test_swiglu(implementation, where, dtype, num_tokens, width, device):
+    gate_up = 4 * normal(num_tokens, 4 * width, dtype=dtype, device=where or device)[:, : 2 * width]
+    if num_tokens:
+        gate_up[0, 0] = -200.0  # exp overflows: silu is 0
+    found = implementation(gate_up)
+    assert_close(found, swiglu_reference(gate_up), **TOLERANCES[dtype])
+    gate, up = gate_up.float().chunk(2, 1)
+    assert_close(found.float(), torch.nn.functional.silu(gate) * up, **TOLERANCES[dtype])
+
+
+ROTATIONS = implementations(on_cpu=rope_kv_write_cpu, triton=rope_kv_write)
+# num_heads, num_kv_heads, head_dim, block_size
+SHAPES = [(1, 1, 2, 4), (9, 3, 64, 16), (18, 2, 80, 8)]
+
+
+def rotation(num_heads, num_kv_heads, head_dim, block_size, *, dtype, device, format, norm, joint):
+    """Arguments of `rope_kv_write`: seven tokens, two of them without a slot. Joint: slices of one row, as a fused
+    projection gives them, and of a pool for both keys and values."""
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
+    heads = list(normal(7, sum(sizes), head_dim, dtype=dtype, device=device).split(sizes, dim=1))
+    if not joint:
+        heads = [part.contiguous() for part in heads]
+    angles = torch.outer(torch.arange(7.0) + 3, 2.0 ** -torch.arange(head_dim // 2).clamp(max=20)).repeat(1, 2)
+    cos, sin = (turn.to(device, dtype) for turn in (angles.cos(), angles.sin()))
+    pool = torch.zeros((16, 2, num_kv_heads, block_size, head_dim), dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randperm(16 * block_size, generator=generator)[:7].index_fill(0, torch.tensor([2, 6]), -1).to(device)
+    weights = [1 + normal(head_dim, dtype=dtype, device=device, seed=seed) / 4 for seed in (2, 3)]
+    named = dict(query_weight=weights[0], key_weight=weights[1], eps=1e-2) if norm else {}
+    return (*heads, cos, sin, make_cache(pool, format, strided=joint), slots), named
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("format", [None, *FORMATS.values()])
+@pytest.mark.parametrize(("implementation", "where", "dtype"), ROTATIONS, ids=name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rope_kv_write(shape, implementation, where, dtype, format, norm, joint, device):
+    facts = dict(dtype=dtype, device=where or device, format=format, norm=norm, joint=joint)
+    (actual, named), (expected, _) = rotation(*shape, **facts), rotation(*shape, **facts)
+    query, wanted = implementation(*actual, **named), rope_kv_write_reference(*expected, **named)
+    assert_close(query, wanted, **TOLERANCES[dtype])
+    cache, right = actual[5], expected[5]
+    assert right.keys.float().any()
+    if implementation is rope_kv_write and not norm:  # a block has one content, whoever wrote it
+        assert torch.equal(query, wanted)
+        assert all(torch.equal(one, other) for one, other in zip(cache.tensors, right.tensors, strict=True))
+    if format is None:
+        assert_close(cache.keys, right.keys, **TOLERANCES[dtype])
+        assert torch.equal(cache.values, right.values)
+    else:  # the nearest code, or where rounding went the other way, the next one
+        assert_close(cache.key_scales, right.key_scales, **TOLERANCES[dtype])
+        read = [c.keys.float() * c.key_scales[..., None] for c in (cache, right)]
+        assert_close(*read, rtol=0.13, atol=2 * float(right.key_scales.max()))
+        assert torch.equal(cache.values.float(), right.values.float())
+        assert torch.equal(cache.value_scales, right.value_scales)
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS.values()])
+def test_what_is_rotated_in_one_launch_is_written_as_kv_write_writes_it(format, device):
+    """With angles of 0 nothing turns, and both writes must leave the same bits."""
+    facts = dict(dtype=torch.float32, device=device, format=format, norm=False, joint=True)
+    (one, _), (other, _) = (rotation(9, 3, 64, 16, **facts) for _ in range(2))
+    query, key, value, cos, sin, cache, slots = one
+    turned = rope_kv_write(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), cache, slots)
+    kv_write_reference(other[1], other[2], other[5], slots)
+    assert torch.equal(turned, query)
+    assert all(torch.equal(*pair) for pair in zip(cache.tensors, other[5].tensors, strict=True))
+
+
+def test_the_angles_are_those_of_transformers():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    facts = dict(dtype=torch.float32, device="cpu", format=None, norm=False, joint=True)
+    arguments, _ = rotation(9, 3, 64, 16, **facts)
+    query, key, _, cos, sin, cache, slots = arguments
+    expected = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
+    found = ops.rope_kv_write(*arguments)
+    assert_close(found, expected[0][0].transpose(0, 1), **TOLERANCES[torch.float32])
+    keys = cache.keys.transpose(1, 2).reshape(-1, 3, 64)[slots[slots >= 0]]
+    assert_close(keys, expected[1][0].transpose(0, 1)[slots >= 0], **TOLERANCES[torch.float32])
+
+
+def test_a_head_without_halves_is_refused():
+    arguments, _ = rotation(2, 1, 2, 4, dtype=torch.float32, device="cpu", format=None, norm=False, joint=False)
+    odd = [x[..., :1] for x in arguments[:5]]
+    cache = make_cache(torch.zeros((16, 2, 1, 4, 1)), None, strided=False)
+    for implementation in (rope_kv_write, rope_kv_write_cpu):
+        with pytest.raises(ValueError, match="head_dim=1: must be even"):
+            implementation(*odd, cache, arguments[6])
