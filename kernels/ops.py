@@ -5,6 +5,7 @@ from functools import cache
 
 from torch import Tensor
 
+from kernels.draws import Draws
 from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
 
@@ -31,6 +32,17 @@ def _kv_write(device_type: str) -> Callable[..., None]:
     return on_gpu
 
 
+@cache
+def _sample(device_type: str) -> Callable[..., Tensor]:
+    if device_type == "cpu":
+        from kernels.cpu.sampling import sample as on_cpu
+
+        return on_cpu
+    from kernels.sampling import sample as on_gpu
+
+    return on_gpu
+
+
 def paged_attention(
     query: Tensor,
     cache: LayerCache,
@@ -51,3 +63,8 @@ def paged_attention(
 def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes new keys and values into their slots; see `kernels.kv_write.kv_write`."""
     _kv_write(key.device.type)(key, value, cache, slots)
+
+
+def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+    """Draws a token for every row; see `kernels.sampling.sample`."""
+    return _sample(logits.device.type)(logits, draws)

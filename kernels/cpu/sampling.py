@@ -1,11 +1,11 @@
 """Drawing tokens on a CPU, row by row with numpy, whose sort and argmax of one row are many times as fast as PyTorch's.
 
-The result is that of `kernels.sampling`: the largest of logit * scale + noise. Most tokens need no logarithm. With
-S, log(CANDIDATES) below the log of the row's summed exponentials, a token's score reaches S only if its noise number w
-is at most its probability * CANDIDATES, since the noise, -log(-log(1 - w)), is below -log(w). About CANDIDATES tokens
-pass; if the best of them reaches S, no other token can be better.
+The result is that of `kernels.sampling`: the largest of logit * scale + noise. Few tokens need a logarithm: those whose
+number w is below FEW, and of the others, whose noise is at most OTHERS_NOISE, those whose logit alone brings them so
+close to the best of the first that they could beat it.
 """
 
+import math
 from functools import cache
 
 import numpy as np
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kernels.draws import Draws
 
-CANDIDATES = 16.0  # expected; that none reaches S has a probability of exp(-16), and then more are looked at
-ROUNDING = 1.001  # what the float32 sums and products of that bound may be wrong by, and more
-NEAR = 16.0  # nats below the largest: where a filter looks first
+FEW = 2.0**-8
+OTHERS_NOISE = -math.log(-math.log1p(-FEW))  # 5.54
+NEAR = (4.0, 10.0, np.inf)  # nats below the largest: how far a filter looks, as long as it finds too little
 
 
 def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -39,8 +39,7 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
             continue  # an infinite one is the best whatever the noise
         scale, allowed = scales[row], None
         if draws.filters is not None:
-            limits = [float(values[row]) for values in vars(draws.filters).values()]
-            allowed = _allowed(logits_of, float(scale), *limits)
+            allowed = _allowed(logits_of, scale, *(values[row].item() for values in vars(draws.filters).values()))
         if allowed is None:
             tokens[row] = _draw(logits_of, scale, keys[row], hashes)
         else:
@@ -62,23 +61,14 @@ def _without_nan(logits: np.ndarray) -> np.ndarray:
 
 def _draw(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:
     bits = _row_bits(key, hashes)
-    probs = torch.from_numpy(logits * scale).softmax(0).numpy()
-    numbers, log_sum = bits.astype(np.float32), _log_sum(logits, scale, probs)
-    factor = CANDIDATES
-    while True:
-        allowed = np.flatnonzero(numbers <= probs * np.float32(factor * ROUNDING * 2**32))
-        if len(allowed):
-            scores = _scores(logits[allowed], scale, bits[allowed])
-            best = scores.argmax()
-            if scores[best] >= log_sum - np.log(factor) or len(allowed) == len(logits):
-                return int(allowed[best])
-        factor *= CANDIDATES
-
-
-def _log_sum(logits: np.ndarray, scale: np.float32, probs: np.ndarray) -> float:
-    """The log of the summed exponentials of logits * scale."""
-    top = logits.argmax()
-    return float(logits[top] * scale) - float(np.log(probs[top]))
+    lucky = np.flatnonzero(bits < np.uint32(FEW * 2**32))
+    least = -np.inf
+    if len(lucky):
+        best = _scores(logits[lucky], scale, bits[lucky]).max()
+        least = best - OTHERS_NOISE - 1e-3 - 1e-6 * abs(best)  # and what rounding may do
+    likely = np.flatnonzero(logits * scale >= np.float32(least))
+    tokens = np.union1d(lucky, likely)
+    return int(tokens[_scores(logits[tokens], scale, bits[tokens]).argmax()])
 
 
 def _scores(logits: np.ndarray, scale: np.float32, bits: np.ndarray) -> np.ndarray:  # float32
@@ -86,41 +76,42 @@ def _scores(logits: np.ndarray, scale: np.float32, bits: np.ndarray) -> np.ndarr
     return logits * scale - np.log(-np.log1p(-numbers)).astype(np.float32)
 
 
-def _allowed(logits: np.ndarray, scale: float, top_k: float, top_p: float, margin: float) -> np.ndarray | None:
+def _allowed(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float, margin: float) -> np.ndarray | None:
     """The tokens that the row's filters leave, or None: all."""
     vocab, top = len(logits), logits.max()
     if top_k >= vocab and top_p >= 1 and margin == np.inf:
         return None
     least = top - np.float32(margin)
     if top_k < vocab or top_p < 1:
-        near = logits[logits >= top - np.float32(NEAR / scale)]
-        found = _least(near, logits, scale, int(top_k), top_p)
-        least = max(least, _least(logits, logits, scale, int(top_k), top_p) if found is None else found)
+        least = max(least, _least(logits, top, scale, top_k, top_p))
     return np.flatnonzero(logits >= least)
 
 
-def _least(near: np.ndarray, logits: np.ndarray, scale: float, top_k: int, top_p: float) -> np.float32 | None:
-    """The least logit that top_k and top_p leave, looked for among the largest logits, `near`; None: it is below."""
-    vocab, complete = len(logits), len(near) == len(logits)
-    ordered = np.sort(near)[::-1]
-    least = ordered[-1]
-    if top_k < vocab:
-        if top_k > len(ordered):
-            return None
-        least = ordered[top_k - 1]
-        ordered = ordered[ordered >= least]
-    elif not complete and top_p >= 1:
-        return None
-    if top_p >= 1:
-        return least
-    weights = np.exp((ordered - ordered[0]) * np.float32(scale), dtype=np.float64)
-    mass = weights.cumsum()
-    total = mass[-1]
-    if top_k >= vocab and not complete:
-        total = np.exp((logits - ordered[0]) * np.float32(scale)).sum(dtype=np.float64)
-        if mass[-1] < top_p * total:
-            return None
-    return ordered[np.count_nonzero(mass - weights < top_p * total) - 1]
+def _least(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
+    """The least logit that top_k and top_p leave."""
+    total = None  # of all weights; where there is a top_k, what it leaves is summed instead
+    if top_k >= len(logits):
+        total = _weights(logits, top, scale).sum(dtype=np.float64)
+    for reach in NEAR:
+        near = logits.take(np.flatnonzero(logits >= top - np.float32(reach) / scale))
+        ordered = np.sort(near)[::-1]
+        if total is None:
+            if len(ordered) < min(top_k, len(logits)):
+                continue
+            ordered = ordered[ordered >= ordered[top_k - 1]]
+            if top_p >= 1:
+                break
+        weights = _weights(ordered, top, scale).astype(np.float64)
+        mass = weights.cumsum()
+        wanted = top_p * (mass[-1] if total is None else total)
+        if mass[-1] >= wanted:
+            ordered = ordered[: np.count_nonzero(mass - weights < wanted)]
+            break
+    return ordered[-1]
+
+
+def _weights(logits: np.ndarray, top: np.float32, scale: np.float32) -> np.ndarray:  # float32
+    return np.exp((logits - top) * scale)
 
 
 # --- the noise: what these are for is said in kernels/sampling.py ---------------------------------------------------
@@ -152,7 +143,8 @@ def _vocabulary(size: int) -> np.ndarray:
 def _row_bits(key: np.uint64, hashes: np.ndarray) -> np.ndarray:
     x = hashes ^ np.uint32(int(key) & 0xFFFFFFFF)
     x *= np.uint32(int(key) >> 32 | 1)
-    x ^= x >> np.uint32(16)
+    shifted = x >> np.uint32(16)
+    x ^= shifted
     x *= np.uint32(0x9E3779B1)
-    x ^= x >> np.uint32(15)
+    x ^= np.right_shift(x, np.uint32(15), out=shifted)
     return x
