@@ -173,7 +173,7 @@ def least_kernel(logits, scales, top_ks, top_ps, margins, least, vocab, stride_r
         wanted = top_p * _mass(logits, row, stride_row, vocab, top, scale, key, TILE)
         key = _least_key(logits, row, stride_row, vocab, top, scale, key, wanted, False, TILE)
     value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(least + row, tl.maximum(value, top - margin))
+    tl.store(least + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
 
 
 def plan_least(logits: Tensor, draws: Draws, least: Tensor) -> tuple[tuple[int], dict[str, Any]]:
@@ -290,4 +290,5 @@ def _allowed_reference(values: Tensor, scale: float, draws: Draws, row: int) -> 
         wanted = float(filters.top_p[row]) * weights.sum()
         above = torch.stack([weights[values > value].sum() for value in values])
         kept &= above < wanted
-    return kept & (values >= top - filters.margin[row].item())
+    margin = float(filters.margin[row])
+    return kept if margin == torch.inf else kept & (values >= top - margin)
