@@ -176,7 +176,7 @@ def _small(kernel: str, logits: torch.Tensor) -> tuple[Any, dict[str, Any]]:
     if kernel == "first_best":
         return sampling.first_best_kernel, sampling.plan_first_best(scores, tokens, whole)[1]
     table, moves = tensor(3, 64, dtype=torch.int64), tensor(8, 2, dtype=torch.int64)
-    return block_copy.block_copy_kernel, block_copy.plan_launch(moves, table, 32768, 16, None)[1]
+    return block_copy.block_copy_kernel, block_copy.plan_launch(moves, table, largest=32768, aligned=16)[1]
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:

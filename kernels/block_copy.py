@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_pair import BlockPair
+
 PIECE = 16384  # bytes that a program copies at a time
 
 
@@ -37,16 +39,34 @@ def block_copy_kernel(
 
 
 def plan_launch(
-    moves: Tensor, table: Tensor, largest: int, aligned: int, programs: int | None
+    moves: Tensor, table: Tensor, *, largest: int, aligned: int, programs: int | None = None
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time. `largest`:
-    bytes of the largest block of a tensor; `programs`: at most so many, where the rest of the GPU is wanted."""
+    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time. The names are
+    those of `BlockPair` and `block_copy`."""
     num_moves, num_tensors = len(moves), table.shape[1]
-    word = 4 if aligned >= 4 else 1
-    pieces = triton.cdiv(largest, PIECE)
+    word, pieces = 4 if aligned >= 4 else 1, triton.cdiv(largest, PIECE)
     work = num_moves * num_tensors * pieces
     arguments = dict(
         moves=moves, table=table, num_moves=num_moves, num_tensors=num_tensors, pieces=pieces,
         WORD=word, ALIGNED=aligned if word == 4 else 1, TILE=PIECE // word, num_warps=8,
     )  # fmt: skip
     return (min(work, programs or work),), arguments
+
+
+def block_copy(
+    pair: BlockPair,
+    moves: Tensor,  # [num_moves, 2] int64: source and target block; at least one
+    *,
+    programs: int | None = None,  # at most so many, where the rest of the GPU is wanted for something else
+) -> None:
+    """Copies whole blocks of every tensor, in place. No target may be a source of the same cache, nor be there twice:
+    nothing is said about the order."""
+    grid, arguments = plan_launch(moves, pair.table, largest=pair.largest, aligned=pair.aligned, programs=programs)
+    block_copy_kernel[grid](**arguments)
+
+
+def block_copy_reference(pair: BlockPair, moves: Tensor) -> None:
+    """What `block_copy` means, one block at a time; for tests, not for speed."""
+    for source, target in moves.tolist():
+        for here, there in zip(pair.sources, pair.targets, strict=True):
+            there[target] = here[source]

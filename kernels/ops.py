@@ -5,6 +5,7 @@ from functools import cache
 
 from torch import Tensor
 
+from kernels.block_pair import BlockPair
 from kernels.draws import Draws
 from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
@@ -43,6 +44,17 @@ def _sample(device_type: str) -> Callable[..., Tensor]:
     return on_gpu
 
 
+@cache
+def _block_copy(device_type: str) -> Callable[..., None]:
+    if device_type == "cpu":
+        from kernels.cpu.block_copy import block_copy as on_cpu
+
+        return on_cpu
+    from kernels.block_copy import block_copy as on_gpu
+
+    return on_gpu
+
+
 def paged_attention(
     query: Tensor,
     cache: LayerCache,
@@ -68,3 +80,8 @@ def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> No
 def sample(logits: Tensor, draws: Draws | None) -> Tensor:
     """Draws a token for every row; see `kernels.sampling.sample`."""
     return _sample(logits.device.type)(logits, draws)
+
+
+def block_copy(pair: BlockPair, moves: Tensor, *, programs: int | None = None) -> None:
+    """Copies whole blocks between two caches; see `kernels.block_copy.block_copy`."""
+    _block_copy(pair.table.device.type)(pair, moves, programs=programs)
