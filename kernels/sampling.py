@@ -10,8 +10,8 @@ position, token id) alone: a counter-based generator, as in Salmon et al. 2011, 
     x   *= 0x9E3779B1;                      x ^= x >> 15
     w    = (x + 1/2) / 2**32,  noise = -log(-log(1 - w)), from -3.0 to 22.9
 
-mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 that of MurmurHash3. Philox would
-be the usual choice, and costs a CPU without 32-bit high multiplication ten times as much.
+mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
+usual choice, Philox4x32 with 7 rounds, takes numpy six times as long, and would be most of what a draw costs a CPU.
 
 A filter leaves the logits from some least one on. That is found by bisection of the float's bits, whose order as
 integers is that of the floats: exact, 16 passes over a row that stays in the cache, and no sort.
@@ -120,8 +120,7 @@ def _mass(logits, row, stride_row, vocab, top, scale, key, TILE: tl.constexpr):
     for start in range(0, vocab, TILE):
         token = start + tl.arange(0, TILE)
         x = _load(logits, row, stride_row, token, vocab)
-        kept = (token < vocab) & (_ordered(x) >= key)
-        total += tl.where(kept, _weight(x, top, scale, False), 0.0)
+        total += tl.where(_ordered(x) >= key, _weight(x, top, scale, False), 0.0)
     return tl.sum(total, 0)
 
 
@@ -129,8 +128,7 @@ def _mass(logits, row, stride_row, vocab, top, scale, key, TILE: tl.constexpr):
 def _least_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: tl.constexpr, TILE: tl.constexpr):
     """The least integer from `low` on above which there is less than `wanted`, of tokens or of weight. Two bits of it a
     pass: sums of the same order over fewer terms are never larger, so it is well defined in floating point, too."""
-    high = _ordered(top).to(tl.int64)
-    low = low.to(tl.int64)
+    high, low = _ordered(top).to(tl.int64), low.to(tl.int64)  # whose difference may not fit into 32 bits
     while low < high:
         step = high - low
         key1, key2, key3 = low + step // 4, low + step // 2, low + 3 * step // 4
@@ -140,11 +138,10 @@ def _least_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: t
         for start in range(0, vocab, TILE):
             token = start + tl.arange(0, TILE)
             x = _load(logits, row, stride_row, token, vocab)
-            key = tl.where(token < vocab, _ordered(x), -2147483648).to(tl.int64)
-            weight = _weight(x, top, scale, COUNT)
-            above1 += tl.where(key > key1, weight, 0.0)
-            above2 += tl.where(key > key2, weight, 0.0)
-            above3 += tl.where(key > key3, weight, 0.0)
+            key, weight = _ordered(x), _weight(x, top, scale, COUNT)
+            above1 += tl.where(key > key1.to(tl.int32), weight, 0.0)
+            above2 += tl.where(key > key2.to(tl.int32), weight, 0.0)
+            above3 += tl.where(key > key3.to(tl.int32), weight, 0.0)
         less1 = tl.sum(above1, 0) < wanted
         less2 = tl.sum(above2, 0) < wanted
         less3 = tl.sum(above3, 0) < wanted
