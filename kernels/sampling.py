@@ -8,7 +8,7 @@ position, token id) alone: a counter-based generator, as in Salmon et al. 2011, 
     key  = mix64(mix64(seed + G) + position * G)             one for a row; k0, k1 its low and high half
     x    = (mix32(token) ^ k0) * (k1 | 1);  x ^= x >> 16     one for a token
     x   *= 0x9E3779B1;                      x ^= x >> 15
-    w    = (x + 1/2) / 2**32,  noise = -log(-log(1 - w)), from -3.0 to 22.9
+    w    = (x + 1/2) / 2**32,  noise = -log(-log(1 - w)), from -2.8 to 22.9
 
 mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
 usual choice, Philox4x32 with 7 rounds, takes numpy six times as long, and would be most of what a draw costs a CPU.
