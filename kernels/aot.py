@@ -22,7 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import add_rms_norm, kv_write, paged_attention, rope_kv_write, swiglu
+from kernels import add_rms_norm, block_copy, kv_write, paged_attention, rope_kv_write, sampling, swiglu
+from kernels.draws import Draws, Filters
 from kernels.layer_cache import FORMATS, LayerCache
 from kernels.paging import Paging
 
@@ -36,6 +37,7 @@ CHIPS = {  # target, and the shared memory one program may use
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
 HEADS = 64  # of a model: its width is this times head_dim
+SMALL = ("least", "best", "greedy", "first_best", "block_copy")  # of sampling and block_copy: few configurations
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -49,7 +51,7 @@ class Case:
     """One launch of one kernel on one chip."""
 
     chip: str
-    kernel: str  # "decode" and "prefill" (paged_attention), or the module of another
+    kernel: str  # "decode" and "prefill" (paged_attention), one of SMALL, or the module of another
     dtype: str = "bf16"
     head_dim: int = 128
     group: int = 4
@@ -76,6 +78,7 @@ def full_grid(chip: str) -> Iterator[Case]:
     for dtype, head_dim, kernel in itertools.product(DTYPES, HEAD_DIMS, ("decode", "prefill")):
         for variant in variants:
             yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant)
+    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
     for dtype, group, kernel in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), ("decode", "prefill")):
         yield from (Case(chip, kernel, dtype, head_dim, group) for head_dim in (64, 128, 256))
     for block_size, kernel in itertools.product((1, 8, 32, 64, 256), ("decode", "prefill", "kv_write")):
@@ -105,10 +108,9 @@ def small_grid(chip: str) -> Iterator[Case]:
     for kernel in ("decode", "prefill"):
         yield Case(chip, kernel, "fp16", 64, group=3)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
-    yield Case(chip, "kv_write")
     for kernel, head_dim in (("rope_kv_write", 80), ("rope_kv_write", 256), ("add_rms_norm", 256)):
         yield Case(chip, kernel, head_dim=head_dim, norm=True)
-    yield Case(chip, "swiglu")
+    yield from (Case(chip, kernel) for kernel in ("kv_write", "swiglu", *SMALL))
     for name in FORMATS.values():
         for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
             yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True, format=name)
@@ -150,6 +152,8 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
     if case.kernel == "swiglu":
         rows = tensor(8, 4 * HEADS * case.head_dim), tensor(8, 8 * HEADS * case.head_dim)
         return swiglu.swiglu_kernel, swiglu.plan_launch(*rows)[1]
+    if case.kernel in SMALL:
+        return _small(case.kernel, tensor(8, 49152))
     slots_of_pool = (64, num_kv_heads, case.block_size)
     stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
     parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
@@ -176,6 +180,29 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
         hip=CHIPS[case.chip][0].backend == "hip",
     )[1]  # fmt: skip
     return paged_attention.paged_attention_kernel, arguments
+
+
+def _small(kernel: str, logits: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """As `_arguments`, for the kernels of SMALL."""
+
+    def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    num_rows = len(logits)
+    floats, whole = tensor(num_rows, dtype=torch.float32), tensor(num_rows, dtype=torch.int64)
+    filters = Filters(tensor(num_rows, dtype=torch.int32), floats, floats)
+    scores, tokens = tensor(num_rows, 12, dtype=torch.float32), tensor(num_rows, 12, dtype=torch.int32)
+    draws = Draws(floats, whole, whole, filters)
+    if kernel == "least":
+        return sampling.least_kernel, sampling.plan_least(logits, draws, floats)[1]
+    if kernel == "best":
+        return sampling.best_kernel, sampling.plan_best(logits, draws, floats, scores, tokens)[1]
+    if kernel == "greedy":
+        return sampling.best_kernel, sampling.plan_best(logits, None, None, scores, tokens)[1]
+    if kernel == "first_best":
+        return sampling.first_best_kernel, sampling.plan_first_best(scores, tokens, whole)[1]
+    table, moves = tensor(3, 64, dtype=torch.int64), tensor(8, 2, dtype=torch.int64)
+    return block_copy.block_copy_kernel, block_copy.plan_launch(moves, table, largest=32768, aligned=16)[1]
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:

@@ -1,61 +1,28 @@
-"""The operations a model calls, by the device of its tensors. Triton is imported only where a GPU is used."""
+"""The operations a step is made of, by the device of their tensors. Triton is imported only where a GPU is used."""
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.block_pair import BlockPair
 from kernels.cpu import between_attentions
+from kernels.draws import Draws
 from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
 
 
 @cache
-def _paged_attention(device_type: str) -> Callable[..., Tensor]:
-    if device_type == "cpu":
-        from kernels.cpu.paged_attention import paged_attention as on_cpu
-
-        return on_cpu
-    from kernels.paged_attention import paged_attention as on_gpu
-
-    return on_gpu
+def _implementation(module: str, function: str, on_cpu: bool) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"kernels.{'cpu.' if on_cpu else ''}{module}"), function)
+    return found
 
 
-@cache
-def _kv_write(device_type: str) -> Callable[..., None]:
-    if device_type == "cpu":
-        from kernels.cpu.kv_write import kv_write as on_cpu
-
-        return on_cpu
-    from kernels.kv_write import kv_write as on_gpu
-
-    return on_gpu
-
-
-@cache
-def _rope_kv_write(device_type: str) -> Callable[..., Tensor]:
-    if device_type == "cpu":
-        from kernels.cpu.rope_kv_write import rope_kv_write as on_cpu
-
-        return on_cpu
-    from kernels.rope_kv_write import rope_kv_write as on_gpu
-
-    return on_gpu
-
-
-@cache
-def _add_rms_norm() -> Callable[..., tuple[Tensor, Tensor]]:
-    from kernels.add_rms_norm import add_rms_norm as on_gpu
-
-    return on_gpu
-
-
-@cache
-def _swiglu() -> Callable[..., Tensor]:
-    from kernels.swiglu import swiglu as on_gpu
-
-    return on_gpu
+def _of(tensor: Tensor, function: str, module: str | None = None) -> Callable[..., Any]:
+    return _implementation(module or function, function, tensor.device.type == "cpu")
 
 
 def paged_attention(
@@ -69,15 +36,16 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed queries over their pages; see `kernels.paged_attention.paged_attention`."""
-    attend = _paged_attention(query.device.type)
-    return attend(
+    attend = _of(query, "paged_attention")
+    out: Tensor = attend(
         query, cache, paging, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )  # fmt: skip
+    return out
 
 
 def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes new keys and values into their slots; see `kernels.kv_write.kv_write`."""
-    _kv_write(key.device.type)(key, value, cache, slots)
+    _of(key, "kv_write")(key, value, cache, slots)
 
 
 def rope_kv_write(
@@ -94,26 +62,40 @@ def rope_kv_write(
     eps: float = 0.0,
 ) -> Tensor:
     """Rotates queries and keys, writes keys and values; see `kernels.rope_kv_write.rope_kv_write`."""
-    rotate = _rope_kv_write(query.device.type)
-    return rotate(
+    rotate = _of(query, "rope_kv_write")
+    rotated: Tensor = rotate(
         query, key, value, cos, sin, cache, slots, query_weight=query_weight, key_weight=key_weight, eps=eps
     )  # fmt: skip
+    return rotated
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normalised sum, and the sum; see `kernels.add_rms_norm.add_rms_norm`."""
     if _in_pytorch(x):
         return between_attentions.add_rms_norm(x, residual, weight, eps)
-    return _add_rms_norm()(x, residual, weight, eps)
+    normed, total = _of(x, "add_rms_norm")(x, residual, weight, eps)
+    return normed, total
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; see `kernels.swiglu.swiglu`."""
     if _in_pytorch(gate_up):
         return between_attentions.swiglu(gate_up)
-    return _swiglu()(gate_up)
+    out: Tensor = _of(gate_up, "swiglu")(gate_up)
+    return out
 
 
 def _in_pytorch(x: Tensor) -> bool:
     """On a CPU, and under torch.compile, which fuses plain operations with what is around them."""
     return torch.compiler.is_compiling() or x.device.type == "cpu"
+
+
+def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+    """Draws a token for every row; see `kernels.sampling.sample`."""
+    tokens: Tensor = _of(logits, "sample", "sampling")(logits, draws)
+    return tokens
+
+
+def block_copy(pair: BlockPair, moves: Tensor, *, programs: int | None = None) -> None:
+    """Copies whole blocks between two caches; see `kernels.block_copy.block_copy`."""
+    _of(pair.table, "block_copy")(pair, moves, programs=programs)

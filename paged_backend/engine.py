@@ -339,6 +339,7 @@ class Engine:
             return
         plan = Plan((), outs=self._scheduler.blocks.spill(self._disk.lacks, min(SPILL_BLOCKS, self._disk.room)))
         self._runner.move(plan)
+        self._runner.transfers.settle()
         self._write(plan)
         self._scheduler.blocks.finish_outs(plan.outs)
         if not plan.outs and self._disk.quiet:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels.layer_cache import FORMATS, LayerCache
-from paged_backend.block_manager import Copy, Move
 from paged_backend.config import ConfigError, EngineConfig
 
 GIB = 2**30
@@ -63,7 +63,7 @@ class KVCache:
     def device(self) -> torch.device:
         return self.tensors[0].device
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """All there is. The first dimension of each is the block."""
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
@@ -79,16 +79,6 @@ class KVCache:
     def fill(self, number: int, content: Sequence[Tensor]) -> None:
         for tensor, value in zip(self.tensors, content, strict=True):
             tensor[number] = value
-
-    def copy(self, moves: Sequence[Copy] | Sequence[Move], target: KVCache | None = None) -> None:
-        """Copy whole blocks in every layer, to the same cache or another's. No target is a source of the same cache,
-        and none is there twice."""
-        if not moves:
-            return
-        sources, targets = torch.tensor([(move.source, move.target) for move in moves]).unbind(1)
-        for here, there in zip(self.tensors, (target or self).tensors, strict=True):
-            taken = here.index_select(0, sources.to(here.device))
-            there.index_copy_(0, targets.to(there.device), taken.to(there.device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from paged_backend.graphs import Forwarded, Graphs, Record
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.sampler import Likeliest, follow, likeliest, sample
+from paged_backend.transfers import Transfers
 
 log = logging.getLogger("paged_llm")
 
@@ -64,6 +65,7 @@ class Runner:
         self.kv = kv
         self.host = host
         self.drafter = drafter
+        self.transfers = Transfers(kv, host)
         self._stage = Stage(kv.device)
         self._graphs: Graphs | None = None
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
@@ -89,10 +91,7 @@ class Runner:
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
         """The blocks that a step wants somewhere else. Before `launch`."""
-        if self.host is not None:
-            self.kv.copy(plan.outs, self.host)
-            self.host.copy(plan.ins, self.kv)
-        self.kv.copy(plan.copies)
+        self.transfers.move(plan.outs, plan.ins, plan.copies)
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> Launched:

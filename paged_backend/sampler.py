@@ -1,24 +1,28 @@
 """Draw the next token of every row at once.
 
-The random number of a row is a pure function of (seed, position): what else is in the batch, and whether the
-row was preempted and computed again, cannot change it.
+The random numbers of a row are a pure function of (seed, position): what else is in the batch, and whether the
+row was preempted and computed again, cannot change them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.draws import Draws, Filters
 from paged_backend.beam_search import Candidate, num_candidates
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Sequence
 
 PADDING = 2**62  # in place of a token, beyond every vocabulary
+OFF = 2**31 - 1  # as top_k: as many as any vocabulary has
 LEAST = 1e-6  # of what divides logits, so that they stay finite in float32, and of top_p, so that a token stays
 
 
@@ -32,28 +36,6 @@ class Penalties:
     repetition: Tensor  # [num_rows, 1] float32
     presence: Tensor  # [num_rows, 1] float32
     frequency: Tensor  # [num_rows, 1] float32
-
-
-@dataclass(frozen=True, eq=False)
-class Filters:
-    """Rows that draw from the likeliest tokens only."""
-
-    rows: Tensor  # [num_rows] int64: into the rows of Draws
-    top_k: Tensor  # [num_rows, 1] int64; the vocabulary's size or more: off
-    top_p: Tensor  # [num_rows, 1] float32; 1: off
-    min_p: Tensor  # [num_rows, 1] float32; 0: off
-    max_top_k: int  # the largest top_k
-    sort: bool  # whether a row needs more than its top_k in order
-
-
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """Rows that are not greedy."""
-
-    rows: Tensor  # [num_rows] int64
-    temperature: Tensor  # [num_rows, 1] float32
-    uniform: Tensor  # [num_rows, 1] float64 in [0, 1)
-    filters: Filters | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +69,7 @@ class SamplingBatch:
 
     banned: Tensor | None  # [2, num_banned] int64: (row, token) pairs that must not be drawn
     penalties: Penalties | None
-    draws: Draws | None
+    draws: Draws | None  # None: all rows are greedy
     beams: Beams | None
 
 
@@ -109,15 +91,18 @@ def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingB
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [num_rows, vocab] of any float type -> token ids [num_rows] int64."""
-    logits = logits.float()
+    return ops.sample(processed(logits, batch), batch.draws)
+
+
+def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """What `sample` draws from: logits after penalties, -infinity where a token is banned. They stay as they are where
+    no row asks for either."""
     if batch.penalties:
-        logits = _penalise(logits, batch.penalties)
+        logits = _penalise(logits.float(), batch.penalties)
     if batch.banned is not None:
-        logits = logits.index_put((batch.banned[0], batch.banned[1]), logits.new_tensor(float("-inf")))
-    tokens = logits.argmax(-1)
-    if batch.draws:
-        tokens[batch.draws.rows] = _draw(logits[batch.draws.rows], batch.draws)
-    return tokens
+        never = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
+        logits = logits.index_put((batch.banned[0], batch.banned[1]), never)
+    return logits
 
 
 def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
@@ -128,33 +113,41 @@ def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
     rows, logits = batch.beams.rows, logits.float()
     log_probs = logits[rows].log_softmax(-1)
     if batch.banned is not None:
-        allowed = torch.ones_like(logits, dtype=torch.bool).index_put_(tuple(batch.banned), torch.tensor(False))
-        log_probs = log_probs.where(allowed[rows], float("-inf"))
+        never = torch.full((), True, device=logits.device)
+        banned = torch.zeros_like(logits, dtype=torch.bool).index_put_((batch.banned[0], batch.banned[1]), never)
+        log_probs = log_probs.masked_fill(banned[rows], float("-inf"))
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
     return Likeliest(rows, best.indices, best.values)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a counter-based generator: BLAKE2b of (seed, position), 24 bits as float32 holds."""
-    key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
-    return (int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 8) / 2**24
+def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
+    """Everything that `prepare` hands over is made here."""
+    return torch.tensor(values, dtype=dtype)
 
 
 def _column(values: Rows[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype)[:, None]
+    return _array(values, dtype)[:, None]
 
 
 def _draws(draws: Rows[Draw]) -> Draws | None:
-    rows = [(row, *draw) for row, draw in enumerate(draws) if _is_random(draw[0].request.sampling)]
-    if not rows:
+    params = [seq.request.sampling for seq, _ in draws]
+    if not any(map(_is_random, params)):
         return None
-    params = [seq.request.sampling for _, seq, _ in rows]
     return Draws(
-        rows=torch.tensor([row for row, _, _ in rows]),
-        temperature=_column([max(one.temperature, LEAST) for one in params], torch.float32),
-        uniform=_column([uniform(seq.seed, position - seq.num_prompt) for _, seq, position in rows], torch.float64),
+        scales=_array([1 / _temperature(one) if _is_random(one) else 0 for one in params], torch.float32),
+        seeds=_array([_signed(seq.seed) for seq, _ in draws], torch.int64),
+        positions=_array([position - seq.num_prompt for seq, position in draws], torch.int64),
         filters=_filters(params),
     )
+
+
+def _temperature(params: SamplingParams) -> float:
+    return max(params.temperature, LEAST)
+
+
+def _signed(seed: int) -> int:
+    """Its low 64 bits, as int64 holds them."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _is_random(params: SamplingParams) -> bool:
@@ -166,53 +159,18 @@ def _beams(draws: Rows[Draw]) -> Beams | None:
     if not rows:
         return None
     requests = [draws[row][0].request for row in rows]
-    return Beams(torch.tensor(rows), max(num_candidates(one.sampling, one.stop_ids) for one in requests))
+    return Beams(_array(rows, torch.int64), max(num_candidates(one.sampling, one.stop_ids) for one in requests))
 
 
 def _filters(params: Rows[SamplingParams]) -> Filters | None:
-    rows = [(row, one) for row, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p]
-    if not rows:
+    if not any(_is_random(one) and (one.top_k or one.top_p < 1 or one.min_p) for one in params):
         return None
-    off = 2**31
-    top_k = [one.top_k or off for _, one in rows]
+    margins = [-math.log(one.min_p) * _temperature(one) if one.min_p else math.inf for one in params]
     return Filters(
-        rows=torch.tensor([row for row, _ in rows]),
-        top_k=_column(top_k, torch.int64),
-        top_p=_column([max(one.top_p, LEAST) for _, one in rows], torch.float32),
-        min_p=_column([one.min_p for _, one in rows], torch.float32),
-        max_top_k=max([k for k in top_k if k != off], default=1),
-        sort=any(one.top_p < 1 and not one.top_k for _, one in rows),
+        top_k=_array([one.top_k or OFF for one in params], torch.int32),
+        top_p=_array([max(one.top_p, LEAST) for one in params], torch.float32),
+        margin=_array(margins, torch.float32),
     )
-
-
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Invert the cumulative distribution, in the order of token ids, at the row's random number."""
-    probs = torch.softmax(logits / draws.temperature, -1)
-    if draws.filters:
-        filtered = _filter(probs[draws.filters.rows], draws.filters)
-        probs = probs.index_put((draws.filters.rows,), filtered)
-    mass = probs.cumsum(-1, dtype=torch.float64)
-    index = torch.searchsorted(mass, draws.uniform * mass[:, -1:], right=True)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1, keepdim=True)
-    return index.minimum(last).squeeze(-1)  # rounding must not lead past the last token that has any mass
-
-
-def _filter(probs: Tensor, filters: Filters) -> Tensor:
-    """Zero what is not likely enough: each filter is a least probability, so ties stay or go together and nothing
-    depends on the order in which a sort leaves them. top_p counts the mass that top_k left."""
-    vocab = probs.shape[-1]
-    if filters.sort:
-        ordered = probs.sort(dim=-1, descending=True).values
-    else:
-        ordered = probs.topk(min(filters.max_top_k, vocab), -1).values
-    last = filters.top_k.clamp(max=ordered.shape[-1]) - 1
-    least = ordered.gather(-1, last).where(filters.top_k < vocab, 0)
-    probs = probs.where(probs >= least, 0)
-    ordered = ordered.where(ordered >= least, 0)
-    reached = (ordered.cumsum(-1) - ordered) < filters.top_p * probs.sum(-1, keepdim=True)
-    least = ordered.gather(-1, reached.sum(-1, keepdim=True) - 1).where(filters.top_p < 1, 0)
-    least = least.maximum(filters.min_p * ordered[:, :1])
-    return probs.where(probs >= least, 0)
 
 
 def _penalties(draws: Rows[Draw]) -> Penalties | None:
@@ -223,10 +181,10 @@ def _penalties(draws: Rows[Draw]) -> Penalties | None:
     width = max(position for _, _, position in rows)
 
     def padded(tokens: list[list[int]]) -> Tensor:
-        return torch.tensor([one + [PADDING] * (width - len(one)) for one in tokens], dtype=torch.int64)
+        return _array([one + [PADDING] * (width - len(one)) for one in tokens], torch.int64)
 
     return Penalties(
-        rows=torch.tensor([row for row, _, _ in rows]),
+        rows=_array([row for row, _, _ in rows], torch.int64),
         seen=padded([seq.tokens[:position] for _, seq, position in rows]),
         generated=padded([seq.tokens[seq.num_prompt : position] for _, seq, position in rows]),
         repetition=_column([max(one.repetition_penalty, LEAST) for one in params], torch.float32),
@@ -261,4 +219,4 @@ def _banned(draws: Rows[Draw]) -> Tensor | None:
         if position - seq.num_prompt < seq.request.sampling.min_tokens
         for token in sorted(seq.request.stop_ids)
     ]
-    return torch.tensor(pairs, dtype=torch.int64).T if pairs else None
+    return _array(pairs, torch.int64).T if pairs else None

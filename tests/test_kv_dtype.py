@@ -10,6 +10,7 @@ from paged_backend import kv_cache
 from paged_backend.attention import UnsupportedModel
 from paged_backend.block_manager import Copy
 from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.transfers import Transfers
 from tests.in_process import running, tiny_assembly
 
 MAX_TOKENS = 16
@@ -72,7 +73,7 @@ def test_without_the_scales_a_copied_block_is_worth_nothing(tiny, prompts, kv, m
     assert again[1] != kv[1]
 
 
-whole = KVCache.tensors.fget
+whole = KVCache.tensors.func
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("fp8_e4m3", torch.float8_e4m3fn)])
@@ -106,7 +107,7 @@ def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
             scales.uniform_()
     saved = [tensor[0].numpy().copy() for tensor in pool.tensors]
     expected = [dequantize(part[0], scales[0], torch.empty(2, 4, 8)) for x in pool.layers for part, scales in x.pools]
-    pool.copy([Copy(0, 2)])
+    Transfers(pool).copy([Copy(0, 2)])
     for tensor, content in zip(pool.tensors, saved, strict=True):
         tensor[1] = torch.from_numpy(content)
     for block in (1, 2):

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sampler import prepare, sample, uniform
+from paged_backend.sampler import prepare, processed, sample
 from paged_backend.sequence import Sequence
 
 VOCAB = 50
@@ -102,13 +102,25 @@ def test_the_rest_of_the_batch_changes_nothing(logits):
     assert together == [draw(logits, [row])[0] for row in rows]
 
 
-def test_the_same_seed_draws_the_same_and_another_position_draws_anew():
-    numbers = [uniform(5, position) for position in range(1000)]
-    assert numbers == [uniform(5, position) for position in range(1000)]
-    assert len(set(numbers)) > 990
-    assert all(0 <= number < 1 for number in numbers)
-    assert uniform(-1, 0) == uniform(2**64 - 1, 0)
-    assert uniform(1, 0) != uniform(2, 0)
+def test_the_same_seed_draws_the_same_and_another_seed_or_position_draws_anew(logits):
+    def numbers(tokens):
+        return [sequence(seed=5, generated=range(count)) for count in range(tokens)]
+
+    flat = torch.zeros(1, 50_000)
+    drawn = draw(flat.expand(200, -1), numbers(200))
+    assert drawn == draw(flat.expand(200, -1), numbers(200))
+    others = draw(flat.expand(200, -1), [sequence(seed=seed) for seed in range(200)])
+    assert len({*drawn, *others}) > 390
+    assert drawn[0] == others[5]
+    for seed in (-1, -(2**63), 2**63, 2**64 - 1, 2**64 + 7):  # sample 8 of seed 2**64 - 1 has the last of these
+        assert draw(flat, [sequence(seed=seed)]) == draw(flat, [sequence(seed=seed % 2**64)])
+    assert draw(flat, [sequence(seed=2**32)]) != draw(flat, [sequence(seed=0)])
+
+
+def test_the_prompt_does_not_change_what_is_drawn(logits):
+    """The position counts from the first token of the output."""
+    short, long = (sequence(prompt=range(size), generated=(1, 2), seed=3) for size in (4, 40))
+    assert draw(logits.expand(2, -1), [short, long]) == draw(logits, [short]) * 2
 
 
 def test_repetition_penalty_as_transformers_applies_it(logits):
@@ -141,3 +153,13 @@ def test_no_stop_token_before_min_tokens(logits):
 
 def test_a_batch_of_no_rows_draws_nothing():
     assert draw(torch.zeros(0, VOCAB), []) == []
+
+
+def test_what_is_drawn_from_can_be_looked_at():
+    logits = torch.zeros(2, VOCAB)
+    rows = [(sequence(generated=(4,), presence_penalty=1.0), 4), (sequence(stop_ids={7}, min_tokens=1), 3)]
+    expected = torch.zeros(2, VOCAB)
+    expected[0, 4], expected[1, 7] = -1, float("-inf")
+    assert torch.equal(processed(logits, prepare(rows)), expected)
+    assert not logits.any()
+    assert processed(logits, prepare([(sequence(), 3)] * 2)) is logits

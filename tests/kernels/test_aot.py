@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kernels.aot import SPILLED_AT_MOST
+from kernels.aot import SMALL, SPILLED_AT_MOST
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -25,7 +25,10 @@ def check(rows: list[dict], *, spilled_at_most: int) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= spilled_at_most for row in rows)
     kernels, formats = ("decode", "prefill", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
-    expected = {*itertools.product(kernels, formats), ("add_rms_norm", None), ("swiglu", None)}
+    expected = {
+        *itertools.product(kernels, formats),
+        *((kernel, None) for kernel in ("add_rms_norm", "swiglu", *SMALL)),
+    }
     assert {(row["kernel"], row["format"]) for row in rows} == expected
 
 

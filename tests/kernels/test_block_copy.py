@@ -1,0 +1,71 @@
+"""block_copy, in the interpreter or on a GPU, and on a CPU, against the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.block_copy import PIECE, block_copy, block_copy_reference
+from kernels.block_pair import BlockPair
+from kernels.cpu.block_copy import block_copy as block_copy_cpu
+
+MOVES = [(3, 0), (1, 5), (4, 2)]
+SHAPES = {  # of a block, by what it is aligned to
+    1: [((3,), torch.int8), ((2, 5), torch.int8)],
+    2: [((3, 1), torch.float16)],
+    4: [((2, 4, 8), torch.int8), ((5,), torch.float32)],
+    8: [((2, 3), torch.float32)],
+    16: [((2, 16, 64), torch.bfloat16), ((2, 16), torch.float32), ((3, PIECE), torch.int8)],
+}
+
+
+def make_cache(shapes: list, num_blocks: int, seed: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randint(-100, 100, (num_blocks, *shape), generator=generator) for shape, _ in shapes]
+    return [part.to(device, dtype) for part, (_, dtype) in zip(parts, shapes, strict=True)]
+
+
+def make_pair(aligned: int, itself: bool, device: str) -> BlockPair:
+    cache = make_cache(SHAPES[aligned], 6, 0, device)
+    return BlockPair.of(cache, cache if itself else make_cache(SHAPES[aligned], 7, 1, device))
+
+
+def check(copy, pair: BlockPair, expected: BlockPair, moves: list[tuple[int, int]], **options: int) -> None:
+    """Every tensor of both caches afterwards, whether or not it should have changed."""
+    listed = torch.tensor(moves).to(pair.table.device)
+    block_copy_reference(expected, listed)
+    copy(pair, listed, **options)
+    for name in ("sources", "targets"):
+        assert all(map(torch.equal, getattr(pair, name), getattr(expected, name)))
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize("aligned", SHAPES)
+def test_blocks_arrive_whole_and_nothing_else_changes(aligned, itself, device):
+    pair = make_pair(aligned, itself, device)
+    assert pair.aligned == aligned
+    check(block_copy, pair, make_pair(aligned, itself, device), MOVES)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 100])
+def test_few_programs_do_all_of_it(programs, device):
+    check(block_copy, make_pair(16, False, device), make_pair(16, False, device), MOVES, programs=programs)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize("aligned", SHAPES)
+def test_on_a_cpu(aligned, itself):
+    check(block_copy_cpu, make_pair(aligned, itself, "cpu"), make_pair(aligned, itself, "cpu"), MOVES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to reach across")
+@pytest.mark.parametrize("out", [True, False])
+def test_to_and_from_pinned_host_memory(out):
+    def make() -> BlockPair:
+        there = make_cache(SHAPES[16], 6, 0, "cuda")
+        here = [part.pin_memory() for part in make_cache(SHAPES[16], 7, 1, "cpu")]
+        return BlockPair.of(there, here) if out else BlockPair.of(here, there)
+
+    pair, expected = make(), make()
+    check(block_copy, pair, expected, MOVES)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, pair.targets, expected.targets))

@@ -1,0 +1,219 @@
+"""sample, in the interpreter or on a GPU, and on a CPU, against the reference; the noise, against what it should be."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.sampling import noise_bits as bits_cpu
+from kernels.cpu.sampling import sample as sample_cpu
+from kernels.draws import Draws, Filters
+from kernels.sampling import noise_bits, noise_bits_reference, sample, sample_reference
+
+OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
+FILTERS = [  # every filter alone and with the others, at its ends, and off
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 10**6},
+    {"top_p": 1e-6},
+    {"top_p": 0.5},
+    {"top_p": 0.999},
+    {"margin": 0.0},
+    {"margin": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 5, "margin": 2.0},
+    {"top_k": 40, "top_p": 0.9, "margin": 4.0},
+]
+SEEDS = [0, 1, 2, -1, 2**32, 2**63 - 1, -(2**63)]
+POSITIONS = [0, 1, 2, 40_000, 2**32, 2**40 + 1, 7]
+
+
+def make_draws(scales: list[float], filters: list[dict] | None = None, seed: int = 0) -> Draws:
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([(OFF | one)[name] for one in filters], dtype=dtype)
+
+    return Draws(
+        scales=torch.tensor(scales),
+        seeds=torch.arange(seed, seed + len(scales)),
+        positions=torch.arange(len(scales)) % 5,
+        filters=filters
+        and Filters(column("top_k", torch.int32), column("top_p", torch.float32), column("margin", torch.float32)),
+    )
+
+
+def moved(draws: Draws | None, device: str) -> Draws | None:
+    if draws is None:
+        return None
+    filters = draws.filters and Filters(*(one.to(device) for one in vars(draws.filters).values()))
+    return Draws(draws.scales.to(device), draws.seeds.to(device), draws.positions.to(device), filters)
+
+
+def check(logits: Tensor, draws: Draws | None, device: str) -> Tensor:
+    """The same token from all three; returns them."""
+    expected = sample_reference(logits, draws)
+    assert torch.equal(sample_cpu(logits, draws), expected)
+    assert torch.equal(sample(logits.to(device), moved(draws, device)).cpu(), expected)
+    return expected
+
+
+def random_logits(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return torch.randn((num_rows, vocab), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_the_noise_is_the_same_integers_everywhere(device):
+    expected = [
+        [noise_bits_reference(*row, token) for token in range(60)] for row in zip(SEEDS, POSITIONS, strict=True)
+    ]
+    seeds, positions = torch.tensor(SEEDS), torch.tensor(POSITIONS)
+    assert noise_bits(seeds.to(device), positions.to(device), 60).tolist() == expected
+    assert bits_cpu(seeds.numpy(), positions.numpy(), np.arange(60)).tolist() == expected
+    assert len({number for row in expected for number in row}) == 60 * len(SEEDS)
+
+
+def test_the_integers_stay_what_they_are():
+    """A seed gives the same tokens after an update of this program."""
+    found = [noise_bits_reference(*one) for one in ((0, 0, 0), (7, 3, 49_151), (-1, 2**40, 128_255))]
+    assert found == [4064810998, 3235688526, 2474729212]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 50, 4096, 4100])
+def test_greedy_and_random_rows_without_filters(vocab, dtype, device):
+    logits = random_logits(8, vocab).to(dtype)
+    draws = make_draws([1.0, 0.0, 0.5, 2.0, 10.0, 0.0, 1e6, 0.01])
+    assert torch.equal(check(logits, None, device), logits.float().argmax(-1))
+    tokens = check(logits, draws, device)
+    assert torch.equal(tokens[[1, 5, 6]], logits.float()[[1, 5, 6]].argmax(-1))
+
+
+def test_filters(device):
+    """In half of the rows logits of few values: equal ones stay or go together."""
+    logits = random_logits(len(FILTERS), 300, seed=1)
+    logits[1::2] = logits[1::2].round()
+    check(logits, make_draws([1.0, 0.5, 2.0, 0.7] * 3, FILTERS), device)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_on_a_cpu(ties):
+    """Several draws of each, so that what is left out and what is not both show."""
+    for index, filters in enumerate(FILTERS):
+        for vocab in (3, 120):
+            logits = random_logits(1, vocab, seed=index).expand(20, -1)
+            logits = logits.round() if ties else logits
+            draws = make_draws([1.0, 0.3] * 10, [filters] * 20, seed=index)
+            assert torch.equal(sample_cpu(logits, draws), sample_reference(logits, draws)), (filters, vocab)
+
+
+def test_filters_over_several_tiles(device):
+    logits = random_logits(3, 5000, seed=2)
+    check(logits, make_draws([1.0] * 3, [{"top_k": 50}, {"top_p": 0.9}, {}]), device)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: infinity less infinity
+def test_rows_of_anything_hurt_no_other(device):
+    """NaN counts as -infinity, infinities are what they are, and of equal ones the first is drawn."""
+    inf, nan = torch.inf, torch.nan
+    logits = random_logits(8, 20, seed=3)
+    clean = logits.clone()
+    logits[1] = nan
+    logits[2, 3:] = nan
+    logits[3, 5] = logits[3, 9] = inf
+    logits[4, 1:] = -inf
+    logits[5] = -inf
+    logits[6, 4], logits[6, 6] = nan, inf
+    for filters in (None, [{"top_k": 4}, {"top_p": 0.9}] * 4):
+        draws = make_draws([1.0] * 8, filters)
+        tokens = check(logits, draws, device)
+        assert tokens[[1, 5]].tolist() == [0, 0]
+        assert tokens[2] in (0, 1, 2)
+        assert tokens[[3, 4, 6]].tolist() == [5, 0, 6]
+        assert torch.equal(tokens[[0, 7]], sample_cpu(clean, draws)[[0, 7]])
+    greedy = check(logits, None, device)
+    assert greedy[[1, 3, 4, 5, 6]].tolist() == [0, 5, 0, 0, 6]
+
+
+def test_of_equal_scores_the_first(device):
+    logits = torch.zeros(2, 9000)
+    logits[:, [17, 400, 8000]] = 5.0
+    assert check(logits, None, device).tolist() == [17, 17]
+    assert check(logits, make_draws([0.0, 1e6]), device)[0] == 17
+
+
+def test_a_row_draws_what_it_draws_alone(device):
+    """Whatever is beside it, and however its memory is laid out."""
+    logits = random_logits(6, 90, seed=4)
+    filters = [FILTERS[9], FILTERS[1], {}, FILTERS[8], {}, {}]
+    draws = make_draws([1.0, 0.0, 0.6] * 2, filters)
+    together = sample(logits.to(device), moved(draws, device)).cpu()
+    strided = torch.zeros(6, 200)[:, 3:93].copy_(logits)
+    assert torch.equal(sample(strided.to(device), moved(draws, device)).cpu(), together)
+    assert torch.equal(sample_cpu(strided, draws), together)
+    for row in range(0, 6, 2):
+        one = slice(row, row + 1)
+        alone = Draws(
+            draws.scales[one],
+            draws.seeds[one],
+            draws.positions[one],
+            Filters(*(x[one] for x in vars(draws.filters).values())),
+        )
+        assert sample(logits[one].to(device), moved(alone, device)).item() == together[row]
+        assert sample_cpu(logits[one], alone).item() == together[row]
+
+
+def test_no_rows(device):
+    for draws in (None, make_draws([])):
+        assert sample(torch.zeros(0, 9, device=device), moved(draws, device)).shape == (0,)
+        assert sample_cpu(torch.zeros(0, 9), draws).shape == (0,)
+
+
+def chi_squared(counts: Tensor, probs: Tensor) -> float:
+    """In units of its standard deviation, above its mean."""
+    expected = probs.double() * counts.sum()
+    assert expected.min() >= 5
+    free = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - free) / (2 * free) ** 0.5)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_frequencies_follow_the_distribution(along, filters):
+    """Over neighbouring seeds, and over the positions of one seed."""
+    tries, logits = 20_000, random_logits(1, 40, seed=5) / 2
+    counter, fixed = torch.arange(tries), torch.full((tries,), 3)
+    seeds, positions = (counter, fixed) if along == "seeds" else (fixed, counter)
+    one = make_draws([0.8], [filters])
+    draws = Draws(
+        torch.full((tries,), 0.8), seeds, positions, Filters(*(x.expand(tries) for x in vars(one.filters).values()))
+    )
+    counts = sample_cpu(logits.expand(tries, -1), draws).bincount(minlength=40)
+    probs = (logits[0] * 0.8).softmax(0)
+    if filters:
+        kept = probs >= probs.sort(descending=True).values[11]
+        probs = probs * kept / (probs * kept).sum()
+        ordered = probs.sort(descending=True).values
+        probs = probs * (probs >= ordered[(ordered.cumsum(0) - ordered < 0.8).sum() - 1])
+        assert not counts[probs == 0].any()
+    assert abs(chi_squared(counts[probs > 0], probs[probs > 0] / probs.sum())) < 4
+
+
+def test_a_flat_distribution_over_a_large_vocabulary_stays_flat():
+    """Where float32 noise would have too few digits: only the largest of 49,152 decide."""
+    tries, vocab = 1500, 49_152
+    draws = Draws(torch.ones(tries), torch.arange(tries), torch.zeros(tries, dtype=torch.int64), None)
+    tokens = sample_cpu(torch.zeros(1, vocab).expand(tries, -1), draws)
+    assert abs(chi_squared((tokens * 64 // vocab).bincount(minlength=64), torch.full((64,), 1 / 64))) < 4
+    assert len(set(tokens.tolist())) > 0.95 * tries
+
+
+@pytest.mark.parametrize("step", [(1, 0), (0, 1)], ids=["seeds", "positions"])
+def test_neighbours_are_independent(step):
+    """Noise numbers of two rows, of two tokens, and small ones at once: correlations within 5 standard deviations."""
+    count, tokens = 20_000, np.arange(12)
+    index = np.arange(count + 1)
+    numbers = bits_cpu(index * step[0], index * step[1], tokens) / 2**32
+    for values in (numbers - 0.5, (numbers < 1 / 16) - 1 / 16):
+        here, there = (part / part.std() for part in (values[:-1], values[1:]))
+        of_tokens = here.T @ here / count - np.diag((here**2).mean(0))
+        assert np.abs(of_tokens).max() < 5 / count**0.5
+        assert np.abs(here.T @ there / count).max() < 5 / count**0.5
