@@ -22,10 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import add_rms_norm, block_copy, kv_write, paged_attention, rope_kv_write, sampling, swiglu
+from kernels import add_rms_norm, block_copy, kv_write, launch, paged_attention, rope_kv_write, sampling, swiglu
 from kernels.draws import Draws, Filters
 from kernels.layer_cache import FORMATS, LayerCache
-from kernels.paging import Paging
+from kernels.paging import Paging, SharedPrefixes
 
 KB = 1024
 CHIPS = {  # target, and the shared memory one program may use
@@ -38,6 +38,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
 HEADS = 64  # of a model: its width is this times head_dim
 SMALL = ("least", "best", "greedy", "first_best", "block_copy")  # of sampling and block_copy: few configurations
+# paged_attention: rows that fit a small tile, the same with splits, chunks beside them, shared prefixes, and the merge
+ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -51,7 +53,7 @@ class Case:
     """One launch of one kernel on one chip."""
 
     chip: str
-    kernel: str  # "decode" and "prefill" (paged_attention), one of SMALL, or the module of another
+    kernel: str  # one of ATTENTION, one of SMALL, or the module of another
     dtype: str = "bf16"
     head_dim: int = 128
     group: int = 4
@@ -61,6 +63,7 @@ class Case:
     sinks: bool = False
     norm: bool = False  # rope_kv_write: of each head; add_rms_norm: after an addition
     format: str | None = None  # of the pool
+    length: int = 1024  # "decode" and "split": the longest context; "prefill": the longest chunk; "prefix": sequences
 
 
 @dataclass(frozen=True)
@@ -74,49 +77,60 @@ class Cost:
 
 def full_grid(chip: str) -> Iterator[Case]:
     """Every launch shape: types by head dimensions by variants; groups and block sizes on one of each."""
-    variants = list(itertools.product((False, True), repeat=3))
-    for dtype, head_dim, kernel in itertools.product(DTYPES, HEAD_DIMS, ("decode", "prefill")):
-        for variant in variants:
-            yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant)
-    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
-    for dtype, group, kernel in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), ("decode", "prefill")):
-        yield from (Case(chip, kernel, dtype, head_dim, group) for head_dim in (64, 128, 256))
-    for block_size, kernel in itertools.product((1, 8, 32, 64, 256), ("decode", "prefill", "kv_write")):
-        yield Case(chip, kernel, block_size=block_size)
-    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
-        yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in (None, *FORMATS.values()))
-        yield Case(chip, "rope_kv_write", dtype, head_dim)
-        for name in (None, *FORMATS.values()):
-            yield Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name)
-    for dtype, head_dim in itertools.product(DTYPES, (8, 72, 128, 256)):
-        yield from (Case(chip, "add_rms_norm", dtype, head_dim, norm=norm) for norm in (False, True))
-        yield Case(chip, "swiglu", dtype, head_dim)
-    kernels, names = ("decode", "prefill"), FORMATS.values()
+    every, none = list(itertools.product((False, True), repeat=3)), [(False, False, False)]
+    kernels, names = ("decode", "split", "prefill", "prefix"), (None, *FORMATS.values())
     for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
-        for variant in ((False, False, False), (True, True, True)):
+        attends = kernel in ("decode", "prefill")
+        for variant in every if attends and name is None else [*none, (True, True, True)] if attends else none:
             yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant, format=name)
     for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
         yield from (Case(chip, kernel, dtype, head_dim, group, format=name) for head_dim in (64, 128, 256))
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
         yield Case(chip, kernel, block_size=block_size, format=name)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        yield from (Case(chip, "merge", dtype, head_dim, sinks=sinks, window=sinks) for sinks in (False, True))
+        yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
+        yield Case(chip, "rope_kv_write", dtype, head_dim)
+        yield from (Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name) for name in names)
+    for dtype, head_dim in itertools.product(DTYPES, (8, 72, 128, 256)):
+        yield from (Case(chip, "add_rms_norm", dtype, head_dim, norm=norm) for norm in (False, True))
+        yield Case(chip, "swiglu", dtype, head_dim)
+    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
+    yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
+    yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
+    yield from table_grid(chip)
+
+
+def table_grid(chip: str) -> Iterator[Case]:
+    """Every entry of the chip's own table, in the kernels that use it."""
+    table = launch.table_for(chip)
+    for facts, _ in table.rows() if table and table.chip == chip else []:
+        dtype = "fp32" if facts.itemsize == 4 else "bf16"
+        group = 4 if facts.rows == 16 else facts.rows
+        for name in FORMATS.values() if facts.quantized else (None,):
+            for kernel in ("decode", "split") if facts.kind == "decode" else ("prefill", "prefix"):
+                yield Case(chip, kernel, dtype, facts.block_d, group, format=name, length=facts.length)
 
 
 def small_grid(chip: str) -> Iterator[Case]:
     """The cases with the most registers and shared memory, and one of each variant."""
-    for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
-        yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True)
-    for kernel in ("decode", "prefill"):
-        yield Case(chip, kernel, "fp16", 64, group=3)
+    everything = dict(window=True, softcap=True, sinks=True)
+    for name in (None, *FORMATS.values()):
+        yield Case(chip, "split", "bf16", 256, **everything, format=name)
+        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **everything, format=name)
+        yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
+        yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
+        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
+    yield Case(chip, "prefill", "bf16", 128, **everything)
+    yield from (Case(chip, "prefill", "fp32", 256, **everything, format=name) for name in (None, "int8"))
+    yield Case(chip, "split", "fp32", 256, **everything)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
+    yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
+    yield Case(chip, "merge", sinks=True)
     for kernel, head_dim in (("rope_kv_write", 80), ("rope_kv_write", 256), ("add_rms_norm", 256)):
         yield Case(chip, kernel, head_dim=head_dim, norm=True)
-    yield from (Case(chip, kernel) for kernel in ("kv_write", "swiglu", *SMALL))
-    for name in FORMATS.values():
-        for dtype, head_dim, kernel in itertools.product(("bf16", "fp32"), (128, 256), ("decode", "prefill")):
-            yield Case(chip, kernel, dtype, head_dim, window=True, softcap=True, sinks=True, format=name)
-        yield from (Case(chip, kernel, "fp16", 64, group=3, format=name) for kernel in ("decode", "prefill"))
-        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
-        yield Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name)
+    yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
+    yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL))
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -140,7 +154,7 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 
 def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
     """The kernel and the arguments of a launch, on tensors without memory."""
-    dtype, num_kv_heads, max_query_len = DTYPES[case.dtype], 2, 1 if case.kernel == "decode" else 512
+    dtype, num_kv_heads, num_seqs = DTYPES[case.dtype], 2, case.length if case.kernel == "prefix" else 8
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -170,16 +184,28 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
             query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6
         )[1]  # fmt: skip
         return rope_kv_write.rope_kv_write_kernel, arguments
-    int32 = torch.int32
-    tables, lens, starts = tensor(8, 64, dtype=int32), tensor(8, dtype=int32), tensor(9, dtype=int32)
-    query = tensor(8, num_kv_heads * case.group, case.head_dim)
-    arguments = paged_attention.plan_launch(
-        query, query, cache, Paging(slots, tables, lens, starts, max_query_len, 1024),
+
+    def int32(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=torch.int32)
+
+    chunk = case.length if case.kernel == "prefill" else 1
+    context_len = case.length if case.kernel in ("decode", "split") else 8192
+    # Few multiprocessors want no splits, and large tiles; many want splits.
+    device = paged_attention.Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
+    shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
+    paging = Paging(
+        slots=tensor(num_seqs * chunk, dtype=torch.int64), block_tables=int32(num_seqs, 64),
+        context_lens=int32(num_seqs), query_starts=int32(num_seqs + 1),
+        max_query_len=chunk, max_context_len=context_len, shared=shared,
+    )  # fmt: skip
+    query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
+    launches = paged_attention.plan_launch(
+        query, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
-        sinks=tensor(num_kv_heads * case.group) if case.sinks else None,
-        hip=CHIPS[case.chip][0].backend == "hip",
-    )[1]  # fmt: skip
-    return paged_attention.paged_attention_kernel, arguments
+        sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
+    )  # fmt: skip
+    planned = launches[-1 if case.kernel == "merge" else 0]
+    return planned.kernel, planned.arguments
 
 
 def _small(kernel: str, logits: torch.Tensor) -> tuple[Any, dict[str, Any]]:

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -118,8 +118,17 @@ def make_paging(spans: tuple[tuple[int, int], ...], block_size: int, seed: int =
     return paging, num_blocks
 
 
-def _to(paging: Paging, device: str) -> Paging:
-    return Paging(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(paging).items()})
+def move_paging(paging: Paging, device: str) -> Paging:
+    return Paging(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in _fields(paging).items()})
+
+
+def _fields(paging: Paging) -> dict[str, object]:
+    return {field.name: getattr(paging, field.name) for field in fields(Paging)}
+
+
+def replace_paging(paging: Paging, **changes: object) -> Paging:
+    """With nothing of what the old one had derived."""
+    return Paging(**{**_fields(paging), **changes})
 
 
 def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache:
@@ -150,7 +159,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
     query = query if case.strided else query.contiguous()
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
     return Inputs(
-        (query, cache, _to(paging, device)),
+        (query, cache, move_paging(paging, device)),
         {
             "scale": case.head_dim**-0.5,
             "sliding_window": case.sliding_window,

@@ -24,10 +24,10 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 def check(rows: list[dict], *, spilled_at_most: int) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= spilled_at_most for row in rows)
-    kernels, formats = ("decode", "prefill", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
+    kernels, formats = ("decode", "split", "prefill", "prefix", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
     expected = {
         *itertools.product(kernels, formats),
-        *((kernel, None) for kernel in ("add_rms_norm", "swiglu", *SMALL)),
+        *((kernel, None) for kernel in ("merge", "add_rms_norm", "swiglu", *SMALL)),
     }
     assert {(row["kernel"], row["format"]) for row in rows} == expected
 

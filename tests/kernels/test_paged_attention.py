@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import AXES, BATCHES, CHOSEN, Case, make_inputs, make_paging, sample
+from attention_cases import AXES, BATCHES, Case, make_inputs, make_paging, move_paging, sample
 from torch.testing import assert_close
 
-from kernels.paged_attention import launch_shape, paged_attention, paged_attention_reference
+from kernels.paged_attention import paged_attention, paged_attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -87,8 +87,8 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
     together = paged_attention(query, cache, paging, scale=0.1)
     alone, _ = make_paging(((1, 130),), 16)
     alone.block_tables[0] = paging.block_tables[4, : alone.block_tables.shape[1]]
-    moved = type(alone)(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(alone).items()})
-    assert torch.equal(paged_attention(query[4:], cache, moved, scale=0.1), together[4:])
+    alone = move_paging(alone, device)
+    assert torch.equal(paged_attention(query[4:], cache, alone, scale=0.1), together[4:])
 
 
 @pytest.mark.parametrize(
@@ -112,23 +112,3 @@ def test_heads_that_do_not_divide_are_refused_by_name(device):
     query, cache, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
     with pytest.raises(ValueError, match=r"num_heads=5: must be a multiple of num_kv_heads=2"):
         paged_attention(query[:, :5], cache, paging, scale=1.0)
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("group", [1, 3, 8, 16, 48, 71])
-def test_a_tile_holds_what_its_launch_shape_promises(group, itemsize):
-    for max_query_len in (1, 2, 5, 512):
-        shape = launch_shape(
-            head_dim=128, itemsize=itemsize, group=group, max_query_len=max_query_len, quantized=False, hip=False
-        )
-        assert 1 <= shape.HEADS <= min(group, shape.BLOCK_M)
-        if shape.ONE_TILE:
-            assert max_query_len * shape.HEADS <= shape.BLOCK_M
-        else:
-            assert max_query_len > 1
-
-
-def test_chosen_cases_reach_a_group_split_over_tiles():
-    group = max(case.group for case in CHOSEN)
-    shape = launch_shape(head_dim=32, itemsize=2, group=group, max_query_len=1, quantized=False, hip=False)
-    assert group > shape.HEADS

@@ -1,0 +1,143 @@
+"""Several programs for one sequence's keys, and the merge of what they found."""
+
+import pytest
+import torch
+from attention_cases import BATCHES, Case, make_inputs, replace_paging
+from torch.testing import assert_close
+
+from kernels import launch
+from kernels import paged_attention as module
+from kernels.paged_attention import Device, paged_attention, paged_attention_reference, plan_launch
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+LONG = ((1, 260), (1, 31), (1, 0), (1, 128), (1, 161))
+MULTIPROCESSORS = 24
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch):
+    """Splits of 32 keys, and a workspace full of NaN: what no program has written must not be read."""
+    monkeypatch.setattr(launch, "MIN_SPLIT", 32)
+    empty = torch.empty
+
+    def spoilt(*shape, **options):
+        return empty(*shape, **options).fill_(float("nan"))
+
+    monkeypatch.setattr(module.torch, "empty", spoilt)
+    monkeypatch.setitem(BATCHES, "long", LONG)
+    use_multiprocessors(monkeypatch, MULTIPROCESSORS)
+
+
+def use_multiprocessors(monkeypatch, count: int) -> None:
+    monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", count))
+
+
+def splits_of(inputs, multiprocessors: int = MULTIPROCESSORS, **changes: object) -> int:
+    """How many splits are planned for a call."""
+    query, cache, paging = inputs.arrays
+    device = Device("sm_90", multiprocessors)
+    first = plan_launch(query, query, cache, replace_paging(paging, **changes), **inputs.settings, device=device)[0]
+    return first.arguments["num_splits"]
+
+
+def check(case: Case, dtype: torch.dtype, device: str, **changes: object) -> None:
+    inputs = make_inputs(case, dtype, device)
+    query, cache, paging = inputs.arrays
+    query = query * 3  # so that the softmax is peaked, and the parts weigh differently
+    paging = replace_paging(paging, **changes)
+    expected = paged_attention_reference(query, cache, paging, **inputs.settings)
+    actual = paged_attention(query, cache, paging, **inputs.settings)
+    rows = slice(0, int(paging.query_starts[-1]))
+    assert not expected[rows].isnan().any()
+    assert_close(actual[rows], expected[rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case("long", 1, 4), torch.float16),
+        (Case("long", 2, 3, sinks=True), torch.float32),
+        (Case("long", 1, 4, sliding_window=100, sinks=True), torch.float32),
+        (Case("long", 1, 1, sliding_window=13), torch.float16),
+        (Case("long", 1, 4, block_size=64, sliding_window=100), torch.float32),
+        (Case("long", 1, 4, 72, softcap=5.0, sinks=True, strided=True), torch.float32),
+        (Case("long", 1, 20, 32, block_size=1), torch.float32),
+        (Case("long", 1, 4, sinks=True, format="int8"), torch.float16),
+        (Case("long", 1, 4, sinks=True, format="fp8"), torch.float32),
+        (Case("mixed", 1, 4, sinks=True), torch.float16),
+        (Case("mixed", 1, 3, sliding_window=64), torch.float32),
+        (Case("mixed", 1, 1, 32, format="int8"), torch.float32),
+        (Case("chunks", 1, 3, softcap=5.0), torch.float16),
+    ],
+    ids=str,
+)
+def test_splits_match_reference(case, dtype, device):
+    assert splits_of(make_inputs(case, dtype)) > 1
+    check(case, dtype, device)
+
+
+def test_padding_sequences_get_zeros_from_the_merge(device):
+    inputs = make_inputs(Case("padded", 1, 4, sinks=True), torch.float32)
+    assert splits_of(inputs, max_context_len=200) > 1
+    check(Case("padded", 1, 4, sinks=True), torch.float32, device, max_context_len=200)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 12, 1000])
+def test_one_few_and_many_splits(multiprocessors, device, monkeypatch):
+    use_multiprocessors(monkeypatch, multiprocessors)
+    inputs = make_inputs(Case("long", 1, 4, sinks=True), torch.float32)
+    assert splits_of(inputs, multiprocessors) in {1: range(1, 2), 12: range(2, 9), 1000: range(9, 65)}[multiprocessors]
+    check(Case("long", 1, 4, sinks=True), torch.float32, device)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_captured_graph_plans_for_contexts_that_never_come(window, device):
+    """With the model's longest context in the plan most splits are empty."""
+    case = Case("decode", 1, 4, sliding_window=window)
+    inputs = make_inputs(case, torch.float32)
+    assert splits_of(inputs, max_context_len=131072) > 130 // 32
+    check(case, torch.float32, device, max_context_len=131072)
+
+
+def test_queries_of_a_short_chunk_share_a_split(device, monkeypatch):
+    """Of a tile with several queries a split may hold keys that only the last of them sees."""
+    monkeypatch.setitem(BATCHES, "verify", ((4, 67), (3, 3), (2, 130)))
+    assert splits_of(make_inputs(Case("verify", 1, 4), torch.float32)) > 1
+    check(Case("verify", 1, 4, sinks=True), torch.float32, device)
+    check(Case("verify", 1, 4, sliding_window=33), torch.float32, device)
+
+
+def test_the_same_call_gives_the_same_bits(device):
+    inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
+    first, second = (paged_attention(*inputs.arrays, **inputs.settings) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_value_per_split_comes_back_in_its_share(device):
+    """Equal scores: the output is the mean of the values, whatever splits they are in."""
+    inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
+    query, cache, paging = inputs.arrays
+    out = paged_attention(torch.zeros_like(query), cache, paging, **inputs.settings)
+    for row, values in enumerate(inputs.values):
+        mean = values.mean(0) if len(values) else torch.zeros(1, 64)
+        assert_close(out[row].cpu(), mean.expand(4, -1), atol=1e-5, rtol=1e-5)
+
+
+def test_grids_do_not_depend_on_lengths(monkeypatch):
+    grids = []
+    for lens in (((1, 600), (1, 10), (1, 10)), ((1, 520), (1, 500), (1, 0))):
+        monkeypatch.setitem(BATCHES, "any", lens)
+        inputs = make_inputs(Case("any", 1, 4), torch.float32)
+        settings = {**inputs.settings, "device": Device("sm_90", 132)}
+        grids.append([planned.grid for planned in plan_launch(inputs.arrays[0], *inputs.arrays, **settings)])
+    assert grids[0] == grids[1]
+
+
+def test_a_window_and_the_full_context_are_planned_apart(device):
+    """Both kinds of layers of one step use its derived plans."""
+    inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
+    query, cache, paging = inputs.arrays
+    for window in (None, 64, None):
+        settings = {**inputs.settings, "sliding_window": window}
+        expected = paged_attention_reference(query, cache, paging, **settings)
+        assert_close(paged_attention(query, cache, paging, **settings), expected, atol=1e-5, rtol=1e-5)
