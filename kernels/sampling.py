@@ -103,8 +103,8 @@ def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """float32 as int32 of the same order, with both zeros alike."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    """float32 as int32 of the same order. The two zeros differ here, but not where the result is compared."""
+    bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -230,17 +230,20 @@ def sample(
 
 
 @triton.jit
-def _bits_kernel(seeds, positions, out, num_tokens, TILE: tl.constexpr):
+def _noise_kernel(seeds, positions, out, noise, num_tokens, TILE: tl.constexpr):
     row, token = tl.program_id(0), tl.arange(0, TILE)
     bits = _noise_bits(tl.load(seeds + row), tl.load(positions + row), token)
     tl.store(out + row * num_tokens + token, bits.to(tl.int64), mask=token < num_tokens)
+    tl.store(noise + row * num_tokens + token, _noise(bits), mask=token < num_tokens)
 
 
-def noise_bits(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """The kernels' integers, [num_rows, num_tokens] int64; for tests."""
-    out = torch.empty((len(seeds), num_tokens), dtype=torch.int64, device=seeds.device)
-    _bits_kernel[(len(seeds),)](seeds, positions, out, num_tokens, TILE=triton.next_power_of_2(num_tokens))
-    return out
+def noise_of(seeds: Tensor, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The kernels' integers and what they become, [num_rows, num_tokens] int64 and float32; for tests."""
+    bits = torch.empty((len(seeds), num_tokens), dtype=torch.int64, device=seeds.device)
+    noise = torch.empty_like(bits, dtype=torch.float32)
+    tile = triton.next_power_of_2(num_tokens)
+    _noise_kernel[(len(seeds),)](seeds, positions, bits, noise, num_tokens, TILE=tile)
+    return bits, noise
 
 
 def noise_bits_reference(seed: int, position: int, token: int) -> int:

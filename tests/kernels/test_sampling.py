@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.cpu.sampling import noise_bits as bits_cpu
 from kernels.cpu.sampling import sample as sample_cpu
 from kernels.draws import Draws, Filters
-from kernels.sampling import noise_bits, noise_bits_reference, sample, sample_reference
+from kernels.sampling import noise_bits_reference, noise_of, sample, sample_reference
 
 OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
 FILTERS = [  # every filter alone and with the others, at its ends, and off
@@ -66,9 +66,18 @@ def test_the_noise_is_the_same_integers_everywhere(device):
         [noise_bits_reference(*row, token) for token in range(60)] for row in zip(SEEDS, POSITIONS, strict=True)
     ]
     seeds, positions = torch.tensor(SEEDS), torch.tensor(POSITIONS)
-    assert noise_bits(seeds.to(device), positions.to(device), 60).tolist() == expected
+    assert noise_of(seeds.to(device), positions.to(device), 60)[0].tolist() == expected
     assert bits_cpu(seeds.numpy(), positions.numpy(), np.arange(60)).tolist() == expected
     assert len({number for row in expected for number in row}) == 60 * len(SEEDS)
+
+
+def test_the_noise_has_its_digits_where_it_is_large(device):
+    bits, noise = (one.cpu() for one in noise_of(torch.arange(8).to(device), torch.zeros(8).long().to(device), 4096))
+    numbers = (bits.double() + 0.5) / 2**32
+    assert numbers.min() < 2**-12, "or there is nothing to see"
+    expected, large = -torch.log(-torch.log1p(-numbers)), numbers < 0.5
+    torch.testing.assert_close(noise[large].double(), expected[large], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(noise.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_integers_stay_what_they_are():
@@ -138,6 +147,11 @@ def test_of_equal_scores_the_first(device):
     logits[:, [17, 400, 8000]] = 5.0
     assert check(logits, None, device).tolist() == [17, 17]
     assert check(logits, make_draws([0.0, 1e6]), device)[0] == 17
+
+
+def test_both_zeros_are_one_logit(device):
+    logits = torch.tensor([[-3.0, 0.0, -0.0, -5.0]]).expand(6, -1)
+    assert set(check(logits, make_draws([1.0] * 6, [{"top_k": 1}] * 6, seed=2), device).tolist()) == {1, 2}
 
 
 def test_a_row_draws_what_it_draws_alone(device):
