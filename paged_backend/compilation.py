@@ -3,6 +3,9 @@
 `pre` and `post` of `fusion.py` are functions of their weights, so one compiled code serves all layers. Each is compiled
 twice while the model loads, for one token and for any other number of them, and never while serving. The results are
 kept in torch's own cache on disk, under the user's cache directory, so that a server that starts again finds them.
+
+It is meant for a GPU, where it has not been run yet. On a CPU it gains nothing: a call of compiled code costs 10 to 30
+µs more than it saves.
 """
 
 from __future__ import annotations
