@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paged serve MODEL [-o KEY=VALUE ...] [options] [-- tritonserver's own flags]"
-    parser.add_argument("model", nargs="?", help="a Hugging Face directory or name, or 'demo'")
+    parser.add_argument("model", nargs="?", help="a Hugging Face directory or name, a GGUF file, or 'demo'")
     parser.add_argument("-o", "--option", action="append", default=[], metavar="KEY=VALUE", help="an engine option")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N")

@@ -85,7 +85,9 @@ def option(check: Check, help: str, default: Any = MISSING, *, optional: bool = 
 class EngineConfig:
     """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
 
-    model: str = option(_text, "Hugging Face directory, relative to the repository's root, or a name on the hub")
+    model: str = option(
+        _text, "Hugging Face directory or GGUF file, relative to the repository's root, or a name on the hub"
+    )
     tokenizer: str | None = option(_text, "tokenizer directory, if not the model's", None, optional=True)
     trust_remote_code: bool = option(_flag, "run Python code found in the model directory", False)
     load_format: str = option(
@@ -97,6 +99,12 @@ class EngineConfig:
         "auto",
     )
     device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")
+    tensor_parallel_size: int = option(
+        _whole(1, 64),
+        "GPUs of this machine that share the model, each in a process of its own with its part of every layer and of"
+        " the keys and values",
+        1,
+    )
     seed: int = option(_whole(0, 2**63 - 1), "seeds dummy weights and the requests that bring no seed of their own", 0)
     compile_level: int = option(
         _one_of(0, 1),
@@ -137,8 +145,8 @@ class EngineConfig:
     gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
     kv_cache_memory_bytes: int | None = option(
         _whole(1),
-        "bytes for the pool; default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of what is"
-        " available but 4 GiB at the most",
+        "bytes for the pool, on each GPU; default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of what"
+        " is available but 4 GiB at the most",
         None,
         optional=True,
     )
@@ -209,6 +217,11 @@ class EngineConfig:
             raise ConfigError(
                 f"disk_cache_dir={json.dumps(self.disk_cache_dir)}: keeps what the prefix cache finds; needs"
                 " enable_prefix_caching=true"
+            )
+        if self.disk_cache_dir and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"disk_cache_dir={json.dumps(self.disk_cache_dir)}: files hold whole blocks, and with"
+                f" tensor_parallel_size={self.tensor_parallel_size} no process has one; leave one of them out"
             )
 
     @classmethod

@@ -239,12 +239,14 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(
-    config: EngineConfig, model_directories: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype
-) -> str:
+def _files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
+
+
+def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """A name for everything that keys and values depend on beside the tokens. Of the models' files it takes names,
     sizes and times of change: whoever touches one starts afresh."""
-    files = [path for one in model_directories for pattern in MODEL_FILES for path in sorted(one.glob(pattern))]
+    files = [file for model in models for file in _files(model)]
     facts = {
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "transformers": transformers.__version__,

@@ -26,7 +26,7 @@ from paged_backend.content import Entry, extend_chain, root_key
 from paged_backend.disk import DiskTier
 from paged_backend.plan import Drawn, Plan
 from paged_backend.request import GenerateRequest, TokenDelta
-from paged_backend.runner import Launched, Runner
+from paged_backend.runner import Launched, Runner, RunnerDied
 from paged_backend.scheduler import Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
@@ -42,6 +42,13 @@ class Abort:
 
     key: int
     index: int | None = None  # None: all of it
+
+
+@dataclass(frozen=True)
+class Die:
+    """End the loop with an error."""
+
+    reason: str
 
 
 class Look:
@@ -133,7 +140,7 @@ class Engine:
         self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | None] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | Die | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -174,6 +181,11 @@ class Engine:
     def unpin(self, session: Hashable) -> None:
         self._inbox.put(Unpin(session))
 
+    def die(self, reason: str) -> None:
+        """No further step can be run, and whoever noticed is not the engine."""
+        self._dead = True
+        self._inbox.put(Die(reason))
+
     def look(self) -> None:
         """Have a map of the pool emitted: one for all who ask between two steps."""
         self._inbox.put(Look())
@@ -206,6 +218,8 @@ class Engine:
             elif isinstance(message, Unpin):
                 self._scheduler.pins.drop(message.session)
                 changed = True
+            elif isinstance(message, Die):
+                raise RunnerDied(message.reason)
             elif isinstance(message, Look):
                 looked = True
             else:
@@ -274,6 +288,8 @@ class Engine:
         try:
             drawn = flight.result()
             self._write(flight.plan)
+        except RunnerDied:
+            raise
         except Exception as error:  # the device or the model failed this step: its requests end, the others go on
             log.error("a step failed", exc_info=error)
             message = f"the step failed: {type(error).__name__}: {error}"

@@ -106,7 +106,7 @@ def num_blocks(
     if device.type == "cuda":
         free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
     else:
-        free = available_memory()
+        free = available_memory() // config.tensor_parallel_size
     if wanted is not None and wanted > free:
         asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         raise ConfigError(
@@ -125,18 +125,20 @@ def num_blocks(
 def num_host_blocks(
     config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """How many blocks the host's pool gets; 0: there is none. Raises ConfigError where those asked for do not fit."""
+    """How many blocks the host's pool gets, of which each rank has its part; 0: there is none. Raises ConfigError where
+    those asked for do not fit."""
     block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
     if wanted is None:
         wanted = SWAP_SPACE if device.type == "cuda" else 0
         wanted = min(wanted, available_memory() / 2 / GIB)
     elif wanted * GIB > available_memory():
         raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
-    elif 0 < wanted * GIB < block:
+    elif 0 < wanted * GIB < block * config.tensor_parallel_size:
+        block *= config.tensor_parallel_size
         raise ConfigError(
             f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
         )
-    return int(wanted * GIB) // block
+    return int(wanted * GIB) // config.tensor_parallel_size // block
 
 
 def _wanted_bytes(config: EngineConfig, block: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -12,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,7 +21,10 @@ from transformers import (
 
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
+from paged_backend.parallel import check_model, load_arguments, localise
 from paged_backend.proof import prove
+
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    directory: Path
+    place: Path  # a directory, or a GGUF file
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
@@ -61,16 +66,18 @@ def pick_device(config: EngineConfig) -> torch.device:
 def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """Raises ConfigError for a directory or option that cannot be used, UnsupportedModel for a model that fails
     the proof."""
-    directory = find(config.model, root, config)
-    try:
-        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # no JSON, an architecture that transformers does not know, values that contradict
-        raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error
+    place = find(config.model, root, config)
+    hf_config = read_config(config, place)
+    check_model(config, hf_config)
     text_config = hf_config.get_text_config()
-    dtype = pick_dtype(config.dtype, text_config.dtype, device)
+    own = torch.bfloat16 if place.suffix == GGUF else text_config.dtype
+    dtype = pick_dtype(config.dtype, own, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
-    tokenizer = _load_tokenizer(config, root, directory)
-    model = _load_weights(config, hf_config, directory, dtype).to(device).eval()
+    tokenizer = _load_tokenizer(config, root, place)
+    model = _load_weights(config, hf_config, place, dtype, device)
+    if config.tensor_parallel_size > 1:
+        localise(model)
+    model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     spec = ModelSpec(
         layers=prove(model, block_size=config.block_size, kv_dtype=kv_dtype, compile_level=config.compile_level),
@@ -80,7 +87,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
     )
-    loaded = LoadedModel(directory, model, tokenizer, spec)
+    loaded = LoadedModel(place, model, tokenizer, spec)
     return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded
 
 
@@ -98,16 +105,39 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
     return draft
 
 
+def check(config: EngineConfig, root: Path) -> None:
+    """Raises ConfigError for what `load` would refuse before it reads any weights."""
+    check_model(config, read_config(config, find(config.model, root, config)))
+
+
+def read_config(config: EngineConfig, place: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # no JSON, an architecture that transformers does not know, values that contradict
+        raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error
+
+
+def _named(place: Path) -> dict[str, str]:
+    """How `from_pretrained` is told of a directory, or of a GGUF file."""
+    if place.suffix == GGUF:
+        return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+    return {"pretrained_model_name_or_path": str(place)}
+
+
 def find(name: str, root: Path, config: EngineConfig) -> Path:
-    """The files of a model or tokenizer: a directory, a relative one taken from `root`, or else a repository of the
-    Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
+    """The files of a model or tokenizer: a directory or a GGUF file, a relative one taken from `root`, or else a
+    repository of the Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
     path = Path(name).expanduser()
     path = path if path.is_absolute() else root / path
     if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
         return path
+    if path.suffix == GGUF and path.is_file():
+        return path
     if not path.exists() and HUB_NAME.fullmatch(name):
         return _fetch(name, config)
-    raise ConfigError(f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory")
+    raise ConfigError(
+        f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory, or a {GGUF} file"
+    )
 
 
 def _fetch(name: str, config: EngineConfig) -> Path:
@@ -153,44 +183,81 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
     return wanted or limit
 
 
-def _load_tokenizer(config: EngineConfig, root: Path, directory: Path) -> PreTrainedTokenizerBase:
-    place = find(config.tokenizer, root, config) if config.tokenizer else directory
+def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrainedTokenizerBase:
+    place = find(config.tokenizer, root, config) if config.tokenizer else place
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer
         raise ConfigError(f"tokenizer: none that can be loaded in {place}: {error}") from error
 
 
 def _load_weights(
-    config: EngineConfig, hf_config: PretrainedConfig, directory: Path, dtype: torch.dtype
+    config: EngineConfig, hf_config: PretrainedConfig, place: Path, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     if config.load_format == "dummy":
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
             )
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"model={json.dumps(config.model)}: no *.safetensors file in {directory}")
+        return model if config.tensor_parallel_size == 1 else _share(config, model)
+    if place.suffix != GGUF and not any(place.glob("*.safetensors")):
+        raise ConfigError(f"model={json.dumps(config.model)}: no *.safetensors file in {place}")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory,
+            **_named(place),
             config=hf_config,
             dtype=dtype,
             attn_implementation="eager",
-            use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **_format_arguments(config, hf_config, place, device),
+            **load_arguments(config),
         )
     except Exception as error:  # a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {directory}: {reason}") from error
+        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {place}: {reason}") from error
     # What is missing or of another shape, transformers would fill at random.
     if wrong := sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"]):
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise ConfigError(f"model={json.dumps(config.model)}: its files lack {shown}, in the shape of config.json")
+    if _is_widened(hf_config, place):
+        vars(model.config).pop("quantization_config", None)  # which would call it a quantized model still
     return model
+
+
+def _is_widened(hf_config: PretrainedConfig, place: Path) -> bool:
+    """Whether quantized weights become weights of `dtype` as they are read. transformers multiplies those of GGUF and
+    fp8 as they are with the PyPI package `kernels` only, which cannot be installed beside this project's folder."""
+    quantization = getattr(hf_config, "quantization_config", None)
+    return place.suffix == GGUF or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8")
+
+
+def _format_arguments(
+    config: EngineConfig, hf_config: PretrainedConfig, place: Path, device: torch.device
+) -> dict[str, Any]:
+    """What `from_pretrained` is told of the weights' format. Quantized ones are read on the device that they are for,
+    by which some formats choose how they compute."""
+    if place.suffix == GGUF:
+        return {"quantization_config": GgufConfig(dequantize=True)}
+    quantization = getattr(hf_config, "quantization_config", None)
+    if _is_widened(hf_config, place):
+        quantization["dequantize"] = True
+    on_device = {"device_map": device} if quantization and config.tensor_parallel_size == 1 else {}
+    return {"use_safetensors": True, **on_device}
+
+
+def _share(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """This rank's share of a model that is whole. Only `from_pretrained` takes one apart."""
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        dtype=model.dtype,
+        attn_implementation="eager",
+        **load_arguments(config),
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> frozenset[int]:

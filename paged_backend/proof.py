@@ -41,7 +41,9 @@ PROBE = "paged_llm_probe"
 # a wrong window, scale or mask is an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # The same for a pool of 8-bit keys and values. The demo model's error is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in
-# bfloat16), those of random models of many families up to 0.3; at 1 nothing of the answer is left.
+# bfloat16), those of random models of many families up to 0.3; at 1 nothing of the answer is left. And for a model that
+# computes with quantized weights: many formats round activations to 8 bits as well, which turns the last digit into a
+# step of those (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
 QUANTIZATION_TOLERANCE = 0.5
 
 
@@ -176,7 +178,8 @@ def _compare(
     block_size: int,
     kv_dtype: torch.dtype,
 ) -> None:
-    bounds = {model.dtype: TOLERANCE[model.dtype]}
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    bounds = {model.dtype: QUANTIZATION_TOLERANCE if quantized else TOLERANCE[model.dtype]}
     bounds |= {kv_dtype: QUANTIZATION_TOLERANCE} if kv_dtype != model.dtype else {}
     for dtype, tolerance in bounds.items():
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,10 @@ from paged_backend.sampler import Likeliest, follow, likeliest, sample
 from paged_backend.transfers import Transfers
 
 log = logging.getLogger("paged_llm")
+
+
+class RunnerDied(RuntimeError):
+    """No further step can be run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +63,16 @@ class Runner:
         *,
         max_draws: int,
         drafter: Drafter | None = None,
+        agree: Callable[[Tensor], None] = lambda tokens: None,
     ):
-        """kv: the model's layers first, then the drafter's. max_draws: of a step."""
+        """kv: the model's layers first, then the drafter's. max_draws: of a step. agree: overwrites what was drawn with
+        what another process drew, if that counts."""
         self.model = model
         self.kv = kv
         self.host = host
         self.drafter = drafter
         self.transfers = Transfers(kv, host)
+        self._agree = agree
         self._stage = Stage(kv.device)
         self._graphs: Graphs | None = None
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
@@ -100,6 +107,7 @@ class Runner:
         logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
         sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
+        self._agree(tokens)
         self._drawn[: len(tokens)] = tokens
         arrived, guessed = None, step.guessed
         if tokens.is_cuda:
@@ -117,7 +125,9 @@ class Runner:
         guessed = None
         if self.drafter:
             batch = self.drafter.fill(batch)
-            guessed = batch.input_ids[0] if batch.drafting else None
+            if batch.drafting:
+                self._agree(batch.input_ids)
+                guessed = batch.input_ids[0]
         return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
 
     def _known(self, tokens: Tensor) -> Tensor:

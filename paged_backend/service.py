@@ -23,21 +23,20 @@ from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.graphs import sizes
-from paged_backend.kv_cache import KVCache
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
+from paged_backend.parallel import Ranks, check_devices
+from paged_backend.parallel_rank import ROOT, prepare
+from paged_backend.parallel_workers import ParallelRunner, Workers
 from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams, invalid
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 from paged_backend.sessions import SessionName, Sessions, Turn
 from paged_backend.speculation import Guess, PromptLookup, on_device
-from paged_backend.warm_up import measure, record, runner_of, warm_up
+from paged_backend.warm_up import measure
 
 log = logging.getLogger("paged_llm")
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,31 +46,53 @@ class Assembly:
     loaded: LoadedModel
     limits: Limits
     scheduler: Scheduler
-    runner: Runner
+    runner: Runner | ParallelRunner
     device: torch.device
     disk: DiskTier | None = None
     overlap: bool = False
+    workers: Workers | None = None
 
     def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
-        return Engine(self.scheduler, self.runner, emit, self.disk, overlap=self.overlap)
+        engine = Engine(self.scheduler, self.runner, emit, self.disk, overlap=self.overlap)
+        if self.workers:
+            self.workers.watch(engine.die)
+        return engine
+
+    def close(self) -> None:
+        """End the processes of the other ranks. After the engine."""
+        if self.workers:
+            self.workers.stop()
 
 
 def assemble(config: EngineConfig) -> Assembly:
     """Load the model, prove it, size the pool. Raises ConfigError or UnsupportedModel."""
-    started = time.monotonic()
     device = model_loader.pick_device(config)
+    check_devices(config, device)
+    if config.tensor_parallel_size == 1:
+        return _assemble(config, Ranks(device), None)
+    model_loader.check(config, ROOT)  # before processes are started
+    workers = Workers(config, device)
+    try:
+        return _assemble(config, workers.ranks, workers)
+    except Exception as error:
+        reason = workers.explain()
+        workers.stop(at_once=True)
+        if reason is None or str(error) in reason:  # where all ranks refuse for the same reason, it is told once
+            raise
+        raise ConfigError(f"{error} ({reason})") from error
+
+
+def _assemble(config: EngineConfig, ranks: Ranks, workers: Workers | None) -> Assembly:
+    started, device = time.monotonic(), ranks.device
     if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and device.type == "cpu")):
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
-    loaded = model_loader.load(config, ROOT, device)
-    spec = loaded.spec
-    needs = warm_up(config, loaded, device)
-    pool = kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, device, needs.graph_bytes)
-    behind = kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, device)
+    prepared = prepare(config, ranks)
+    loaded, spec, behind = prepared.loaded, prepared.loaded.spec, prepared.num_host_blocks
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None
-    blocks = BlockManager(pool, config.block_size, caching=caching, host=host)
+    blocks = BlockManager(prepared.num_blocks, config.block_size, caching=caching, host=host)
     limits = Limits(
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
@@ -86,24 +107,8 @@ def assemble(config: EngineConfig) -> Assembly:
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
 
-    def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:
-        return KVCache.allocate(
-            loaded.layers,
-            num_blocks=count,
-            block_size=config.block_size,
-            dtype=spec.kv_dtype,
-            device=where,
-            pinned=pinned,
-        )
-
-    runner = runner_of(
-        config,
-        loaded,
-        cache(blocks.num_blocks, device),
-        cache(behind, torch.device("cpu"), pinned=device.type == "cuda") if behind else None,
-    )
-    record(config, loaded, runner, sizes(config.max_num_seqs))
-    costs = measure(runner, needs.seconds_per_token, behind)
+    costs = measure(prepared.runner, prepared.seconds_per_token, behind)
+    runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,
@@ -134,7 +139,7 @@ def assemble(config: EngineConfig) -> Assembly:
         behind,
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap)
+    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap, workers)
 
 
 def _guess(config: EngineConfig) -> Guess:
@@ -143,11 +148,11 @@ def _guess(config: EngineConfig) -> Guess:
     return PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
 
-def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> DiskTier | None:
+def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
     if config.disk_cache_dir is None or runner.host is None:
         return None
-    directories = [loaded.directory, *([loaded.draft.directory] if loaded.draft else [])]
-    name = fingerprint(config, directories, loaded.spec.dtype, loaded.spec.kv_dtype)
+    places = [loaded.place, *([loaded.draft.place] if loaded.draft else [])]
+    name = fingerprint(config, places, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)
     )
@@ -179,9 +184,10 @@ class Service:
         return self._engine.alive
 
     def stop(self) -> None:
-        """End both threads. The server calls this once every stream has ended."""
+        """End both threads, and what else was started. The server calls this once every stream has ended."""
         self._engine.stop()
         self._responder.stop()
+        self._assembly.close()
 
     def submit(self, pb_request: Any) -> None:
         """Read, tokenize, check and queue one request of the server's."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
@@ -57,13 +58,19 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     return Needs(_seconds(step, device) / plan.num_tokens, _graph_bytes(config, loaded, runner))
 
 
-def runner_of(config: EngineConfig, loaded: LoadedModel, kv: KVCache, host: KVCache | None = None) -> Runner:
+def runner_of(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    kv: KVCache,
+    host: KVCache | None = None,
+    agree: Callable[[Tensor], None] = lambda tokens: None,
+) -> Runner:
     """The model, and the one that guesses if there is one, over these pools."""
     drafter, count = None, len(loaded.spec.layers)
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.part(count, len(kv.layers)))
     max_draws = config.max_num_seqs + config.max_num_batched_tokens  # with every guess
-    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter)
+    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter, agree=agree)
 
 
 def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:

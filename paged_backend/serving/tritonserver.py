@@ -54,7 +54,8 @@ class TritonServer:
     thread that outlives the server, because Linux ties the server's life to that thread.
 
     Args:
-        model: a Hugging Face directory, a name on the hub, or "demo" for the demo model, prepared if it is missing.
+        model: a Hugging Face directory, a GGUF file, a name on the hub, or "demo" for the demo model, prepared if it is
+            missing.
         options: engine options, laid over those of the repository's model.json.
         http_port, grpc_port, metrics_port: 0 takes a free one; the attributes hold the real ones.
         server_args: more flags for tritonserver.
@@ -279,15 +280,16 @@ def choose_ports(**wanted: int) -> list[int]:
 
 
 def resolve_model(model: str | Path) -> str:
-    """The value of the engine's option `model`. Raises ValueError for a directory that does not exist."""
+    """The value of the engine's option `model`. Raises ValueError for files that do not exist."""
     if model == "demo":
         return str(demo_model.prepare())
-    if Path(model).is_dir():
+    if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
         return str(Path(model).absolute())
     if isinstance(model, str) and HUB_NAME.fullmatch(model):
         return model
     raise ValueError(
-        f"model={str(model)!r}: must be 'demo', a directory that exists or a name on the hub (owner/model)"
+        f"model={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
+        " (owner/model)"
     )
 
 
