@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.paging import Paging
+from kernels.cascade import find_groups
+from kernels.paging import Paging, SharedPrefixes
 from paged_backend.plan import Chunk, Plan
 from paged_backend.sampler import SamplingBatch, prepare
 
@@ -51,8 +52,9 @@ class PackedBatch:
     drafting: Drafting | None = None  # where guesses are made on the device
 
 
-def pack(plan: Plan, *, block_size: int, draft: bool = False) -> PackedBatch:
-    """Pack a plan, on the host. draft: its guesses are yet to be made."""
+def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None = None) -> PackedBatch:
+    """Pack a plan, on the host. draft: its guesses are yet to be made. group: query heads of a KV head, where attention
+    can read a prefix that several sequences share once for all of them."""
     chunks = plan.chunks
     starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     lengths = np.fromiter((chunk.length for chunk in chunks), np.int64, len(chunks))
@@ -80,6 +82,7 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False) -> PackedBatch:
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             max_query_len=int(lengths.max()),
             max_context_len=int((starts + lengths).max()),
+            shared=_shared(tables, starts + lengths, lengths, block_size, group),
         ),
         sample_rows=torch.from_numpy(np.fromiter((row for row, _ in last), np.int64, len(last))),
         draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
@@ -88,6 +91,18 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False) -> PackedBatch:
         checks=_checks(chunks, query_starts.tolist()),
         drafting=_drafting(chunks, query_starts.tolist()) if draft else None,
     )
+
+
+def _shared(
+    tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, block_size: int, group: int | None
+) -> SharedPrefixes | None:
+    if group is None:
+        return None
+    groups = find_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
+    if groups is None:
+        return None
+    lens, members, starts = map(torch.from_numpy, (groups.lens, groups.members, groups.group_starts))
+    return SharedPrefixes(lens, members, starts, groups.max_len)
 
 
 def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:

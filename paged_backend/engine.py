@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -271,8 +272,8 @@ class Engine:
     def _launch(self, plan: Plan) -> Launched | Exception:
         try:
             self._runner.move(plan)
-            size, draft = self._scheduler.blocks.block_size, self._runner.drafter is not None
-            return self._runner.launch(pack(plan, block_size=size, draft=draft))
+            runner, size = self._runner, self._scheduler.blocks.block_size
+            return runner.launch(pack(plan, block_size=size, draft=runner.drafter is not None, group=runner.group))
         except Exception as error:
             return error
 
@@ -292,6 +293,8 @@ class Engine:
             raise
         except Exception as error:  # the device or the model failed this step: its requests end, the others go on
             log.error("a step failed", exc_info=error)
+            with suppress(Exception):  # blocks are free for others only once nothing reads or writes them
+                self._runner.transfers.settle()
             message = f"the step failed: {type(error).__name__}: {error}"
             failed = [flight.plan, *(later.plan for later in self._flights)]  # what came after has built on it
             self._flights.clear()

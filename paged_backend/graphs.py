@@ -13,19 +13,22 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.paging import Paging
+from kernels.cascade import MAX_GROUPS
+from kernels.paging import Paging, SharedPrefixes
 from paged_backend.batch import PackedBatch, Stage, known
 from paged_backend.sampler import SamplingBatch
 
 log = logging.getLogger("paged_llm")
 
+NO_ROWS = torch.empty(0, dtype=torch.int32)
+NOTHING_SHARED = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]  # what runs a function again, into the same tensor
 
 
@@ -45,11 +48,34 @@ class _Rows:
     position_ids: Tensor  # [1, size] int64
     slots: Tensor  # [size] int64
     context_lens: Tensor  # [size] int32
+    shared: SharedPrefixes | None
 
     @classmethod
-    def of(cls, input_ids: Tensor, position_ids: Tensor, slots: Tensor, context_lens: Tensor, size: int) -> _Rows:
+    def of(
+        cls,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slots: Tensor,
+        context_lens: Tensor,
+        shared: SharedPrefixes | None,
+        size: int,
+    ) -> _Rows:
         more = (0, size - len(slots))
-        return cls(pad(input_ids, more), pad(position_ids, more), pad(slots, more, value=-1), pad(context_lens, more))
+        if shared:
+            shared = replace(shared, lens=pad(shared.lens, more), members=pad(shared.members, more))
+        return cls(
+            pad(input_ids, more),
+            pad(position_ids, more),
+            pad(slots, more, value=-1),
+            pad(context_lens, more),
+            shared,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    buffer: Tensor  # [bytes] uint8: where it reads its rows
+    replay: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,24 +111,27 @@ class Graphs:
         *,
         max_blocks: int,
         max_context_len: int,
+        shared: bool = False,
     ):
         """forward: a packed batch -> logits, whatever its rows. drawn: [max_num_seqs] int64, what the step before
-        drew. max_blocks: of a block table. Raises what `forward` or `record` raises for a model that cannot be
+        drew. max_blocks: of a block table. shared: record steps whose rows share prefixes, too, for a few of the sizes.
+        Raises what `forward` or `record` raises for a model that cannot be
         recorded."""
         self._sizes = sorted(batch_sizes)
         most, device = self._sizes[-1], drawn.device
         empty = torch.empty(0, dtype=torch.int64)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._buffers: dict[int, Tensor] = {}
-        self._replays: dict[int, Callable[[], Tensor]] = {}
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            rows = _Rows.of(empty[None], empty[None], empty, empty.int(), size)
+        self._sizes_shared = [size for size in self._sizes if size & (size - 1) == 0 or size == most] if shared else []
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        every = [(size, False) for size in self._sizes] + [(size, True) for size in self._sizes_shared]
+        for size, shares in sorted(every, reverse=True):  # the largest first: the others fit into its memory
+            rows = _Rows.of(empty[None], empty[None], empty, empty.int(), NOTHING_SHARED if shares else None, size)
             buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
             static = Stage.views(rows, buffer)
             Stage(device)(rows, head=buffer)
-            self._buffers[size] = buffer
-            self._replays[size] = record(self._step(forward, drawn, static, size, max_context_len))
+            replay = record(self._step(forward, drawn, static, size, max_context_len))
+            self._recorded[size, shares] = _Recorded(buffer, replay)
 
     def _step(
         self, forward: Callable[[PackedBatch], Tensor], drawn: Tensor, rows: _Rows, size: int, max_context_len: int
@@ -111,7 +140,8 @@ class Graphs:
 
         def run() -> Tensor:
             starts, tables = self._starts[: size + 1], self._tables[:size]
-            paging = Paging(rows.slots, tables, rows.context_lens, starts, 1, max_context_len)
+            shared = rows.shared and replace(rows.shared, max_len=max_context_len)
+            paging = Paging(rows.slots, tables, rows.context_lens, starts, 1, max_context_len, shared)
             ids = known(rows.input_ids, drawn)
             nothing = SamplingBatch(None, None, None, None)
             return forward(PackedBatch(ids, rows.position_ids, paging, every, None, nothing, False))
@@ -121,20 +151,21 @@ class Graphs:
     def fit(self, batch: PackedBatch) -> bool:
         """Whether a batch is a decode step of a size that was recorded."""
         paging = batch.paging
-        return paging.max_query_len == 1 and paging.num_seqs <= self._sizes[-1]
+        sizes = self._sizes_shared if paging.shared else self._sizes
+        return paging.max_query_len == 1 and bool(sizes) and paging.num_seqs <= sizes[-1]
 
     def replay(self, batch: PackedBatch, stage: Stage) -> Forwarded:
-        count = batch.paging.num_seqs
-        size = self._sizes[bisect_left(self._sizes, count)]
+        count, shares = batch.paging.num_seqs, batch.paging.shared is not None
+        sizes = self._sizes_shared if shares else self._sizes
+        size = sizes[bisect_left(sizes, count)]
+        recorded = self._recorded[size, shares]
         wanted = None if len(batch.sample_rows) == count else batch.sample_rows
         paging = batch.paging
-        rows = _Rows.of(batch.input_ids, batch.position_ids, paging.slots, paging.context_lens, size)
-        staged = stage(
-            _Step(rows, paging.block_tables, wanted, batch.draw_rows, batch.sampling), head=self._buffers[size]
-        )
+        rows = _Rows.of(batch.input_ids, batch.position_ids, paging.slots, paging.context_lens, paging.shared, size)
+        staged = stage(_Step(rows, paging.block_tables, wanted, batch.draw_rows, batch.sampling), head=recorded.buffer)
         tables = staged.block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
-        logits = self._replays[size]()
+        logits = recorded.replay()
         logits = logits[:count] if staged.sample_rows is None else logits[staged.sample_rows]
         return Forwarded(logits, staged.draw_rows, staged.sampling)
 

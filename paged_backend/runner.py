@@ -71,6 +71,7 @@ class Runner:
         self.kv = kv
         self.host = host
         self.drafter = drafter
+        self.group = _group(model) if kv.device.type != "cpu" else None
         self.transfers = Transfers(kv, host)
         self._agree = agree
         self._stage = Stage(kv.device)
@@ -83,7 +84,13 @@ class Runner:
         in the log. max_blocks: of a block table."""
         try:
             self._graphs = Graphs(
-                self._forward, self._drawn, record, batch_sizes, max_blocks=max_blocks, max_context_len=max_context_len
+                self._forward,
+                self._drawn,
+                record,
+                batch_sizes,
+                max_blocks=max_blocks,
+                max_context_len=max_context_len,
+                shared=self.group is not None,
             )
         except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
@@ -132,3 +139,10 @@ class Runner:
 
     def _known(self, tokens: Tensor) -> Tensor:
         return known(tokens, self._drawn)
+
+
+def _group(model: PreTrainedModel) -> int:
+    """Query heads of a KV head."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)
