@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paged_backend import kv_cache, model_loader, wire
 from paged_backend.block_manager import BlockManager
@@ -305,7 +305,12 @@ def _refuse(channel: Channel, error: RequestError) -> None:
         log.exception("a request could not be answered with %s", error)
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool):  # type: ignore[no-untyped-def]
+def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    kind = type(tokenizer)
+    own = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == own:
+        decode = tokenizer.backend_tokenizer.decode  # all that those two come to, in a fifth of the time
+        return lambda ids: decode(ids, skip_special_tokens)
     return lambda ids: tokenizer.decode(
         ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
