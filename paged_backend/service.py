@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -173,6 +174,9 @@ class Service:
         metrics.show(self._assembly.scheduler.stats)
         self._responder.start(self._engine)
         self._engine.start()
+        # What loading has left lives as long as the process: the collector need not walk through it while serving.
+        gc.collect()
+        gc.freeze()
 
     @property
     def ready(self) -> bool:
