@@ -118,7 +118,8 @@ def continuous(model: PreTrainedModel, budget: int, *, tuned: bool) -> Contestan
             with model.continuous_batching_context_manager(
                 generation_config=generation, continuous_batching_config=config, block=True, warmup=tuned
             ) as manager:
-                _collect(manager, {"first": manager.add_request([0], request_id="first", max_new_tokens=1)}, first.n)
+                manager.add_request([0] * 8, request_id="first", max_new_tokens=2)
+                _collect(manager, first.n)
                 return _serve(manager, jobs, rows)
         finally:
             model.set_attn_implementation(implementation)
@@ -140,7 +141,7 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
     for key, job in enumerate(jobs):
         time.sleep(max(0.0, started + job.arrival - time.perf_counter()))
         manager.add_request(job.prompt, request_id=str(key), max_new_tokens=job.output, record_timestamps=True)
-    results = _collect(manager, range(rows), 1)
+    results = _collect(manager, rows)
     seconds = time.perf_counter() - started
     stamps = []
     for result in results:
@@ -151,10 +152,9 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
     return Run(seconds, stamps)
 
 
-def _collect(manager: Any, asked: Any, each: int) -> list[Any]:
-    """As many results as were asked for."""
+def _collect(manager: Any, count: int) -> list[Any]:
     results: list[Any] = []
-    while len(results) < len(asked) * each:
+    while len(results) < count:
         result = manager.get_result(timeout=1)
         if result is None:
             if not manager.is_running():

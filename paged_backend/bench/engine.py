@@ -8,6 +8,7 @@ for count. Time to first token is from a request's arrival; between tokens, from
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from argparse import ArgumentParser
@@ -131,13 +132,22 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
     who = {one: run for one, run in who.items() if not fixed or one not in (PADDED, ALONE)}
     runs: dict[str, list[Run]] = {one: [] for one in who}
 
+    failed: dict[str, str] = {}
+
     def timed(one: str) -> float:
-        runs[one].append(who[one](jobs))
+        try:
+            runs[one].append(who[one](jobs))
+        except Exception as error:  # a peer's trouble must not cost the others' figures
+            if one == OURS:
+                raise
+            failed[one] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return math.nan
         return tokens / runs[one][-1].seconds
 
     figures = alternate({f"{one} ({name})": partial(timed, one) for one in who}, rounds)
     by_name = dict(zip(who, figures.values(), strict=True))
     ours = by_name.pop(OURS)
+    by_name = {one: values for one, values in by_name.items() if one not in failed}
     peers = {one: statistics.median(values) for one, values in by_name.items()}
     prompt = sum(len(job.prompt) for job in jobs)
     how = f"over {jobs[-1].arrival:.3g} s" if fixed else "at once"
@@ -150,8 +160,9 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
     for one, values in by_name.items():
         target = 2.0 if (name, one) == ("nano", TUNED) else None
         records.append(ratio(f"output_throughput_ratio {name} ({one})", ours, values, target))
-    for one in who:
+    for one in (OURS, *by_name):
         records += latencies(f"{name} ({one})", runs[one])
+    records += [not_measured(f"output_throughput_ratio {name} ({one})", why) for one, why in failed.items()]
     records += _memory(name, runs)
     if assembly.device.type == "cuda":
         records.append(Record(f"GPU idle {name}", gpu_idle(lambda: run_paged(assembly, jobs)), "%", 2.0, 0.0))
@@ -164,7 +175,9 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
 
 def _memory(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
     """Slots of key/value memory for each token in them, where all requests ran at the same time."""
-    held = {one: done[-1].peak_slots / done[-1].peak_tokens for one, done in runs.items() if done[-1].peak_tokens}
+    held = {
+        one: done[-1].peak_slots / done[-1].peak_tokens for one, done in runs.items() if done and done[-1].peak_tokens
+    }
     if OURS in held and name == "mixed":
         peers = {one: value for one, value in held.items() if one == PADDED}
         yield Record(f"kv_slots_per_token_at_peak {name}", held[OURS], "slots/token", limit=1.0, peers=peers)
