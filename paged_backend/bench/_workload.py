@@ -122,7 +122,7 @@ def _fit(job: Job, limit: int) -> Job:
 
 def model_options(model: str) -> dict[str, Any]:
     """Engine options for a model: a directory or 'demo', or one of MODELS, whose weights are drawn at random."""
-    if (MODELS / model / "config.json").is_file():
+    if model in (*model_names(), NULL):
         own = {"model": str(MODELS / model), "tokenizer": resolve_model("demo"), "load_format": "dummy"}
         return own | ({"trust_remote_code": True} if model == NULL else {})
     return {"model": resolve_model(model)}
