@@ -47,7 +47,6 @@ class Detokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         """Text that these tokens made certain: the same whether they come one by one or at once. Sets `stopped` where
         a stop string is complete; `num_tokens` then tells with which of them."""
-        assert not self.stopped
         if not self._stop:
             return self._read_on(tokens)
         text = ""
@@ -68,6 +67,7 @@ class Detokenizer:
 
     def _read_on(self, tokens: Sequence[int]) -> str:
         """The text of these tokens, up to the last of them after which no character is cut."""
+        assert not self.stopped
         self.num_tokens += len(tokens)
         self._ids += tokens
         for end in range(len(self._ids), len(self._ids) - len(tokens), -1):
