@@ -17,12 +17,10 @@ from pathlib import Path
 
 import torch
 
-from kernels.ops import kv_write
 from paged_backend.bench._attention import CONTESTANTS, OURS, Cell, Missing, Prepared, error
-from paged_backend.bench._race import Call, cache_bytes, race, rotations, timer
+from paged_backend.bench._lines import LINES
+from paged_backend.bench._race import Call, cache_bytes, race, timer
 from paged_backend.bench._report import Record, not_measured, parser, publish, ratio
-from paged_backend.block_manager import Copy
-from paged_backend.kv_cache import KVCache, LayerShape
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # an error above is no rounding
 TARGETS = {"SDPA, contiguous": 0.98, "FlashInfer": 1.0, "vLLM": 1.0}
@@ -143,46 +141,17 @@ def _results(cell: Cell, on: Machine, taken: dict[str, list[float]], errors: dic
     return records
 
 
-# --- the kernels that move memory: a line each ----------------------------------------------------------------------
-
-Line = Callable[[torch.device, torch.dtype, bool], tuple[Call, int, int]]  # -> the call, rotations, bytes that it moves
-
-
-def line_kv_write(device: torch.device, dtype: torch.dtype, quick: bool) -> tuple[Call, int, int]:
-    tokens, shape = (256 if quick else 8192 if device.type == "cuda" else 512), LayerShape(8, 128)
-    nbytes = 2 * 2 * tokens * shape.num_kv_heads * shape.head_dim * dtype.itemsize  # read, and written
-    count = rotations(nbytes, device)
-    kv = KVCache.allocate([shape], num_blocks=count * tokens // 16, block_size=16, dtype=dtype, device=device)
-    key, value = torch.randn(
-        2, count, tokens, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype
-    ).unbind()  # fmt: skip
-    slots = torch.randperm(count * tokens, generator=torch.Generator().manual_seed(0)).view(count, tokens).to(device)
-    return lambda i: kv_write(key[i], value[i], kv.layers[0], slots[i]), count, nbytes
-
-
-def line_block_copy(device: torch.device, dtype: torch.dtype, quick: bool) -> tuple[Call, int, int]:
-    """As a fork's copies on write are made: whole blocks, in all layers."""
-    shape, copies = LayerShape(8, 128), 16 if quick else 64
-    kv = KVCache.allocate([shape] * 4, num_blocks=4 * copies, block_size=16, dtype=dtype, device=device)
-    order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0)).tolist()
-    moves = [Copy(source, target) for source, target in zip(order[:copies], order[copies : 2 * copies], strict=True)]
-    nbytes = 2 * copies * sum(tensor[0].nbytes for tensor in kv.tensors)
-    return lambda _: kv.copy(moves), 1, nbytes
-
-
-LINES: dict[str, Line] = {"kv_write": line_kv_write, "block copy": line_block_copy}
-
-
-def lines(on: Machine, dtype: torch.dtype, quick: bool, rounds: int) -> Iterator[Record]:
+def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator[Record]:
     for name, make in LINES.items():
+        title = f"{name}, {tokens} tokens"
         try:
-            call, count, nbytes = make(on.device, dtype, quick)
+            call, count, nbytes = make(on.device, dtype, tokens)
             taken = race({name: timer(call, count, on.device)}, rounds)[name]
-        except RuntimeError as error:  # some cannot be captured in a graph
-            yield not_measured(name, str(error).partition("\n")[0])
+        except RuntimeError as error:  # no memory for it, or a kernel that cannot be captured in a graph
+            yield not_measured(title, str(error).partition("\n")[0])
             continue
-        # Written bytes count as those read: a stream that only reads may be faster.
-        yield Record(name, nbytes / 1e9 / statistics.median(taken), "GB/s", limit=on.read / 1e9)
+        # Bytes written count as those read: a stream that only reads may be faster.
+        yield Record(title, nbytes / 1e9 / statistics.median(taken), "GB/s", limit=on.read / 1e9)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -204,7 +173,8 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    records += lines(on, dtype, args.quick, rounds)
+    for tokens in (16,) if args.quick else (64, 512) if device.type == "cpu" else (64, 8192):
+        records += lines(on, dtype, tokens, rounds)
     table(points)
     publish(records, args.json, lambda file, caption: draw(points, on, file, caption))
     return 0
