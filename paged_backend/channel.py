@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from paged_backend.request import ErrorCode, RequestError
-from paged_backend.wire import INPUTS
 
 _CODES = {  # our classes by the names of Triton's codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
@@ -31,10 +30,9 @@ class Channel:
     def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int]:
         """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence
         (0 or "": none), and its flags."""
-        found = ((name, self._pb_utils.get_input_tensor_by_name(self._request, name)) for name in INPUTS)
-        tensors = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
-        parameters = json.loads(self._request.parameters() or "{}")
         request = self._request
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
+        parameters = json.loads(request.parameters() or "{}")
         return tensors, parameters, request.timeout(), request.correlation_id(), request.flags()
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:

@@ -31,7 +31,7 @@ class Detokenizer:
         self._ids = list(prompt_ids[-CONTEXT:])
         self._prefix = 0
         self._read = len(self._ids)
-        self._prefix_text = decode(self._ids)
+        self._prefix_text: str | None = None  # of the ids from `prefix` to `read`, once it is asked for
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -39,27 +39,49 @@ class Detokenizer:
         self.num_tokens = 0
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Text that this token made certain. Sets `stopped` where a stop string is complete."""
-        assert not self.stopped
-        self.num_tokens += 1
-        self._ids.append(token)
-        text = self._decode(self._ids[self._prefix :])
-        if text.endswith(INCOMPLETE):
-            return ""
-        return self._release(self._advance(text))
+    @property
+    def watches(self) -> bool:
+        """Whether a stop string may end the output, so that tokens should not wait to be pushed."""
+        return bool(self._stop)
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that these tokens made certain: the same whether they come one by one or at once. Sets `stopped` where
+        a stop string is complete; `num_tokens` then tells with which of them."""
+        if not self._stop:
+            return self._read_on(tokens)
+        text = ""
+        for token in tokens:
+            text += self._release(self._read_on((token,)))
+            if self.stopped:
+                break
+        return text
 
     def flush(self) -> str:
         """What is left at the end: held back text, but not the bytes that have not become a character."""
-        text = self._advance(self._decode(self._ids[self._prefix :])).rstrip(INCOMPLETE)
+        text = ""
+        if self._read < len(self._ids):
+            text = self._advance(self._decode(self._ids[self._prefix :]), len(self._ids)).rstrip(INCOMPLETE)
         released = self._release(text)
         held, self._held = self._held, ""
         return released if self.stopped else released + held
 
-    def _advance(self, text: str) -> str:
+    def _read_on(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens, up to the last of them after which no character is cut."""
+        assert not self.stopped
+        self.num_tokens += len(tokens)
+        self._ids += tokens
+        for end in range(len(self._ids), len(self._ids) - len(tokens), -1):
+            text = self._decode(self._ids[self._prefix : end])
+            if not text.endswith(INCOMPLETE):
+                return self._advance(text, end)
+        return ""
+
+    def _advance(self, text: str, end: int) -> str:
+        """What of `text`, that of all ids from `prefix` to `end`, is new."""
+        if self._prefix_text is None:
+            self._prefix_text = self._decode(self._ids[self._prefix : self._read])
         new = text[len(self._prefix_text) :]
-        self._prefix, self._read = self._read, len(self._ids)
-        self._prefix_text = self._decode(self._ids[self._prefix :])
+        self._prefix, self._read, self._prefix_text = self._read, end, None
         return new
 
     def _release(self, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,11 +22,15 @@ from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import EngineDied, PoolMap, StepOutput
 from paged_backend.metrics import Metrics
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta, Usage
+from paged_backend.scheduler import SchedulerStats
 from paged_backend.sessions import Sessions, Turn
 
 log = logging.getLogger("paged_llm")
 
-POLL_SECONDS = 0.02  # how often open streams are asked whether they were cancelled
+POLL_SECONDS = 0.02  # how often an open stream is asked whether it was cancelled, where there are few
+POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
+POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
+SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 
 
 class Aborts(Protocol):
@@ -33,9 +38,13 @@ class Aborts(Protocol):
     def end(self, key: int, index: int) -> None: ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sample:
-    """One of a request's answers, on its way out."""
+    """One of a request's answers, on its way out.
+
+    tokens | in `said`, sent | in `text` | piled up: decoded at once when a response is made of them |
+                                         ^ read
+    """
 
     detokenizer: Detokenizer
     include_stop: bool  # whether the token that ends it is part of the text
@@ -43,32 +52,47 @@ class Sample:
     unsent_tokens: int = 0
     num_tokens: int = 0
     finish: FinishReason | None = None
-    all_text: str = ""
-    tokens: list[int] = field(default_factory=list)  # those that the text was made of
+    tokens: list[int] = field(default_factory=list)  # those that the text is made of
+    read: int = 0  # how many of them are text by now
+    said: list[str] = field(default_factory=list)  # all text so far, in pieces
+
+    @property
+    def all_text(self) -> str:
+        return "".join(self.said)
 
     def take(self, delta: TokenDelta) -> None:
         """Book what a step gave. A stop string may end the sample before the engine does."""
-        silent = delta.finish is FinishReason.STOP and not self.include_stop
-        for index, token in enumerate(delta.token_ids):
-            self.num_tokens += 1
-            self.unsent_tokens += 1
-            if silent and index == len(delta.token_ids) - 1:
-                break  # the token that ends the output is counted, but its text is not output
-            self.tokens.append(token)
-            self._say(self.detokenizer.push(token))
+        tokens, count = delta.token_ids, len(delta.token_ids)
+        if delta.finish is FinishReason.STOP and not self.include_stop:
+            tokens = tokens[:-1]  # the token that ends the output is counted, but its text is not output
+        self.tokens += tokens
+        if self.detokenizer.watches:
+            self.speak()
             if self.detokenizer.stopped:
+                del self.tokens[self.detokenizer.num_tokens :]
+                count = len(self.tokens) - self.num_tokens
                 self.finish = FinishReason.STOP
-                return
-        if delta.finish:
+        self.num_tokens += count
+        self.unsent_tokens += count
+        if delta.finish and not self.finish:
             self.end(delta.finish)
 
+    def speak(self) -> None:
+        """Turn the tokens that have piled up into text."""
+        if self.read < len(self.tokens):
+            piled = self.tokens[self.read :] if self.read else self.tokens
+            self.read = len(self.tokens)
+            self._say(self.detokenizer.push(piled))
+
     def end(self, finish: FinishReason) -> None:
+        self.speak()
         self._say(self.detokenizer.flush())
         self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
 
     def _say(self, text: str) -> None:
-        self.text += text
-        self.all_text += text
+        if text:
+            self.text += text
+            self.said.append(text)
 
 
 @dataclass(eq=False)
@@ -87,19 +111,15 @@ class Stream:
     entered: float | None = field(default=None, init=False)  # when it first computed
     first_token: float | None = field(default=None, init=False)
     last_token: float | None = field(default=None, init=False)
-
-    @property
-    def finished(self) -> bool:
-        return all(sample.finish for sample in self.samples)
+    finished: bool = field(default=False, init=False)  # whether every sample is
 
     @property
     def ended(self) -> bool:
         return self.finished or self.error is not None
 
-    @property
-    def overdue(self) -> bool:
+    def overdue(self, now: float) -> bool:
         limit = self.call.timeout_us
-        return limit > 0 and time.monotonic() - self.arrived > limit / 1e6
+        return limit > 0 and now - self.arrived > limit / 1e6
 
     def take(self, delta: TokenDelta, when: float) -> None:
         """Book what a step gave one of the samples."""
@@ -108,7 +128,10 @@ class Stream:
             self.last_token = when
         self.error = delta.error
         self.usage = delta.usage or self.usage
-        self.samples[delta.sample].take(delta)
+        sample = self.samples[delta.sample]
+        sample.take(delta)
+        if sample.finish:
+            self.finished = all(one.finish for one in self.samples)
 
     def receipt(self) -> dict[str, Any]:
         """What the request took: tokens, blocks, and seconds in each phase."""
@@ -140,6 +163,7 @@ class Stream:
         for sample in self.samples:
             if not sample.finish:
                 sample.end(finish)
+        self.finished = True
 
 
 class Refused:
@@ -158,6 +182,10 @@ class Responder:
         self._streams: dict[int, Stream] = {}
         self._lookers: list[Channel] = []  # those who wait for a map of the pool
         self._next_poll = 0.0
+        self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
+        self._stats: SchedulerStats | None = None  # newest
+        self._generated = 0  # tokens that the metrics have not been told of
+        self._next_show = 0.0
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self, engine: Aborts) -> None:
@@ -188,35 +216,51 @@ class Responder:
         running = True
         while running:
             touched: dict[int, Stream] = {}
-            stats = None
             for message in self._collect():
                 if message is None:
                     running = False
-                elif isinstance(message, Stream):
-                    self._streams[message.request.key] = message
-                    self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
-                    if self._died:  # after it was asked whether it lives
-                        message.error = self._died
-                        touched[message.request.key] = message
-                elif isinstance(message, Channel):
-                    self._lookers.append(message)
-                    if self._died:
-                        self._fail_lookers(self._died)
-                elif isinstance(message, PoolMap):
-                    self._show(message)
-                elif isinstance(message, Refused):
-                    self._metrics.ended("refused")
                 elif isinstance(message, StepOutput):
-                    stats = message.stats
-                    touched |= self._book(message)
+                    self._book(message, touched)
                 else:
-                    touched |= self._fail_all(message.reason)
-            if stats:
-                self._metrics.show(stats)
+                    self._take(message, touched)
+            if self._stats and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
+                self._show()
             for stream in touched.values():
-                self._guarded(stream, self._deliver)
+                try:  # as `_guarded` does, without a call more for each stream
+                    self._deliver(stream)
+                except Exception as error:
+                    self._give_up(stream, error)
             self._poll()
             self._metrics.show_sessions(len(self._sessions))
+
+    def _take(self, message: Stream | Channel | PoolMap | Refused | EngineDied, touched: dict[int, Stream]) -> None:
+        """Anything but a step."""
+        if isinstance(message, Stream):
+            self._streams[message.request.key] = message
+            self._to_ask.append(message.request.key)
+            self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
+            if self._died:  # after it was asked whether it lives
+                message.error = self._died
+                touched[message.request.key] = message
+        elif isinstance(message, Channel):
+            self._lookers.append(message)
+            if self._died:
+                self._fail_lookers(self._died)
+        elif isinstance(message, PoolMap):
+            self._show_pool(message)
+        elif isinstance(message, Refused):
+            self._metrics.ended("refused")
+        else:
+            touched |= self._fail_all(message.reason)
+
+    def _show(self) -> None:
+        """Bring the metrics up to date. Before an answer ends, so that whoever has read it finds it counted."""
+        assert self._stats
+        self._metrics.show(self._stats)
+        if self._generated:
+            self._metrics.generated_tokens.increment(self._generated)
+        self._stats, self._generated = None, 0
+        self._next_show = time.monotonic() + SHOW_SECONDS
 
     def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
@@ -231,26 +275,30 @@ class Responder:
         except Empty:
             return messages
 
-    def _book(self, output: StepOutput) -> dict[int, Stream]:
-        touched, tokens = {}, 0
+    def _book(self, output: StepOutput, touched: dict[int, Stream]) -> None:
+        self._stats = output.stats
+        if not output.deltas:  # something else has changed, and no step may follow
+            self._next_show = 0.0
+        streams, when = self._streams, output.when
         for key in output.entered:
-            if key in self._streams:
-                self._streams[key].entered = output.began
+            if key in streams:
+                streams[key].entered = output.began
         for delta in output.deltas:
-            stream = self._streams.get(delta.key)
+            stream = streams.get(delta.key)
             # Else it was cancelled, or met its stop string, a moment ago.
-            if stream and not stream.ended and (delta.error or not stream.samples[delta.sample].finish):
-                begun = stream.first_token is not None
-                self._guarded(stream, lambda one, delta=delta: one.take(delta, output.when))
-                tokens += len(delta.token_ids)
-                if stream.first_token is not None and not begun:
-                    self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
-                touched[delta.key] = stream
-                if stream.samples[delta.sample].finish and not delta.last:
-                    self._end(delta.key, delta.sample)
-        if tokens:
-            self._metrics.generated_tokens.increment(tokens)
-        return touched
+            if stream is None or stream.ended or (stream.samples[delta.sample].finish and not delta.error):
+                continue
+            begun = stream.first_token is not None
+            try:
+                stream.take(delta, when)
+            except Exception as error:
+                self._give_up(stream, error)
+            self._generated += len(delta.token_ids)
+            if not begun and stream.first_token is not None:
+                self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
+            touched[delta.key] = stream
+            if stream.samples[delta.sample].finish and not delta.last:
+                self._end(delta.key, delta.sample)
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:
         self._died = RequestError(ErrorCode.INTERNAL, reason)
@@ -259,7 +307,7 @@ class Responder:
         self._fail_lookers(self._died)
         return dict(self._streams)
 
-    def _show(self, pool: PoolMap) -> None:
+    def _show_pool(self, pool: PoolMap) -> None:
         """Answer all who asked. No request of the metrics': it took no place and no token."""
         outputs = wire.write_pool_map(
             {
@@ -289,15 +337,18 @@ class Responder:
                 with suppress(Exception):
                     channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
-    def _guarded(self, stream: Stream, action) -> None:  # type: ignore[no-untyped-def]
-        """One stream's trouble, whatever it is, must not reach another's."""
+    def _guarded(self, stream: Stream, action: Callable[[Stream], None]) -> None:
         try:
             action(stream)
         except Exception as error:
-            log.exception("request %d: could not answer", stream.request.key)
-            self._abort(stream.request.key)
-            stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
-            self._drop(stream)
+            self._give_up(stream, error)
+
+    def _give_up(self, stream: Stream, error: Exception) -> None:
+        """One stream's trouble, whatever it is, must not reach another's. Within an `except`."""
+        log.exception("request %d: could not answer", stream.request.key)
+        self._abort(stream.request.key)
+        stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        self._drop(stream)
 
     def _drop(self, stream: Stream) -> None:
         """Give up on a stream whose answer failed, with an error if even that still goes out."""
@@ -318,8 +369,11 @@ class Responder:
         elif stream.finished:
             self._close(stream, _outcome(stream))
             self._send(stream)
-        elif stream.call.stream and any(sample.text for sample in stream.samples):
-            self._send(stream)
+        elif stream.call.stream:
+            for sample in stream.samples:
+                sample.speak()
+            if any([sample.text for sample in stream.samples]):
+                self._send(stream)
 
     def _send(self, stream: Stream) -> None:
         prefix = stream.call.prompt if stream.call.echo and stream.call.prompt is not None else ""
@@ -348,24 +402,44 @@ class Responder:
             self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
 
     def _poll(self) -> None:
-        """Ask about every open stream, queued and prefilling ones too; forget sessions whose time is over."""
-        if time.monotonic() < self._next_poll:
+        """Ask some of the open streams, queued and prefilling ones too, whether they were cancelled; end those that are
+        overdue; forget sessions whose time is over."""
+        now = time.monotonic()
+        if now < self._next_poll:
             return
         self._sessions.expire()
-        for stream in list(self._streams.values()):
-            self._guarded(stream, self._check)
-        self._next_poll = time.monotonic() + POLL_SECONDS
+        for stream in [stream for stream in self._streams.values() if stream.overdue(now)]:
+            self._guarded(stream, self._expire)
+        asked = self._ask_some()
+        took = time.monotonic() - now
+        share = POLL_SECONDS * asked / max(1, len(self._streams))
+        self._next_poll = now + max(share or POLL_SECONDS, took / POLL_SHARE)
 
-    def _check(self, stream: Stream) -> None:
+    def _ask_some(self) -> int:
+        """Ask those whose turn it is; how many."""
+        asked = 0
+        for _ in range(len(self._to_ask)):
+            stream = self._streams.get(key := self._to_ask.popleft())
+            if stream is None:
+                continue
+            self._guarded(stream, self._ask)
+            self._to_ask.append(key)
+            asked += 1
+            if asked == POLL_BATCH:
+                break
+        return asked
+
+    def _ask(self, stream: Stream) -> None:
+        """A round trip, like sending."""
         if stream.channel.is_cancelled():
             stream.error = RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
             self._abort(stream.request.key)
-        elif stream.overdue:
-            stream.end(FinishReason.TIMEOUT)
-            for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
-                self._end(stream.request.key, index)
-        else:
-            return
+            self._deliver(stream)
+
+    def _expire(self, stream: Stream) -> None:
+        stream.end(FinishReason.TIMEOUT)
+        for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
+            self._end(stream.request.key, index)
         self._deliver(stream)
 
     def _abort(self, key: int) -> None:

@@ -1,30 +1,119 @@
 """Benchmarks run to their end and write what they promise. Their figures are nobody's assertion."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from client.cli import main
+from paged_backend.bench._attention import CONTESTANTS, Cell, Prepared, error
+from paged_backend.bench._lines import LINES
+from paged_backend.bench._workload import MODELS, WORKLOADS, model_names, workload
 
 
-def test_throughput_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeypatch):
+def records_of(file):
+    """By name; every one in the same form, and a picture beside them."""
+    records = json.loads(file.read_text())
+    assert all(list(record) == ["name", "value", "unit", "target", "limit", "peers"] for record in records)
+    assert all((record["value"] is None) == record["unit"].startswith("not measured: ") for record in records)
+    assert len({record["name"] for record in records}) == len(records)
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return {record["name"]: record for record in records}
+
+
+def test_engine_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(tiny[0]), "--requests", "3", "--rounds", "2", "--json", str(file)]
-    assert main(["bench", "throughput", *arguments]) == 0
-    records = {record["name"]: record for record in json.loads(file.read_text())}
-    assert all(list(record) == ["name", "value", "unit", "target", "limit", "peers"] for record in records.values())
-    assert set(records["output_throughput"]["peers"]) == {
+    workloads = ["--workload", "mixed", "--workload", "beam4"]
+    arguments = ["--model", str(tiny[0]), "--requests", "3", "--rounds", "2", *workloads, "--json", str(file)]
+    assert main(["bench", "engine", *arguments]) == 0
+    records = records_of(file)
+    assert set(records["output_throughput mixed"]["peers"]) == {
         "transformers, continuous",
         "transformers, one padded batch",
         "transformers, one at a time",
     }
-    assert all(record["value"] > 0 for record in records.values())
-    assert records["kv_slots_per_token_at_peak"]["value"] >= 1
-    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert set(records["output_throughput beam4"]["peers"]) == {"transformers, one padded batch"}
+    assert all(record["value"] is None or record["value"] >= 0 for record in records.values())
+    ratio = records["output_throughput_ratio mixed (transformers, one at a time)"]
+    assert ratio["peers"]["p10"] <= ratio["value"] <= ratio["peers"]["p90"]
+    assert records["kv_slots_per_token_at_peak mixed"]["value"] >= 1
+    for who in ("paged", "transformers, continuous"):
+        first, between = (records[f"time {what} p99 mixed ({who})"] for what in ("to first token", "between tokens"))
+        assert first["value"] > 0 and between["value"] > 0
+    if not torch.cuda.is_available():
+        assert records["GPU idle mixed"]["unit"] == "not measured: no GPU"
+        assert records["output_throughput_ratio mixed (transformers, continuous, tuned)"]["value"] is None
     shown = capsys.readouterr()
     assert "torch " in shown.out
     assert "round 2 of 2: paged" in shown.err
+
+
+def test_requests_that_arrive_over_time_are_counted_from_their_arrival(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--workload", "alpaca", "--rate", "50", "--alone", "--requests", "4", "--rounds", "1"]
+    assert main(["bench", "engine", "--model", str(tiny[0]), *arguments, "--json", str(file)]) == 0
+    records = records_of(file)
+    assert records["time to first token p99 alpaca (paged)"]["value"] > 0
+    assert records["output_throughput alpaca"]["peers"] == {}
+
+
+def test_the_workload_of_nano_vllm_has_its_tokens():
+    jobs = workload("nano", 256, vocab_size=100, limit=4096)
+    assert (sum(len(job.prompt) for job in jobs), sum(job.output for job in jobs)) == (142_827, 133_966)
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_a_workload_fits_the_model_and_is_the_same_each_time(name):
+    jobs = workload(name, 32, vocab_size=50, limit=300, rate=10.0)
+    assert jobs == workload(name, 32, vocab_size=50, limit=300, rate=10.0)
+    assert all(len(job.prompt) >= 1 and len(job.prompt) + job.output <= 300 and job.output >= 1 for job in jobs)
+    assert all(0 <= token < 50 for job in jobs for token in job.prompt)
+    assert [job.arrival for job in jobs] == sorted(job.arrival for job in jobs)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_model_without_weights_has_a_configuration_that_transformers_knows(name):
+    config = AutoConfig.from_pretrained(MODELS / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert billions == pytest.approx({"Qwen3-0.6B": 0.596, "Llama-3.1-8B": 8.03}[name], rel=0.01)
+
+
+def test_kernels_writes_its_records_and_a_picture(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    assert main(["bench", "kernels", "--quick", "--only", "decode", "--json", str(file)]) == 0
+    records = records_of(file)
+    errors = {name: record for name, record in records.items() if name.endswith(": error")}
+    assert len(errors) >= 1
+    for record in errors.values():
+        assert all(value < record["limit"] for value in (record["value"], *record["peers"].values()))
+        assert "SDPA, contiguous" in record["peers"]
+    assert all(records[f"{name}, 16 tokens"]["value"] > 0 for name in LINES)
+    if not torch.cuda.is_available():
+        (cell,) = (name for name in records if name.startswith("decode") and ":" not in name)
+        assert records[f"{cell}: flex_attention, contiguous"]["unit"] == "not measured: no GPU"
+        assert records[cell]["limit"] == records["read-only stream"]["value"]
+    assert "gather + SDPA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"mixed": True}, {"pool": torch.int8}, {"query": 9, "context": 40}])
+def test_an_attention_cell_has_the_same_answer_from_all(change):
+    half = torch.float32
+    cell = replace(Cell("decode", 3, 70, 1, 6, 2, 16, half, half), **change)
+    prepared = Prepared(cell, torch.device("cpu"), 1 << 20)
+    tried = [CONTESTANTS[who] for who in ("paged", "SDPA, contiguous", "gather + SDPA")]
+    for make in tried if cell.pool == cell.dtype else [tried[0], tried[2]]:
+        assert error(prepared, make(prepared)(0)) < 1e-4
+
+
+def test_a_wrong_answer_shows_as_an_error():
+    cell = Cell("decode", 3, 70, 1, 6, 2, 16, torch.float32, torch.float32)
+    prepared = Prepared(cell, torch.device("cpu"), 1 << 20)
+    assert error(prepared, CONTESTANTS["paged"](prepared)(0).roll(1, 0)) > 0.1
 
 
 def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
@@ -43,7 +132,7 @@ def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
 
 def test_a_benchmark_names_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "throughput", "--fast"])
+        main(["bench", "engine", "--fast"])
     assert "--fast" in capsys.readouterr().err
 
 

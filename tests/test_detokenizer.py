@@ -1,5 +1,7 @@
 """Text as it streams: whole characters only, stop strings cut exactly, nothing lost."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def stream(text, **options):
     detokenizer = Detokenizer(decode, encode("prompt "), **options)
     pieces = []
     for token in encode(text):
-        pieces.append(detokenizer.push(token))
+        pieces.append(detokenizer.push([token]))
         if detokenizer.stopped:
             return pieces, detokenizer
     pieces.append(detokenizer.flush())
@@ -37,6 +39,28 @@ def test_any_text_comes_through_whole_and_never_cut_inside_a_character(text):
     assert "".join(pieces) == text.rstrip(INCOMPLETE)
     if INCOMPLETE not in text:
         assert not any(INCOMPLETE in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 255), max_size=40), st.lists(st.integers(1, 12), min_size=1, max_size=8), st.sampled_from(
+        [(), ("ab",), ("\x00",)]
+    )
+)  # fmt: skip
+def test_tokens_give_the_same_text_at_once_as_one_by_one(ids, sizes, stop):
+    """Any bytes, whole characters or not, in portions of any size."""
+    one, many = (Detokenizer(decode, encode("é"), stop=stop) for _ in range(2))
+    singly = [one.push([token]) for token in ids if not one.stopped]
+    at_once, rest = [], list(ids)
+    for size in itertools.cycle(sizes):
+        if not rest or many.stopped:
+            break
+        taken, rest = rest[:size], rest[size:]
+        at_once.append(many.push(taken))
+    assert "".join(at_once) == "".join(singly)
+    assert (many.stopped, many.num_tokens) == (one.stopped, one.num_tokens)
+    if not one.stopped:
+        assert many.flush() == one.flush()
 
 
 @settings(max_examples=500, deadline=None)
@@ -59,7 +83,7 @@ def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
 
 def test_text_that_could_begin_a_stop_string_is_held_back_and_released():
     detokenizer = Detokenizer(decode, [], stop=["END"])
-    assert [detokenizer.push(token) for token in encode("aENb")] == ["a", "", "", "ENb"]
+    assert [detokenizer.push([token]) for token in encode("aENb")] == ["a", "", "", "ENb"]
 
 
 def test_held_back_text_comes_out_at_the_end():
@@ -77,11 +101,11 @@ def test_no_stop_before_min_tokens():
 @pytest.mark.parametrize("prompt", ["", "a", "prompt"])
 def test_the_prompt_is_context_and_never_output(prompt):
     detokenizer = Detokenizer(decode, encode(prompt))
-    assert "".join(detokenizer.push(token) for token in encode("out")) + detokenizer.flush() == "out"
+    assert "".join(detokenizer.push([token]) for token in encode("out")) + detokenizer.flush() == "out"
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
 def test_a_character_that_the_end_cuts_is_left_out(missing):
     detokenizer = Detokenizer(decode, [])
-    pieces = [detokenizer.push(token) for token in encode("a🚀")[:-missing]]
+    pieces = [detokenizer.push([token]) for token in encode("a🚀")[:-missing]]
     assert "".join([*pieces, detokenizer.flush()]) == "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+NO_GPU = "no GPU"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -21,7 +23,7 @@ class Record:
     """One measured figure."""
 
     name: str
-    value: float
+    value: float | None  # None: not measured, and `unit` says why
     unit: str
     target: float | None = None  # what we aim at
     limit: float | None = None  # what no implementation can pass
@@ -68,9 +70,24 @@ def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> di
     return figures
 
 
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of figures taken in the same rounds."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def not_measured(name: str, reason: str) -> Record:
+    """What a machine lacks is said, not left out."""
+    return Record(name, None, f"not measured: {reason}")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values` that `share` (0 to 1) of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def ratio(
+    name: str, ours: Sequence[float], theirs: Sequence[float], target: float | None = None, limit: float | None = None
+) -> Record:
+    """Of figures taken in the same rounds: the median of their ratios, with p10 and p90 as peers."""
+    paired = [a / b for a, b in zip(ours, theirs, strict=True)]
+    spread = {"p10": percentile(paired, 0.1), "p90": percentile(paired, 0.9)}
+    return Record(name, statistics.median(paired), "x", target, limit, spread)
 
 
 def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
@@ -78,7 +95,8 @@ def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, 
     print(machine())
     for record in records:
         peers = "".join(f"; {name} {value:.4g}" for name, value in record.peers.items())
-        print(f"{record.name}: {record.value:.4g} {record.unit}{peers}")
+        value = "" if record.value is None else f"{record.value:.4g} "
+        print(f"{record.name}: {value}{record.unit}{peers}")
     if file is not None:
         file.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
         draw(file.with_suffix(".png"), machine())

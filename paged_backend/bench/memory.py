@@ -19,14 +19,13 @@ from pathlib import Path
 
 from paged_backend.beam_search import Candidate
 from paged_backend.bench._report import Record, parser, publish
+from paged_backend.bench._workload import DATASETS, lengths
 from paged_backend.block_manager import BlockManager
 from paged_backend.plan import Drawn
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Sequence
 
-DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}
-LONGEST = 1024  # tokens, of a prompt and of an output
 RESERVATION = 2048  # slots that a contiguous cache reserves for each request, whatever comes
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POOL_SLOTS = 16_384
@@ -46,16 +45,6 @@ class Sample:
     maximum: int  # slots that a contiguous cache reserves: as many as any request may need,
     power_of_two: int  # the next power of two of what this one will,
     oracle: int  # or exactly that
-
-
-def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
-    """Log-normal, cut at LONGEST, and scaled so that the mean holds after the cut."""
-    drawn = [rnd.lognormvariate(0, 1) for _ in range(count)]
-    scale = mean
-    for _ in range(30):
-        cut = [max(1, min(LONGEST, round(scale * one))) for one in drawn]
-        scale *= mean / statistics.mean(cut)
-    return cut
 
 
 def requests(dataset: str, count: int, *, equal: bool = False, **sampling: int) -> list[GenerateRequest]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paged_backend.bench._engine import serve
-from paged_backend.bench._report import Record, alternate, median_ratio, parser, publish
+from paged_backend.bench._report import Record, alternate, parser, publish, ratio
 from paged_backend.bench.kv_dtype import windows
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -123,9 +123,8 @@ def _records(kind: str, figures: dict[str, list[float]], counts: dict[str, Count
     for name, one in counts.items():
         if name == "none":
             continue
-        ratio = median_ratio(figures[name], figures["none"])
         records += [
-            Record(f"{kind}: throughput_ratio ({name})", ratio, "x"),
+            ratio(f"{kind}: throughput_ratio ({name})", figures[name], figures["none"]),
             Record(f"{kind}: accepted ({name})", 100 * one.accepted / max(1, one.guessed), "%", limit=100.0),
             Record(f"{kind}: tokens_per_step ({name})", one.tokens / one.rows, "tokens", peers={"none": 1.0}),
         ]

@@ -1,0 +1,165 @@
+"""transformers' own ways to serve the same requests with the same weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from paged_backend.bench._workload import Job
+from paged_backend.config import EngineConfig
+from paged_backend.model_loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contestant's pass over the requests."""
+
+    seconds: float
+    stamps: list[list[float]] = field(default_factory=list)  # of each sequence's tokens, seconds from its arrival
+    peak_slots: int = 0  # key/value slots held at once at the most
+    peak_tokens: int = 0  # tokens that were in them
+
+
+Contestant = Callable[[Sequence[Job]], Run]
+
+
+def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:
+    """transformers' model as it comes, in the same type; with weights of its own where they are dummies."""
+    # It tells at length what a benchmark of it does on purpose.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    if config.load_format == "dummy":
+        with torch.device(device):
+            own = AutoConfig.from_pretrained(loaded.directory)
+            return AutoModelForCausalLM.from_config(own, dtype=loaded.spec.dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=loaded.spec.dtype).to(device).eval()
+
+
+def flash_attention() -> str | None:
+    """The newest of FlashAttention that can be imported, as transformers names it."""
+    found = {"flash_attn_interface": "flash_attention_3", "flash_attn": "flash_attention_2"}
+    return next((name for module, name in found.items() if find_spec(module)), None)
+
+
+def one_at_a_time(model: PreTrainedModel) -> Contestant:
+    def run(jobs: Sequence[Job]) -> Run:
+        started = time.perf_counter()
+        for job in jobs:
+            _generate(model, [job])
+        longest = max(len(job.prompt) + job.output - 1 for job in jobs)
+        return Run(time.perf_counter() - started, peak_slots=longest, peak_tokens=longest)
+
+    return run
+
+
+def padded(model: PreTrainedModel) -> Contestant:
+    """One static batch: every prompt is padded to the longest, every row runs until the last has ended."""
+
+    def run(jobs: Sequence[Job]) -> Run:
+        started = time.perf_counter()
+        _generate(model, jobs)
+        seconds = time.perf_counter() - started
+        slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
+        return Run(
+            seconds, peak_slots=slots, peak_tokens=sum(len(job.prompt) + job.output - 1 for job in jobs)
+        )  # fmt: skip
+
+    return run
+
+
+def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
+    width, first = max(len(job.prompt) for job in jobs), jobs[0]
+    ids = torch.tensor([[0] * (width - len(job.prompt)) + job.prompt for job in jobs], device=model.device)
+    mask = torch.tensor([[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs], device=model.device)
+    steps = max(job.output for job in jobs)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=steps,
+        do_sample=first.n > 1,
+        num_return_sequences=first.n,
+        num_beams=first.beams,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert out.shape == (len(jobs) * first.n, width + steps)
+
+
+def continuous(model: PreTrainedModel, budget: int, *, tuned: bool) -> Contestant:
+    """transformers' own continuous batching: as it comes, with as many tokens in a step as ours; or tuned as its
+    documentation advises for throughput, compiled and warmed, with FlashAttention where it is installed. Its set-up is
+    not timed."""
+
+    def run(jobs: Sequence[Job]) -> Run:
+        first, rows = jobs[0], sum(job.n for job in jobs)
+        config = _tuned() if tuned else ContinuousBatchingConfig(max_batch_tokens=budget, num_blocks=_pages(jobs))
+        generation = GenerationConfig(
+            do_sample=first.n > 1, num_return_sequences=first.n, eos_token_id=-1, pad_token_id=0
+        )  # fmt: skip
+        implementation = model.config._attn_implementation
+        if tuned and (flash := flash_attention()):
+            model.set_attn_implementation(flash)
+        try:
+            with model.continuous_batching_context_manager(
+                generation_config=generation, continuous_batching_config=config, block=True, warmup=tuned
+            ) as manager:
+                manager.add_request([0] * 8, request_id="first", max_new_tokens=2)
+                _collect(manager, first.n)
+                return _serve(manager, jobs, rows)
+        finally:
+            model.set_attn_implementation(implementation)
+
+    return run
+
+
+def _tuned() -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(default_compile_level=3, max_memory_percent=0.45)
+
+
+def _pages(jobs: Sequence[Job]) -> int:
+    """Of 256 tokens: for all requests at once, and as many for what it keeps beside."""
+    return 2 * sum(job.n * -(-(len(job.prompt) + job.output) // 256) for job in jobs)
+
+
+def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
+    started = time.perf_counter()
+    for key, job in enumerate(jobs):
+        time.sleep(max(0.0, started + job.arrival - time.perf_counter()))
+        manager.add_request(job.prompt, request_id=str(key), max_new_tokens=job.output, record_timestamps=True)
+    results = _collect(manager, rows)
+    seconds = time.perf_counter() - started
+    stamps = []
+    for result in results:
+        job = jobs[int(result.request_id.partition("__")[0])]
+        # It logs errors and goes on: what is missing would make it look fast.
+        assert len(result.generated_tokens) == job.output, (result.request_id, len(result.generated_tokens))
+        stamps.append([when - started - job.arrival for when in result.timestamps or ()])
+    return Run(seconds, stamps)
+
+
+def _collect(manager: Any, count: int) -> list[Any]:
+    results: list[Any] = []
+    while len(results) < count:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("transformers' continuous batching ended early")
+        elif result.is_finished():
+            assert result.error is None, result.error
+            results.append(result)
+    return results

@@ -1,0 +1,93 @@
+"""The load generator and the server's benchmark, against real servers."""
+
+import json
+
+import pytest
+
+from client import load
+from client.cli import main
+from client.types import PagedError
+from paged_backend.bench.server import Load, read_export
+from tests.server.conftest import MODEL, idle
+from tests.test_bench import records_of
+
+
+def ask(**sampling):
+    text = json.dumps({"temperature": 0, "ignore_eos": True} | sampling)
+    return {"text_input": "One, two, three,", "stream": True, "sampling_parameters": text}
+
+
+def test_every_request_is_answered_whatever_is_open(server):
+    asks = [ask(max_tokens=2 + index) for index in range(7)]
+    answers = load.closed_loop(server.grpc_url, MODEL, asks, concurrency=3)
+    assert len(answers) == 7
+    for index, answer in enumerate(answers):
+        assert 1 <= len(answer.stamps) <= 2 + index
+        assert [answer.sent, *answer.stamps] == sorted([answer.sent, *answer.stamps])
+    opened = sorted(answer.sent for answer in answers)
+    ended = sorted(answer.stamps[-1] for answer in answers)
+    assert all(begun > done for begun, done in zip(opened[3:], ended, strict=False)), "more than three were open"
+    idle(server)
+
+
+def test_requests_go_out_at_their_times(server):
+    arrivals = [0.0, 0.05, 0.3]
+    answers = load.open_loop(server.grpc_url, MODEL, [ask(max_tokens=3)] * 3, arrivals)
+    assert [one.sent - answers[0].sent for one in answers] == pytest.approx(arrivals)
+    idle(server)
+
+
+def test_a_refused_request_ends_the_load(server):
+    with pytest.raises(PagedError) as caught:
+        load.closed_loop(server.grpc_url, MODEL, [ask(max_tokens=3), ask(max_tokens=0)], concurrency=2)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    idle(server)
+
+
+def test_an_export_of_perf_analyzer_is_read():
+    """Two requests, of three and of two tokens in two responses and one."""
+    requests = [
+        {
+            "timestamp": 5_000_000_000 + begun,
+            "request_inputs": {"sampling_parameters": json.dumps({"max_tokens": tokens})},
+            "response_timestamps": [5_000_000_000 + when for when in stamps],
+        }
+        for begun, tokens, stamps in ((0, 3, [100_000_000, 250_000_000]), (50_000_000, 2, [500_000_000]))
+    ]
+    found = read_export({"experiments": [{"requests": requests}]})
+    assert (found.tokens, found.responses) == (5, 3)
+    assert (found.seconds, *found.first, *found.between) == pytest.approx((0.5, 0.1, 0.45, 0.15))
+    values = {record.name: record.value for record in found.records("x")}
+    assert values["output_throughput x"] == pytest.approx(10)
+    assert values["time to first response p50 x"] == pytest.approx(100)
+    assert values["time to first response p99 x"] == pytest.approx(450)
+
+
+def test_a_load_of_single_responses_has_no_time_between():
+    found = Load.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
+    assert [record.name for record in found.records("x") if "between" in record.name] == []
+
+
+def test_the_server_path_is_measured_with_a_model_that_costs_nothing(demo_model, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--null", "--streams", "6", "--tokens", "8", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "server", *arguments]) == 0
+    records = records_of(file)
+    for who in ("in process", "server, lean client"):
+        assert records[f"output_throughput null ({who})"]["value"] > 0
+    assert records["output_throughput null (server, lean client)"]["target"] == 50_000
+    assert 1 <= records["tokens per response null (server, lean client)"]["value"] <= 8
+    assert set(records["cores busy null (server, lean client)"]["peers"]) == {"tritonserver", "model", "client"}
+
+
+@pytest.mark.nightly
+def test_a_served_model_is_measured_beside_the_engine_alone(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--requests", "4", "--concurrency", "2", "--rate", "4", "--rounds", "1"]
+    arguments += ["--streams", "4", "--tokens", "8", "--json", str(file)]
+    assert main(["bench", "server", *arguments]) == 0
+    records = records_of(file)
+    assert records["server / in process mixed (server, lean client)"]["limit"] == 1
+    for point in ("concurrency 2", "rate 4/s"):
+        record = records[f"output_throughput {point}"]
+        assert record["value"] is None or record["value"] > 0

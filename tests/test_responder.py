@@ -1,0 +1,148 @@
+"""The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
+
+import threading
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend import wire
+from paged_backend.channel import Channel
+from paged_backend.detokenizer import Detokenizer
+from paged_backend.engine import StepOutput
+from paged_backend.metrics import Metrics
+from paged_backend.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from paged_backend.responder import Responder, Sample, Stream
+from paged_backend.sessions import Sessions
+from tests import test_pool_map as fakes
+from tests.in_process import WAIT, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+class Metric(fakes.Metric):
+    def observe(self, value):
+        self.value = value
+
+
+class Family(fakes.Family):
+    def __init__(self, **description):
+        self.Metric = Metric
+
+
+class Error:
+    CANCELLED, INTERNAL = "CANCELLED", "INTERNAL"
+
+    def __init__(self, text, code):
+        self.text = text
+
+
+PB_UTILS = SimpleNamespace(**vars(fakes.PB_UTILS) | {"MetricFamily": Family, "TritonError": Error})
+
+
+class Client:
+    """One open stream, from the server's side."""
+
+    def __init__(self, key, stream=True):
+        self.cancelled = False
+        self.sending = threading.Event()
+        self.may_send = threading.Event()
+        self.may_send.set()
+        self.got = SimpleQueue()
+        self.decoded = []
+        call = wire.Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
+        request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
+        channel = Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
+        self.stream = Stream(request, call, channel, [Sample(Detokenizer(self.decode, [120]), False)], 0.0, list)
+
+    def decode(self, ids):
+        self.decoded.append(ids)
+        return TOKENIZER.decode(ids)
+
+    def is_cancelled(self):
+        return self.cancelled
+
+    def send(self, response, flags):
+        self.sending.set()
+        assert self.may_send.wait(WAIT)
+        tensors, error = response
+        text = dict(tensors)["text_output"][0].decode() if tensors else None
+        self.got.put((text, error and error.text, flags == 1))
+
+
+@pytest.fixture
+def opened():
+    """(responder, metrics, keys whose requests were aborted)"""
+    metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
+    made = Responder(metrics, Sessions(60, 1, print))
+    made.start(SimpleNamespace(abort=aborted.put))
+    yield made, metrics, aborted
+    made.stop()
+
+
+def step(key, text, finish=None):
+    tokens = tuple(TOKENIZER.encode(text, add_special_tokens=False))
+    return StepOutput((TokenDelta(key, tokens, finish),), fakes.STATS, 1.0)
+
+
+def test_tokens_that_pile_up_go_out_as_one_response(opened):
+    responder, _, _ = opened
+    client = Client(1)
+    client.may_send.clear()
+    responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    assert client.sending.wait(WAIT)
+    for text in "bcdé":
+        responder.emit(step(1, text))
+    client.may_send.set()
+    assert client.got.get(timeout=WAIT) == ("a", None, False)
+    assert client.got.get(timeout=WAIT) == ("bcdé", None, False)
+    responder.emit(step(1, "f", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("f", None, True)
+
+
+def test_text_that_nobody_waits_for_is_decoded_once(opened):
+    responder, _, _ = opened
+    client = Client(1, stream=False)
+    responder.open(client.stream)
+    for text in "abcdefgh":
+        responder.emit(step(1, text))
+    responder.emit(step(1, "i", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("abcdefghi", None, True)
+    assert len(client.decoded) == 2  # the prompt's end, and all of it
+
+
+def test_whoever_is_cancelled_is_noticed_among_many(opened):
+    responder, _, aborted = opened
+    clients = [Client(key) for key in range(100)]
+    for client in clients:
+        responder.open(client.stream)
+    for key in (0, 37, 99):
+        clients[key].cancelled = True
+    assert {aborted.get(timeout=WAIT) for _ in range(3)} == {0, 37, 99}
+    for key in (0, 37, 99):
+        text, error, final = clients[key].got.get(timeout=WAIT)
+        assert (text, final) == (None, True) and error.startswith("CANCELLED")
+    for client in clients:
+        client.cancelled = True
+    assert {aborted.get(timeout=WAIT) for _ in range(97)} == set(range(100)) - {0, 37, 99}
+
+
+def test_whoever_has_the_whole_answer_finds_it_counted(opened):
+    responder, metrics, _ = opened
+    counted = SimpleQueue()
+    client = Client(1)
+    send = client.send
+
+    def counting(response, flags):
+        counted.put(metrics.generated_tokens._metric.value)
+        send(response, flags)
+
+    client.send = counting
+    responder.open(client.stream)
+    responder.emit(step(1, "abc"))
+    client.got.get(timeout=WAIT)
+    responder.emit(step(1, "de", FinishReason.LENGTH))
+    client.got.get(timeout=WAIT)
+    counted.get(timeout=WAIT)
+    assert counted.get(timeout=WAIT) == 5
