@@ -71,7 +71,7 @@ class Runner:
         self.kv = kv
         self.host = host
         self.drafter = drafter
-        self.group = _group(model) if kv.device.type != "cpu" else None
+        self.group = _group(model, kv.device)
         self.transfers = Transfers(kv, host)
         self._agree = agree
         self._stage = Stage(kv.device)
@@ -141,8 +141,10 @@ class Runner:
         return known(tokens, self._drawn)
 
 
-def _group(model: PreTrainedModel) -> int:
-    """Query heads of a KV head."""
+def _group(model: PreTrainedModel, device: torch.device) -> int | None:
+    """Query heads of a KV head, where attention can read a shared prefix once for many rows."""
+    if device.type == "cpu":
+        return None
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

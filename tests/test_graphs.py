@@ -1,11 +1,13 @@
 """Decode steps that are recorded and replayed, with a recorder that runs the step again in place of a GPU's."""
 
+import itertools
 import logging
 
 import pytest
 import torch
 
-from paged_backend import graphs, warm_up
+from kernels import cascade
+from paged_backend import graphs, runner, warm_up
 from tests.in_process import WAIT, running, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
@@ -91,6 +93,42 @@ def test_rows_of_padding_write_nothing(tiny, recorder):
     assert 8 in recorder.replays
     written = {block for block in range(len(keys)) if keys[block].any()}
     assert len(written) == 5 * 2  # 3 tokens of the prompt and 5 of the output, in blocks of 4
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
+    """What attention is told of shared prefixes is true in every step, replayed or not, and changes no token."""
+    prefix = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+    prompts = [[*prefix, 20 + key] for key in range(5)] + [[99, 98, 97]]
+    options = {"max_tokens": 8}
+    with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
+        engine.generate(prompts[:1], **options)
+        expected = engine.generate(prompts, **options)
+    monkeypatch.setattr(runner, "_group", lambda model, device: 2)
+    monkeypatch.setattr(cascade, "LEAST_SHARED", 8)
+    monkeypatch.setattr(cascade, "LEAST_SAVED", 8)
+    forward, told = runner.Runner._forward, []
+
+    def spied(self, batch):
+        paging, shared = batch.paging, batch.paging.shared
+        if shared and shared.lens.any():
+            lens, starts = shared.lens.tolist(), shared.group_starts.tolist()
+            told.append(sorted(lens)[-5:])
+            for start, end in itertools.pairwise(starts):
+                rows = shared.members[start:end].tolist()
+                assert len({lens[row] for row in rows}) <= 1
+                assert len({tuple(paging.block_tables[row, : lens[row] // 4].tolist()) for row in rows}) <= 1
+                assert all(0 < lens[row] < paging.context_lens[row] for row in rows)
+            assert shared.max_len >= max(lens)
+            assert sum(length > 0 for length in lens) == starts[-1]
+        return forward(self, batch)
+
+    monkeypatch.setattr(runner.Runner, "_forward", spied)
+    with running(tiny_assembly(tiny[0], enforce_eager=not recorded)) as engine:
+        engine.generate(prompts[:1], **options)
+        assert engine.generate(prompts, **options) == expected
+    assert [8, 8, 8, 8, 8] in told
+    assert bool(recorder.replays) == recorded
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, monkeypatch, caplog):

@@ -9,7 +9,7 @@ import pytest
 
 from paged_backend.block_manager import BlockManager
 from paged_backend.channel import Channel
-from paged_backend.engine import Engine, EngineDied, PoolMap
+from paged_backend.engine import EngineDied, PoolMap
 from paged_backend.metrics import Metrics
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.responder import Responder
@@ -148,7 +148,7 @@ def test_the_pool_of_a_scheduler_at_work():
 
 def test_the_engine_makes_one_map_for_all_who_ask_between_two_steps(tiny):
     assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
-    engine = Engine(assembly.scheduler, assembly.runner, assembly.device, steps.put)
+    engine = assembly.engine(steps.put)
     for _ in range(5):
         engine.look()
     engine.start()
