@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly lint demo-model setup lock clean
+.PHONY: help serve test nightly bench-gpu lint demo-model setup lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -25,6 +25,7 @@ help:
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    8000, 8001 and 8002 if not given"
 	@echo "make test        lint, then every test but the nightly ones; ARGS='...' goes to pytest"
 	@echo "make nightly     the long tests"
+	@echo "make bench-gpu   on a machine with a GPU: checks and times the kernels and the engine, half an hour"
 	@echo "make lint        ruff and mypy"
 	@echo "make demo-model  only prepare the demo model"
 	@echo "make setup       only make .venv"
@@ -41,6 +42,9 @@ test: lint demo-model
 
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)
+
+bench-gpu: setup
+	$(BIN)/python -m kernels.bench.on_gpu $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

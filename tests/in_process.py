@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def byte_tokenizer():
 
 TINY = {
     "dtype": "float32",
-    "device": "cpu",
+    "device": os.environ.get("PAGED_TEST_DEVICE", "cpu"),
     "block_size": 4,
     "num_gpu_blocks_override": 64,
     "max_num_seqs": 8,
