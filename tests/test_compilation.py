@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from paged_backend import compilation
 from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import FAMILIES
 from tests.test_fusion import is_fused
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
