@@ -1,0 +1,84 @@
+"""Steps are launched without looking at a value: on the meta device there are none, and whoever looks is told."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kernels import ops
+from paged_backend.attention import ATTENTION, AttentionSpec
+from paged_backend.batch import _map, pack
+from paged_backend.beam_search import Candidate
+from paged_backend.block_manager import BlockManager
+from paged_backend.fusion import Fused, fuse
+from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.runner import Runner
+from paged_backend.scheduler import Scheduler
+
+META = torch.device("meta")
+SAMPLINGS = [
+    {"temperature": 0},
+    {"temperature": 0.7, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"temperature": 0, "min_tokens": 3},
+    {"n": 3},
+    {"beam_width": 2, "min_tokens": 2},
+]
+
+
+@pytest.fixture
+def kernels_without_values(monkeypatch):
+    """The shapes of what the GPU's kernels give."""
+    gives = {
+        "paged_attention": lambda query, *_, **__: torch.empty_like(query),
+        "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
+        "kv_write": lambda *_: None,
+        "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
+    }
+    monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: gives[function])
+    monkeypatch.setattr(ops, "_in_pytorch", lambda x: True)
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "as it comes"])
+def model(request):
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    with META:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation(ATTENTION)
+    if request.param:
+        assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), Fused)
+    return model
+
+
+def drawn(plan):
+    """Anything, as if it had come to the host."""
+    beams = [Candidate(token, -float(token)) for token in range(8)]
+    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
+    return [beams if one.request.sampling.beam_width > 1 else 1 for one in draws]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
+@pytest.mark.usefixtures("kernels_without_values")
+def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
+    kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    runner = Runner(model, kv, max_draws=8)
+    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    scheduler = Scheduler(BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=8)
+    stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
+    for key in range(2):
+        params = SamplingParams(max_tokens=6, **sampling)
+        scheduler.add(GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids))
+    flights = []
+    for _ in range(5):  # prompts in chunks, then decode, each before it is known what the one before gave
+        flights.append(scheduler.schedule())
+        launched = runner.launch(pack(flights[-1], block_size=4))
+        assert launched.tokens.device == META
+        while len(flights) > (not scheduler.wants_results):
+            done = flights.pop(0)
+            scheduler.commit(done, drawn(done))
+
+
+def test_whoever_looks_at_a_value_is_told():
+    with pytest.raises(Exception, match="meta"):
+        torch.empty(1, device=META).item()
