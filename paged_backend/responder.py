@@ -264,11 +264,13 @@ class Responder:
 
     def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
-        session."""
+        session, nor past the time when the metrics are to be updated."""
         messages = []
         try:
-            poll = self._next_poll - time.monotonic() if self._streams else None
-            waits = [wait for wait in (poll, self._sessions.seconds_left()) if wait is not None]
+            now = time.monotonic()
+            poll = self._next_poll - now if self._streams else None
+            show = self._next_show - now if self._stats else None
+            waits = [wait for wait in (poll, show, self._sessions.seconds_left()) if wait is not None]
             messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
             while True:
                 messages.append(self._inbox.get_nowait())

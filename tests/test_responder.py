@@ -1,6 +1,7 @@
 """The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
 
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -146,3 +147,20 @@ def test_whoever_has_the_whole_answer_finds_it_counted(opened):
     client.got.get(timeout=WAIT)
     counted.get(timeout=WAIT)
     assert counted.get(timeout=WAIT) == 5
+
+
+def test_the_last_step_of_all_is_shown_even_if_nobody_waits_for_it(opened, monkeypatch):
+    """A stream is cancelled while its last step runs, so the engine has nothing more to say."""
+    responder, metrics, aborted = opened
+    shown, show = SimpleQueue(), metrics.show
+    monkeypatch.setattr(metrics, "show", lambda stats: (show(stats), shown.put(stats.running)))
+    client = Client(1)
+    responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    assert shown.get(timeout=WAIT) == 1
+    client.cancelled = True
+    assert aborted.get(timeout=WAIT) == 1
+    done = step(1, "b", FinishReason.LENGTH)
+    responder.emit(replace(done, stats=replace(done.stats, running=0)))
+    while shown.get(timeout=WAIT):
+        pass
