@@ -25,17 +25,16 @@ class Drafter:
     model: PreTrainedModel
     kv: KVCache  # its own layers
 
-    def fill(self, batch: PackedBatch) -> PackedBatch:
-        """Put guesses into a batch that wants them, and keep up with what is in it."""
-        ids = batch.input_ids
-        if batch.drafting:
-            ids = ids.clone()
-            for turn in range(len(batch.drafting.counts)):
-                self._guess(ids, batch, batch.drafting, turn)
-            batch = replace(batch, input_ids=ids)
-        nothing = batch.sample_rows[:0]
-        paged_logits(self.model, replace(batch, sample_rows=nothing), self.kv)
-        return batch
+    def fill(self, batch: PackedBatch, drafting: Drafting) -> PackedBatch:
+        """Put guesses into a batch that wants them."""
+        ids = batch.input_ids.clone()
+        for turn in range(len(drafting.counts)):
+            self._guess(ids, batch, drafting, turn)
+        return replace(batch, input_ids=ids)
+
+    def keep_up(self, batch: PackedBatch) -> None:
+        """Compute its own keys and values of a batch, guesses in it or none."""
+        paged_logits(self.model, replace(batch, sample_rows=batch.sample_rows[:0]), self.kv)
 
     def _guess(self, ids: Tensor, batch: PackedBatch, drafting: Drafting, turn: int) -> None:
         count = drafting.counts[turn]

@@ -264,11 +264,13 @@ class Responder:
 
     def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
-        session."""
+        session, nor past the time when the metrics are to be updated."""
         messages = []
         try:
-            poll = self._next_poll - time.monotonic() if self._streams else None
-            waits = [wait for wait in (poll, self._sessions.seconds_left()) if wait is not None]
+            now = time.monotonic()
+            poll = self._next_poll - now if self._streams else None
+            show = self._next_show - now if self._stats else None
+            waits = [wait for wait in (poll, show, self._sessions.seconds_left()) if wait is not None]
             messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
             while True:
                 messages.append(self._inbox.get_nowait())
@@ -288,16 +290,17 @@ class Responder:
             # Else it was cancelled, or met its stop string, a moment ago.
             if stream is None or stream.ended or (stream.samples[delta.sample].finish and not delta.error):
                 continue
-            begun = stream.first_token is not None
+            begun, sample = stream.first_token is not None, stream.samples[delta.sample]
+            before = sample.num_tokens
             try:
                 stream.take(delta, when)
             except Exception as error:
                 self._give_up(stream, error)
-            self._generated += len(delta.token_ids)
+            self._generated += sample.num_tokens - before  # not what came with a stop string, but after it
             if not begun and stream.first_token is not None:
                 self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
             touched[delta.key] = stream
-            if stream.samples[delta.sample].finish and not delta.last:
+            if sample.finish and not delta.last:
                 self._end(delta.key, delta.sample)
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:

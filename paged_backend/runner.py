@@ -100,6 +100,8 @@ class Runner:
         self._graphs = None
 
     def _forward(self, batch: PackedBatch) -> Tensor:
+        if self.drafter:
+            self.drafter.keep_up(batch)
         return paged_logits(self.model, batch, self.kv)
 
     @torch.inference_mode()
@@ -130,11 +132,10 @@ class Runner:
         if batch.follows:
             batch = replace(batch, input_ids=self._known(batch.input_ids))
         guessed = None
-        if self.drafter:
-            batch = self.drafter.fill(batch)
-            if batch.drafting:
-                self._agree(batch.input_ids)
-                guessed = batch.input_ids[0]
+        if self.drafter and batch.drafting:
+            batch = self.drafter.fill(batch, batch.drafting)
+            self._agree(batch.input_ids)
+            guessed = batch.input_ids[0]
         return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -251,8 +251,10 @@ class Scheduler:
         deltas = []
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
-            if group and not chunk.sequence.ended:
-                self._book(chunk.sequence, chunk.start + chunk.length - len(chunk.guesses), chunk.forks)
+            if group:
+                for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
+                    if not sequence.ended:
+                        self._book(sequence, chunk.start + chunk.length - len(chunk.guesses))
             for sequence in chunk.draws:
                 token = next(drawn)
                 more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
@@ -542,13 +544,11 @@ class Scheduler:
             assert self.blocks.host
             self.blocks.host.release(sequence.swapped)
 
-    def _book(self, sequence: Sequence, end: int, forks: Iterable[Sequence] = ()) -> None:
+    def _book(self, sequence: Sequence, end: int) -> None:
         """The keys and values of the tokens before `end` are in the pages now: blocks that are full become known by
         their content."""
         size = self.blocks.block_size
         first, sequence.committed = sequence.committed // size, end
-        for fork in forks:
-            fork.committed = end
         for index in range(first, sequence.committed // size):
             self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
 

@@ -129,9 +129,9 @@ def storm(seed, blocks, size, seqs, extra, caching, vocab, host, swap, pinned, o
             forget(requests, outputs, key)
         if outputs and rnd.random() < 0.05:
             key, index = rnd.choice(sorted(outputs))
-            if outputs[key, index] and sched.end(key, index):
-                sched.check()
-                del outputs[key, index]
+            assert sched.end(key, index)
+            sched.check()
+            del outputs[key, index]
         if pinned and rnd.random() < 0.02:
             sched.pins.drop(rnd.choice("ab"))
         plan = sched.schedule()
@@ -542,6 +542,27 @@ def test_the_map_tells_what_only_sessions_keep():
     sched.add(request(1, [*range(100, 108), 5, 6], session="chat"))
     sched.schedule()
     assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")
+
+
+def test_a_sample_that_ends_while_it_computes_the_prompt_for_the_others():
+    """Its deadline is over with the step in flight: the others go on, and what is cached is true."""
+    sched = scheduler()
+    store = ShadowStore(sched, 97)
+    one = request(0, range(100, 109), max_tokens=6, n=3)
+    sched.add(one)
+    plan = sched.schedule()
+    drawn = store.run(plan)
+    assert sched.end(0, 0)
+    deltas = sched.commit(plan, drawn)
+    sched.check()
+    assert [delta.sample for delta in deltas] == [1, 2]
+    assert sched.blocks.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt
+    outputs = finish(sched, store)
+    assert {key: [*deltas[key[1] - 1].token_ids, *rest] for key, rest in outputs.items()} == {
+        (0, index): alone(one, index, 97) for index in (1, 2)
+    }
+    assert finish(sched, store, request(1, range(100, 109)))[1, 0] == alone(request(1, range(100, 109)), 0, 97)
+    assert sched.stats.cached_tokens == 8
 
 
 def test_nobody_is_displaced_for_a_request_that_would_not_fit_then():

@@ -106,10 +106,11 @@ MUTANTS = {  # (file, what is right, what is not)
         "if True:",
     ),
     "what is drawn after the end counts": (SCHEDULER, "if group is None or sequence.ended:", "if group is None:"),
-    "what was computed after the end is known": (
+    "what was computed after the end is known": (SCHEDULER, "if not sequence.ended:", "if True:"),
+    "who computes for others books for nobody once it has ended": (
         SCHEDULER,
-        "if group and not chunk.sequence.ended:",
-        "if group:",
+        "if group:\n                for",
+        "if group and not chunk.sequence.ended:\n                for",
     ),
     "beams go on before it is known from where": (
         SCHEDULER,

@@ -1,6 +1,7 @@
 """The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
 
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -43,7 +44,7 @@ PB_UTILS = SimpleNamespace(**vars(fakes.PB_UTILS) | {"MetricFamily": Family, "Tr
 class Client:
     """One open stream, from the server's side."""
 
-    def __init__(self, key, stream=True):
+    def __init__(self, key, stream=True, stop=()):
         self.cancelled = False
         self.sending = threading.Event()
         self.may_send = threading.Event()
@@ -53,7 +54,8 @@ class Client:
         call = wire.Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
         request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
         channel = Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
-        self.stream = Stream(request, call, channel, [Sample(Detokenizer(self.decode, [120]), False)], 0.0, list)
+        sample = Sample(Detokenizer(self.decode, [120], stop=stop), False)
+        self.stream = Stream(request, call, channel, [sample], 0.0, list)
 
     def decode(self, ids):
         self.decoded.append(ids)
@@ -75,7 +77,7 @@ def opened():
     """(responder, metrics, keys whose requests were aborted)"""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
     made = Responder(metrics, Sessions(60, 1, print))
-    made.start(SimpleNamespace(abort=aborted.put))
+    made.start(SimpleNamespace(abort=aborted.put, end=lambda key, index: aborted.put(key)))
     yield made, metrics, aborted
     made.stop()
 
@@ -146,3 +148,30 @@ def test_whoever_has_the_whole_answer_finds_it_counted(opened):
     client.got.get(timeout=WAIT)
     counted.get(timeout=WAIT)
     assert counted.get(timeout=WAIT) == 5
+
+
+def test_the_last_step_of_all_is_shown_even_if_nobody_waits_for_it(opened, monkeypatch):
+    """A stream is cancelled while its last step runs, so the engine has nothing more to say."""
+    responder, metrics, aborted = opened
+    shown, show = SimpleQueue(), metrics.show
+    monkeypatch.setattr(metrics, "show", lambda stats: (show(stats), shown.put(stats.running)))
+    client = Client(1)
+    responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    assert shown.get(timeout=WAIT) == 1
+    client.cancelled = True
+    assert aborted.get(timeout=WAIT) == 1
+    done = step(1, "b", FinishReason.LENGTH)
+    responder.emit(replace(done, stats=replace(done.stats, running=0)))
+    while shown.get(timeout=WAIT):
+        pass
+
+
+def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
+    responder, metrics, aborted = opened
+    client = Client(1, stop=["cd"])
+    responder.open(client.stream)
+    responder.emit(step(1, "abcdef"))
+    assert client.got.get(timeout=WAIT) == ("ab", None, True)
+    assert metrics.generated_tokens._metric.value == client.stream.receipt()["generated_tokens"] == 4
+    assert aborted.get(timeout=WAIT) == 1
