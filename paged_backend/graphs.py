@@ -122,6 +122,7 @@ class Graphs:
         empty = torch.empty(0, dtype=torch.int64)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._every = torch.arange(most, device=device)
         self._sizes_shared = [size for size in self._sizes if size & (size - 1) == 0 or size == most] if shared else []
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
         every = [(size, False) for size in self._sizes] + [(size, True) for size in self._sizes_shared]
@@ -136,10 +137,10 @@ class Graphs:
     def _step(
         self, forward: Callable[[PackedBatch], Tensor], drawn: Tensor, rows: _Rows, size: int, max_context_len: int
     ) -> Callable[[], Tensor]:
-        every = self._starts[:size].long()
+        # Whatever it reads must live as long as the recording, which keeps no tensor alive.
+        starts, tables, every = self._starts[: size + 1], self._tables[:size], self._every[:size]
 
         def run() -> Tensor:
-            starts, tables = self._starts[: size + 1], self._tables[:size]
             shared = rows.shared and replace(rows.shared, max_len=max_context_len)
             paging = Paging(rows.slots, tables, rows.context_lens, starts, 1, max_context_len, shared)
             ids = known(rows.input_ids, drawn)

@@ -1,10 +1,14 @@
 """Decode steps that are recorded and replayed, with a recorder that runs the step again in place of a GPU's."""
 
+import gc
 import itertools
 import logging
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels import cascade
 from paged_backend import graphs, runner, warm_up
@@ -129,6 +133,47 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
         assert engine.generate(prompts, **options) == expected
     assert [8, 8, 8, 8, 8] in told
     assert bool(recorder.replays) == recorded
+
+
+class Reads(TorchDispatchMode):
+    """Memory that operations read and that none of them made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.kept, self.made = [], [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for one in _tensors((args, kwargs)):
+            memory = StorageWeakRef(one.untyped_storage())
+            if memory.cdata not in self.made:
+                self.found.append(memory)
+        result = function(*args, **(kwargs or {}))
+        made = _tensors(result)
+        self.kept += made  # so that no other gets their address
+        self.made |= {StorageWeakRef(one.untyped_storage()).cdata for one in made}
+        return result
+
+
+def _tensors(tree):
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+
+def test_what_a_recorded_step_reads_outlives_its_recording(tiny, monkeypatch):
+    """A CUDA graph keeps no tensor alive that was there before it."""
+    reads = []
+
+    def record(step):
+        with Reads() as mode:
+            logits = step()
+        reads.extend(mode.found)
+        return lambda: logits
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    assembly = tiny_assembly(tiny[0])
+    gc.collect()
+    assert len(reads) > 100
+    assert not [memory for memory in reads if memory.expired()]
+    assert assembly.runner
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, monkeypatch, caplog):
