@@ -14,6 +14,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -177,22 +178,26 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share their memory."""
+    """Records into CUDA graphs that share their memory, with the logits in one place: of the first, the largest."""
 
     def __init__(self) -> None:
+        self._stream = _side_stream(torch.cuda.current_device())
         self._pool: Any = None
+        self._logits: Tensor | None = None
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is set up by a first call must not be recorded
-            for _ in range(2):
-                expected = step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        def run() -> Tensor:
             logits = step()
+            return logits if self._logits is None else self._logits[: len(logits)].copy_(logits)
+
+        expected = self._rehearse(run).clone()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what another thread does, such as NCCL's, which asks after its events, must not end a recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            logits = run()
         self._pool = graph.pool()
+        if self._logits is None:
+            self._logits = logits
 
         def replay() -> Tensor:
             graph.replay()
@@ -201,3 +206,26 @@ class CudaRecorder:
         if not torch.allclose(replay(), expected, rtol=0.01, atol=0.01, equal_nan=True):
             raise RuntimeError("a replayed step gives other logits than one that is run")
         return replay
+
+    def _rehearse(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run it twice. What is set up by a first call must not be recorded. A second that waits for the device fails
+        here: where it fails while it is recorded, PyTorch before 2.12 keeps its memory for good and raises at each
+        `empty_cache`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        before = torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(self._stream):
+            run()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                logits = run()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return logits
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings of a process: PyTorch keeps cuBLAS's workspace, 32 MiB on Hopper, for each stream that it
+    has multiplied on."""
+    return torch.cuda.Stream(device)
