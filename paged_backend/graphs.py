@@ -41,6 +41,14 @@ def sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in steps if size < largest), largest]
 
 
+def kinds(batch_sizes: Sequence[int], shared: bool) -> list[tuple[int, bool]]:
+    """What is recorded for these sizes, and whether its rows share prefixes: that for a few sizes only. The largest
+    first: the others fit into its memory."""
+    most = max(batch_sizes)
+    few = [size for size in batch_sizes if size & (size - 1) == 0 or size == most] if shared else []
+    return sorted([*((size, False) for size in batch_sizes), *((size, True) for size in few)], reverse=True)
+
+
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """What every step writes whole, in one place."""
@@ -124,10 +132,9 @@ class Graphs:
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._every = torch.arange(most, device=device)
-        self._sizes_shared = [size for size in self._sizes if size & (size - 1) == 0 or size == most] if shared else []
+        self._sizes_shared = sorted(size for size, shares in kinds(batch_sizes, shared) if shares)
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
-        every = [(size, False) for size in self._sizes] + [(size, True) for size in self._sizes_shared]
-        for size, shares in sorted(every, reverse=True):  # the largest first: the others fit into its memory
+        for size, shares in kinds(batch_sizes, shared):
             rows = _Rows.of(empty[None], empty[None], empty, empty.int(), NOTHING_SHARED if shares else None, size)
             buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
             static = Stage.views(rows, buffer)

@@ -67,7 +67,7 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
     loaded = model_loader.load(config, ROOT, ranks.device)
     spec = loaded.spec
     needs = warm_up(config, loaded, ranks.device)
-    pool = ranks.least(kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, ranks.device, needs.graph_bytes))
+    pool = ranks.least(kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, ranks.device, needs.gpu_bytes))
     behind = ranks.least(kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, ranks.device))
 
     def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:

@@ -14,7 +14,7 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.drafter import Drafter
-from paged_backend.graphs import recorder, sizes
+from paged_backend.graphs import kinds, recorder, sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Costs, Plan
@@ -31,7 +31,7 @@ class Needs:
     """What was found when the model ran for the first time."""
 
     seconds_per_token: float  # in a step as large as steps get
-    graph_bytes: int  # of device memory that recorded steps will take
+    gpu_bytes: int  # of device memory that activations and recorded steps will take, beside weights and pool
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Needs:
@@ -54,8 +54,8 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     def step() -> None:
         runner.launch(pack(plan, block_size=blocks.block_size)).result()
 
-    step()
-    return Needs(_seconds(step, device) / plan.num_tokens, _graph_bytes(config, loaded, runner))
+    activations = _activation_bytes(step, device)
+    return Needs(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
 def runner_of(
@@ -81,18 +81,45 @@ def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_size
         runner.record(how, batch_sizes, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
-def _graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
+def _activation_bytes(step: Callable[[], None], device: torch.device) -> int:
+    """What a step takes at its peak, beyond what was there. What this process did before does not count: loading may
+    have taken more, and so may another model."""
+    if device.type != "cuda":
+        step()
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
+    """What recorded steps will take of the GPU. All share the memory of the largest, and each takes a little of its
+    own: found by recording the largest one, and the largest two."""
     batch_sizes, device = sizes(config.max_num_seqs), runner.kv.device
     if device.type != "cuda":
         return 0
-    taken = []
-    for count in (1, 2):  # all share the memory of the largest, and each takes a little of its own
-        before = torch.cuda.mem_get_info(device)[0]
+
+    def taken(count: int) -> int:
+        before = _free(device)
         record(config, loaded, runner, batch_sizes[-count:])
-        taken.append(before - torch.cuda.mem_get_info(device)[0])
+        after = _free(device)
         runner.forget()
-        torch.cuda.empty_cache()
-    return taken[0] + max(0, taken[1] - taken[0]) * (len(batch_sizes) - 1)
+        return max(0, before - after)
+
+    taken(1)  # what the first sets up for good counts as taken already, later on
+    largest = taken(1)
+    if len(batch_sizes) == 1:
+        return largest
+    first, second, every = (
+        len(kinds(some, runner.shares)) for some in (batch_sizes[-1:], batch_sizes[-2:], batch_sizes)
+    )
+    return largest + max(0, taken(2) - largest) * (every - first) // (second - first)
+
+
+def _free(device: torch.device) -> int:
+    torch.cuda.empty_cache()  # a recording begins with it, and would seem to give memory back
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def measure(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
