@@ -74,8 +74,9 @@ def runner_of(
 
 
 def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:
-    """Record decode steps of these sizes, where the device can and the options let it."""
-    how = None if config.enforce_eager else recorder(runner.kv.device)
+    """Record decode steps of these sizes, where the device can and the options let it. Not beside a model that guesses:
+    it has to see every step, and nearly all hold guesses."""
+    how = None if config.enforce_eager or runner.drafter else recorder(runner.kv.device)
     if how and batch_sizes:
         longest = loaded.spec.max_model_len
         runner.record(how, batch_sizes, max_blocks=-(-longest // config.block_size), max_context_len=longest)

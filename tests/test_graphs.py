@@ -192,6 +192,16 @@ def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
     assert not recorder.replays
 
 
+def test_a_model_that_guesses_sees_the_steps_without_guesses_too(tiny, recorder):
+    """A replay would leave out its keys and values of these tokens, and its later guesses would be wrong."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
+        engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
+        stats = engine.assembly.scheduler.stats
+    assert stats.guessed_tokens and stats.accepted_tokens == stats.guessed_tokens
+    assert not recorder.replays
+
+
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
 def test_sizes_end_with_the_largest_and_leave_little_room_for_padding(most):
     sizes = graphs.sizes(most)
