@@ -106,6 +106,7 @@ def obey(channel: Connection) -> None:
             runner.move(message)
         else:
             runner.launch(message)
+    runner.forget()  # NCCL does not end what a recording holds
     ranks.leave()
 
 

@@ -101,7 +101,7 @@ class Runner:
         return self.group is not None
 
     def forget(self) -> None:
-        """Let go of what was recorded."""
+        """Let go of what was recorded, before the processes part that it was recorded with."""
         self._graphs = None
 
     def _forward(self, batch: PackedBatch) -> Tensor:

@@ -56,8 +56,12 @@ def _captured(call: Call, count: int) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         for index in range(count):
             call(index)
-    graph.replay()
-    return graph.replay
+
+    def replay(of: Call = call) -> None:  # held, for its inputs: the graph keeps the addresses alone
+        graph.replay()
+
+    replay()
+    return replay
 
 
 def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
