@@ -88,6 +88,8 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
         ranks.agree,
     )
     record(config, loaded, runner, sizes(config.max_num_seqs))
+    if not ranks.least(runner.records):  # NCCL wants a call of it recorded on all ranks or on none
+        runner.forget()
     return Prepared(loaded, runner, pool, behind, needs.seconds_per_token)
 
 

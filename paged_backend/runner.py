@@ -96,6 +96,11 @@ class Runner:
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
 
     @property
+    def records(self) -> bool:
+        """Whether decode steps are replayed."""
+        return self._graphs is not None
+
+    @property
     def shares(self) -> bool:
         """Whether rows that share a prefix can be told to attention."""
         return self.group is not None

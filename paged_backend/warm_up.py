@@ -100,7 +100,7 @@ def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_size
 
 def _rehearse(config: EngineConfig, max_model_len: int, runner: Runner) -> None:
     for plan in rehearsals(config, max_model_len):
-        for group in {None, runner.group}:
+        for group in dict.fromkeys((None, runner.group)):
             runner.launch(pack(plan, block_size=config.block_size, group=group)).result()
 
 
