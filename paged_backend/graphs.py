@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -215,20 +216,26 @@ class CudaRecorder:
         return replay
 
     def _rehearse(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run it twice. What is set up by a first call must not be recorded. A second that waits for the device fails
-        here: where it fails while it is recorded, PyTorch before 2.12 keeps its memory for good and raises at each
-        `empty_cache`."""
+        """Run it twice: what is set up by a first call must not be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        before = torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(self._stream):
             run()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 logits = run()
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
         torch.cuda.current_stream().wait_stream(self._stream)
         return logits
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """What waits for the GPU raises RuntimeError. To be tried before a recording: where that fails, PyTorch before 2.12
+    keeps its memory for good, and raises at each `empty_cache`."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @cache

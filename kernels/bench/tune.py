@@ -64,8 +64,8 @@ def read_journal(file: Path) -> dict[tuple[Facts, Tile], float | None]:
 def tune(
     chip: str, wanted: list[Facts], measure: Measure, *, file: Path, machine: str, show: Callable[[str], None] = print
 ) -> Table:
-    """Times what the journal does not hold, and writes the fastest of every point over the table's former entry, as soon
-    as the point is done: a run that is stopped leaves a table of what it has come to."""
+    """Times what the journal does not hold, and writes the fastest of every point over the table's former entry. The
+    table is written after each point, so that a run that is stopped leaves one of what it has come to."""
     journal = file.with_suffix(".journal")
     timed = read_journal(journal)
     rows = launch.read_table(file).rows() if file.exists() else []
