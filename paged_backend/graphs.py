@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +40,14 @@ def sizes(max_num_seqs: int) -> list[int]:
     steps = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     largest = min(max_num_seqs, steps[-1])
     return [*(size for size in steps if size < largest), largest]
+
+
+def kinds(batch_sizes: Sequence[int], shared: bool) -> list[tuple[int, bool]]:
+    """What is recorded for these sizes, and whether its rows share prefixes: that for a few sizes only. The largest
+    first: the others fit into its memory."""
+    most = max(batch_sizes)
+    few = [size for size in batch_sizes if size & (size - 1) == 0 or size == most] if shared else []
+    return sorted([*((size, False) for size in batch_sizes), *((size, True) for size in few)], reverse=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +132,10 @@ class Graphs:
         empty = torch.empty(0, dtype=torch.int64)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._sizes_shared = [size for size in self._sizes if size & (size - 1) == 0 or size == most] if shared else []
+        self._every = torch.arange(most, device=device)
+        self._sizes_shared = sorted(size for size, shares in kinds(batch_sizes, shared) if shares)
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
-        every = [(size, False) for size in self._sizes] + [(size, True) for size in self._sizes_shared]
-        for size, shares in sorted(every, reverse=True):  # the largest first: the others fit into its memory
+        for size, shares in kinds(batch_sizes, shared):
             rows = _Rows.of(empty[None], empty[None], empty, empty.int(), NOTHING_SHARED if shares else None, size)
             buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
             static = Stage.views(rows, buffer)
@@ -136,10 +146,10 @@ class Graphs:
     def _step(
         self, forward: Callable[[PackedBatch], Tensor], drawn: Tensor, rows: _Rows, size: int, max_context_len: int
     ) -> Callable[[], Tensor]:
-        every = self._starts[:size].long()
+        # Whatever it reads must live as long as the recording, which keeps no tensor alive.
+        starts, tables, every = self._starts[: size + 1], self._tables[:size], self._every[:size]
 
         def run() -> Tensor:
-            starts, tables = self._starts[: size + 1], self._tables[:size]
             shared = rows.shared and replace(rows.shared, max_len=max_context_len)
             paging = Paging(rows.slots, tables, rows.context_lens, starts, 1, max_context_len, shared)
             ids = known(rows.input_ids, drawn)
@@ -176,22 +186,26 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share their memory."""
+    """Records into CUDA graphs that share their memory, with the logits in one place: of the first, the largest."""
 
     def __init__(self) -> None:
+        self._stream = _side_stream(torch.cuda.current_device())
         self._pool: Any = None
+        self._logits: Tensor | None = None
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is set up by a first call must not be recorded
-            for _ in range(2):
-                expected = step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        def run() -> Tensor:
             logits = step()
+            return logits if self._logits is None else self._logits[: len(logits)].copy_(logits)
+
+        expected = self._rehearse(run).clone()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what another thread does, such as NCCL's, which asks after its events, must not end a recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            logits = run()
         self._pool = graph.pool()
+        if self._logits is None:
+            self._logits = logits
 
         def replay() -> Tensor:
             graph.replay()
@@ -200,3 +214,32 @@ class CudaRecorder:
         if not torch.allclose(replay(), expected, rtol=0.01, atol=0.01, equal_nan=True):
             raise RuntimeError("a replayed step gives other logits than one that is run")
         return replay
+
+    def _rehearse(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run it twice: what is set up by a first call must not be recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            with no_waits():
+                logits = run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return logits
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """What waits for the GPU raises RuntimeError. To be tried before a recording: where that fails, PyTorch before 2.12
+    keeps its memory for good, and raises at each `empty_cache`."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings of a process: PyTorch keeps cuBLAS's workspace, 32 MiB on Hopper, for each stream that it
+    has multiplied on."""
+    return torch.cuda.Stream(device)

@@ -148,11 +148,10 @@ def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
 
 
 def _free_on_gpu(utilization: float, device: torch.device) -> int:
-    """What remains of the allowed share now that weights and a full step's activations have had theirs."""
+    """What remains of the allowed share now that the weights have theirs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    return max(0, int(total * utilization) - (total - free) - activations)
+    return int(total * utilization) - (total - free)
 
 
 def available_memory() -> int:

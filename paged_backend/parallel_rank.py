@@ -67,7 +67,7 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
     loaded = model_loader.load(config, ROOT, ranks.device)
     spec = loaded.spec
     needs = warm_up(config, loaded, ranks.device)
-    pool = ranks.least(kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, ranks.device, needs.graph_bytes))
+    pool = ranks.least(kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, ranks.device, needs.gpu_bytes))
     behind = ranks.least(kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, ranks.device))
 
     def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:
@@ -88,6 +88,8 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
         ranks.agree,
     )
     record(config, loaded, runner, sizes(config.max_num_seqs))
+    if not ranks.least(runner.records):  # NCCL wants a call of it recorded on all ranks or on none
+        runner.forget()
     return Prepared(loaded, runner, pool, behind, needs.seconds_per_token)
 
 
@@ -106,6 +108,7 @@ def obey(channel: Connection) -> None:
             runner.move(message)
         else:
             runner.launch(message)
+    runner.forget()  # NCCL does not end what a recording holds
     ranks.leave()
 
 

@@ -159,6 +159,9 @@ class ParallelRunner:
         self.workers.send(packed)
         return Watched(self.attempt(lambda: self._runner.launch(packed)), self)
 
+    def forget(self) -> None:
+        self._runner.forget()
+
     def attempt(self, action: Callable[[], Any]) -> Any:
         """The ranks have diverged where one has failed, so there is no step after that."""
         try:

@@ -90,13 +90,23 @@ class Runner:
                 batch_sizes,
                 max_blocks=max_blocks,
                 max_context_len=max_context_len,
-                shared=self.group is not None,
+                shared=self.shares,
             )
         except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
 
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are replayed."""
+        return self._graphs is not None
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows that share a prefix can be told to attention."""
+        return self.group is not None
+
     def forget(self) -> None:
-        """Let go of what was recorded."""
+        """Let go of what was recorded, before the processes part that it was recorded with."""
         self._graphs = None
 
     def _forward(self, batch: PackedBatch) -> Tensor:

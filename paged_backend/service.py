@@ -60,7 +60,8 @@ class Assembly:
         return engine
 
     def close(self) -> None:
-        """End the processes of the other ranks. After the engine."""
+        """Let go of recorded steps, and end the processes of the other ranks. After the engine."""
+        self.runner.forget()
         if self.workers:
             self.workers.stop()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +15,25 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.drafter import Drafter
-from paged_backend.graphs import recorder, sizes
+from paged_backend.graphs import kinds, recorder, sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
-from paged_backend.plan import Costs, Plan
+from paged_backend.plan import Chunk, Costs, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
+from paged_backend.sequence import Group
 
 REPEATS = 3
+CONTEXTS = (256, 1024, 8192, 65536)  # up to which lengths attention's tiles differ, or are split
+LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # of chunks, likewise
+ROWS = 4  # in decode
+SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties make logits float32
+    kind | penalty
+    for penalty in ({}, {"presence_penalty": 0.1})
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9})
+)
+MANY = 512  # rows at the most of which room is made for logits in float32
 MOVED = 8  # blocks at a time: what each costs among others
 
 
@@ -31,13 +42,13 @@ class Needs:
     """What was found when the model ran for the first time."""
 
     seconds_per_token: float  # in a step as large as steps get
-    graph_bytes: int  # of device memory that recorded steps will take
+    gpu_bytes: int  # of device memory that activations and recorded steps will take, beside weights and pool
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Needs:
-    """Run a step as large as steps get over a pool just large enough, twice, and record the two largest decode steps.
-    Afterwards the peak of activation memory is known, which the real pool must leave room for, and the first request
-    pays for no initialisation."""
+    """Run a step as large as steps get over a pool just large enough, twice, on a GPU one of every other kind as well,
+    and record the two largest decode steps. Afterwards the peak of activation memory is known, which the real pool must
+    leave room for, and no request pays for initialisation."""
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
@@ -54,8 +65,13 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     def step() -> None:
         runner.launch(pack(plan, block_size=blocks.block_size)).result()
 
-    step()
-    return Needs(_seconds(step, device) / plan.num_tokens, _graph_bytes(config, loaded, runner))
+    def everything() -> None:
+        step()
+        if device.type == "cuda":
+            _rehearse(config, spec.max_model_len, runner)
+
+    activations = _activation_bytes(everything, device)
+    return Needs(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
 def runner_of(
@@ -74,25 +90,85 @@ def runner_of(
 
 
 def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:
-    """Record decode steps of these sizes, where the device can and the options let it."""
-    how = None if config.enforce_eager else recorder(runner.kv.device)
+    """Record decode steps of these sizes, where the device can and the options let it. Not beside a model that guesses:
+    it has to see every step, and nearly all hold guesses."""
+    how = None if config.enforce_eager or runner.drafter else recorder(runner.kv.device)
     if how and batch_sizes:
         longest = loaded.spec.max_model_len
         runner.record(how, batch_sizes, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
-def _graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
+def _rehearse(config: EngineConfig, max_model_len: int, runner: Runner) -> None:
+    for plan in rehearsals(config, max_model_len):
+        for group in dict.fromkeys((None, runner.group)):
+            runner.launch(pack(plan, block_size=config.block_size, group=group)).result()
+
+
+def rehearsals(config: EngineConfig, max_model_len: int) -> Iterator[Plan]:
+    """Steps of every kind that has kernels of its own, which are compiled at the first of them: for seconds each, in
+    which every request would wait. All in block 0, for nobody reads what they give."""
+    longest, budget = max_model_len - 1, config.max_num_batched_tokens
+    contexts = [*(one for one in CONTEXTS if one < longest), longest]
+    lengths = [*(one for one in LENGTHS if one < min(longest, budget)), min(longest, budget)]
+
+    def chunk(start: int, length: int, **sampling: Any) -> Chunk:
+        tokens = (0,) * (start + length)
+        one = Group.of(GenerateRequest(0, tokens, SamplingParams(**sampling), 0, frozenset())).leader
+        one.blocks = [0] * -(-len(tokens) // config.block_size)
+        return Chunk(one, start, length, draws=(one,))
+
+    for context in contexts:
+        rows = tuple(chunk(context - 1, 1) for _ in range(min(ROWS, config.max_num_seqs)))
+        yield Plan(rows)
+        for length in lengths:
+            if length <= context:
+                yield Plan((chunk(context - length, length),))
+            if len(rows) > 1:  # decode rows first, as the scheduler has them
+                yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
+    for sampling in SAMPLINGS:
+        yield Plan((chunk(0, 1, **sampling),))
+    yield Plan(tuple(chunk(0, 1, **SAMPLINGS[-1]) for _ in range(min(MANY, config.max_num_seqs))))
+
+
+def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
+    """What steps take at their peak, beyond what was there. What this process did before does not count: loading may
+    have taken more, and so may another model."""
+    if device.type != "cuda":
+        steps()
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    steps()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
+    """What recorded steps will take of the GPU. All share the memory of the largest, and each takes a little of its
+    own: found by recording the largest one, and the largest two."""
     batch_sizes, device = sizes(config.max_num_seqs), runner.kv.device
     if device.type != "cuda":
         return 0
-    taken = []
-    for count in (1, 2):  # all share the memory of the largest, and each takes a little of its own
-        before = torch.cuda.mem_get_info(device)[0]
+
+    def taken(count: int) -> int:
+        before = _free(device)
         record(config, loaded, runner, batch_sizes[-count:])
-        taken.append(before - torch.cuda.mem_get_info(device)[0])
+        after = _free(device)
         runner.forget()
-        torch.cuda.empty_cache()
-    return taken[0] + max(0, taken[1] - taken[0]) * (len(batch_sizes) - 1)
+        return max(0, before - after)
+
+    taken(1)  # what the first sets up for good counts as taken already, later on
+    largest = taken(1)
+    if len(batch_sizes) == 1:
+        return largest
+    first, second, every = (
+        len(kinds(some, runner.shares)) for some in (batch_sizes[-1:], batch_sizes[-2:], batch_sizes)
+    )
+    return largest + max(0, taken(2) - largest) * (every - first) // (second - first)
+
+
+def _free(device: torch.device) -> int:
+    torch.cuda.empty_cache()  # a recording begins with it, and would seem to give memory back
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def measure(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:

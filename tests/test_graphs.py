@@ -1,10 +1,14 @@
 """Decode steps that are recorded and replayed, with a recorder that runs the step again in place of a GPU's."""
 
+import gc
 import itertools
 import logging
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels import cascade
 from paged_backend import graphs, runner, warm_up
@@ -131,6 +135,47 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
     assert bool(recorder.replays) == recorded
 
 
+class Reads(TorchDispatchMode):
+    """Memory that operations read and that none of them made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.kept, self.made = [], [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for one in _tensors((args, kwargs)):
+            memory = StorageWeakRef(one.untyped_storage())
+            if memory.cdata not in self.made:
+                self.found.append(memory)
+        result = function(*args, **(kwargs or {}))
+        made = _tensors(result)
+        self.kept += made  # so that no other gets their address
+        self.made |= {StorageWeakRef(one.untyped_storage()).cdata for one in made}
+        return result
+
+
+def _tensors(tree):
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+
+
+def test_what_a_recorded_step_reads_outlives_its_recording(tiny, monkeypatch):
+    """A CUDA graph keeps no tensor alive that was there before it."""
+    reads = []
+
+    def record(step):
+        with Reads() as mode:
+            logits = step()
+        reads.extend(mode.found)
+        return lambda: logits
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    assembly = tiny_assembly(tiny[0])
+    gc.collect()
+    assert len(reads) > 100
+    assert not [memory for memory in reads if memory.expired()]
+    assert assembly.runner
+
+
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, monkeypatch, caplog):
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -144,6 +189,16 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, mon
 def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
     with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
         engine.generate([[5, 6, 7]], **SAMPLING)
+    assert not recorder.replays
+
+
+def test_a_model_that_guesses_sees_the_steps_without_guesses_too(tiny, recorder):
+    """A replay would leave out its keys and values of these tokens, and its later guesses would be wrong."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
+        engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
+        stats = engine.assembly.scheduler.stats
+    assert stats.guessed_tokens and stats.accepted_tokens == stats.guessed_tokens
     assert not recorder.replays
 
 

@@ -30,13 +30,15 @@ Measure = Callable[[Facts, Tile], float | None]  # microseconds; None: does not 
 
 def points(*, quick: bool) -> list[Facts]:
     """What a table has entries for. The quick ones are those of most models of 8B and less."""
+    first = [Facts(kind, 128, 2, 16, False, LENGTHS[kind][1]) for kind in LENGTHS]
     if quick:
-        return [Facts(kind, 128, 2, 16, False, LENGTHS[kind][1]) for kind in LENGTHS]
-    return [
+        return first
+    every = [
         Facts(kind, block_d, 2, rows, quantized, length)
         for kind, block_d, rows, quantized in itertools.product(LENGTHS, (64, 128, 256), (16, 32, 64), (False, True))
         for length in LENGTHS[kind]
     ]
+    return list(dict.fromkeys(first + every))
 
 
 def candidates(facts: Facts) -> Iterator[Tile]:
@@ -62,25 +64,26 @@ def read_journal(file: Path) -> dict[tuple[Facts, Tile], float | None]:
 def tune(
     chip: str, wanted: list[Facts], measure: Measure, *, file: Path, machine: str, show: Callable[[str], None] = print
 ) -> Table:
-    """Times what the journal does not hold, and writes the fastest of every point over the table's former entry."""
+    """Times what the journal does not hold, and writes the fastest of every point over the table's former entry. The
+    table is written after each point, so that a run that is stopped leaves one of what it has come to."""
     journal = file.with_suffix(".journal")
     timed = read_journal(journal)
-    work = [(facts, tile) for facts in wanted for tile in dict.fromkeys(candidates(facts))]
-    with journal.open("a") as lines:
-        for done, (facts, tile) in enumerate(work, 1):
-            if (facts, tile) in timed:
-                continue
-            us = timed[facts, tile] = measure(facts, tile)
-            lines.write(json.dumps({"for": vars(facts), "tile": vars(tile), "us": us}) + "\n")
-            lines.flush()
-            show(f"[{done}/{len(work)}] {facts} {tile}: {'skipped' if us is None else f'{us:.1f} us'}")
     rows = launch.read_table(file).rows() if file.exists() else []
-    for facts in wanted:
-        runs = {tile: us for (point, tile), us in timed.items() if point == facts and us is not None}
-        if runs:
-            rows.append((facts, min(runs, key=lambda tile: runs[tile])))
     table = launch.table_of(chip, machine, rows)
-    launch.write_table(table, file)
+    with journal.open("a") as lines:
+        for done, facts in enumerate(wanted, 1):
+            for tile in dict.fromkeys(candidates(facts)):
+                if (facts, tile) in timed:
+                    continue
+                us = timed[facts, tile] = measure(facts, tile)
+                lines.write(json.dumps({"for": vars(facts), "tile": vars(tile), "us": us}) + "\n")
+                lines.flush()
+                show(f"[{done}/{len(wanted)}] {facts} {tile}: {'skipped' if us is None else f'{us:.1f} us'}")
+            runs = {tile: us for (point, tile), us in timed.items() if point == facts and us is not None}
+            if runs:
+                rows.append((facts, min(runs, key=lambda tile: runs[tile])))
+                table = launch.table_of(chip, machine, rows)
+                launch.write_table(table, file)
     journal.unlink()
     return table
 
@@ -145,6 +148,7 @@ def measure_on_gpu(chip: str) -> Measure:
 
             return triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median") * 1000 / len(caches)
         except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # RuntimeError: a pass of the compiler
+            torch.cuda.synchronize()  # raises where a kernel has failed: then so would all others in this process
             return None
 
     return measure

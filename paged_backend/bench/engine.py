@@ -7,6 +7,7 @@ for count. Time to first token is from a request's arrival; between tokens, from
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
@@ -207,7 +208,9 @@ def main(argv: Sequence[str]) -> int:
             if (name in CACHED) == caching:
                 jobs = workload(name, count, vocab, limit, args.rate)
                 records += measure(assembly, peer, name, jobs, rounds)
-        del assembly  # its pool makes room for the next one's
+        assembly.close()
+        del assembly
+        gc.collect()  # its pool makes room for the next one's
     publish(records, args.json, lambda file, caption: draw(records, names, file, caption))
     return 0
 

@@ -1,0 +1,106 @@
+"""What is done before a GPU serves: what its memory is thought to have room for, with figures in the place of a GPU,
+and which kernels are compiled."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels.layer_cache import LayerCache
+from kernels.paged_attention import Device, plan_launch
+from paged_backend import graphs, warm_up
+from paged_backend.batch import pack
+from paged_backend.config import EngineConfig
+from paged_backend.plan import Chunk, Plan
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.sequence import Group
+from tests.in_process import tiny_assembly
+
+LARGEST, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes
+
+
+class Memory:
+    """Of a GPU whose allocator keeps what was freed until it is told, as recording a CUDA graph does."""
+
+    def __init__(self):
+        self.cached, self.for_good, self.recorded = CACHED, 0, 0
+
+    def record(self, config, loaded, runner, batch_sizes):
+        self.cached = 100  # given back, and something new
+        self.for_good = WORKSPACE
+        self.recorded = LARGEST + EACH * (len(graphs.kinds(batch_sizes, runner.shares)) - 1)
+
+    def forget(self):
+        self.recorded = 0
+
+    def empty(self):
+        self.cached = 0
+
+    def free(self, device):
+        return 10**6 - self.cached - self.for_good - self.recorded, 10**6
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
+def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, shares):
+    memory = Memory()
+    monkeypatch.setattr(warm_up, "record", memory.record)
+    monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
+    runner = SimpleNamespace(kv=SimpleNamespace(device=torch.device("cuda")), shares=shares, forget=memory.forget)
+    config = EngineConfig.from_options({"model": "x", "max_num_seqs": max_num_seqs})
+    foreseen = warm_up.graph_bytes(config, None, runner)
+    count = len(graphs.kinds(graphs.sizes(max_num_seqs), shares))
+    assert foreseen == LARGEST + EACH * (count - 1)
+
+
+def compiled(plan, heads, kv_heads, group):
+    """What of a step's attention is constant in compiled code."""
+    paging = pack(plan, block_size=16, group=group).paging
+    pool = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(plan.num_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    options = dict(scale=1.0, sliding_window=None, softcap=None, sinks=None, device=Device("sm_90", 132))
+    for planned in plan_launch(torch.empty_like(query), query, LayerCache(pool, pool), paging, **options):
+        constants = {name: value for name, value in planned.arguments.items() if name.isupper() or name == "num_warps"}
+        given = {name for name, value in planned.arguments.items() if value is None}
+        yield planned.kernel.__name__, frozenset(constants.items()), frozenset(given)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3)])
+def test_no_attention_is_compiled_while_serving(heads, kv_heads):
+    config = EngineConfig.from_options({"model": "x", "max_num_seqs": 64, "max_num_batched_tokens": 2048})
+    group = heads // kv_heads
+    known = {
+        one
+        for plan in warm_up.rehearsals(config, 16384)
+        for sharing in (None, group)
+        for one in compiled(plan, heads, kv_heads, sharing)
+    }
+    rnd = random.Random(0)
+    for _ in range(300):
+        chunks, left, own = [], 2048, 1
+        for _ in range(rnd.choice((1, 2, 5, 30, 64))):
+            length = min(left, rnd.choice((1, 1, 1, 3, 20, 100, 700, 2000)))
+            start = rnd.choice((0, 10, 300, 3000, 14000))
+            if not length:
+                break
+            left -= length
+            tokens = (0,) * (start + length)
+            one = Group.of(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
+            shared = rnd.randrange(2) * 200  # blocks
+            one.blocks = [0] * shared + list(range(own, own + 1100))
+            own += 1100
+            chunks.append(Chunk(one, start, length, (one,)))
+        for one in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
+            assert one in known
+
+
+def test_what_is_rehearsed_can_be_run(tiny):
+    """In pools of one block, by every runner."""
+    assembly = tiny_assembly(tiny[0])
+    size = assembly.scheduler.blocks.block_size
+    options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
+    for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256):
+        drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
+        assert len(drawn) == len(plan.chunks)
