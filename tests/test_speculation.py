@@ -5,14 +5,12 @@ import random
 import pytest
 from transformers import LlamaConfig
 
-from paged_backend import warm_up
 from paged_backend.config import ConfigError
 from paged_backend.plan import reached
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sequence import Sequence
 from paged_backend.speculation import PromptLookup, on_device
 from tests.in_process import running, save_tiny, tiny_assembly
-from tests.test_graphs import Rerun
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
 
@@ -73,18 +71,6 @@ def test_right_guesses_save_steps(tiny):
             engine.generate([[5, 6, 7]], max_tokens=21)
             steps[count] = len([one for one in engine.history if one.deltas])
     assert steps == {0: 21, 4: 5}
-
-
-def test_the_smaller_model_keeps_up_with_steps_that_are_replayed(tiny, monkeypatch):
-    """The last chunk of each prompt is a token long: a decode step, as far as a recording can tell."""
-    made = Rerun()
-    monkeypatch.setattr(warm_up, "recorder", lambda device: made)
-    with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
-        for length in (1, 17, 33):
-            engine.generate([[3 + 7 * index for index in range(length)]], max_tokens=24)
-        stats = engine.history[-1].stats
-    assert made.replays
-    assert stats.accepted_tokens > 0.95 * stats.guessed_tokens > 0
 
 
 @pytest.mark.parametrize("count", [0, 4])
