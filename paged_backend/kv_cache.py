@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
 SCALE = torch.float32
 SWAP_SPACE = 4  # GiB, where there is a GPU
+ALIGNMENT = 16  # bytes: of what a kernel copies at a time
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,20 @@ class KVCache:
         """`dtype`: of the pool, a quantized one or that of the model's keys and values. `pinned`: in host memory that a
         GPU can reach by itself."""
 
-        def pool(layer: LayerShape) -> LayerCache:
+        def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
             slots = (num_blocks, layer.num_kv_heads, block_size)
-            parts = [_zeros((*slots, layer.head_dim), dtype, device) for _ in range(2)]
-            parts += [_zeros(slots, SCALE, device) for _ in range(2)] if dtype in FORMATS else []
-            return LayerCache(*(part.pin_memory() if pinned else part for part in parts))
+            return [((*slots, layer.head_dim), dtype)] * 2 + ([(slots, SCALE)] * 2 if dtype in FORMATS else [])
 
-        return cls(tuple(map(pool, layers)))
+        if not pinned:
+            return cls(tuple(LayerCache(*(_zeros(*one, device) for one in shapes(layer))) for layer in layers))
+        every = [one for layer in layers for one in shapes(layer)]
+        ends = list(accumulate(-(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT for shape, kind in every))
+        memory = page_locked(ends[-1])
+        parts = (
+            memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            for (shape, kind), start in zip(every, [0, *ends], strict=False)
+        )
+        return cls(tuple(LayerCache(*islice(parts, len(shapes(layer)))) for layer in layers))
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +88,12 @@ class KVCache:
     def fill(self, number: int, content: Sequence[Tensor]) -> None:
         for tensor, value in zip(self.tensors, content, strict=True):
             tensor[number] = value
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Zeros that a GPU can reach by itself. PyTorch takes a power of two bytes for each such tensor: a pool is one of
+    them, for its tensors in memory of their own could take twice as much as they hold."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

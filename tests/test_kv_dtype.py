@@ -96,6 +96,22 @@ def test_one_byte_an_element_lets_the_same_budget_hold_more_tokens(tiny):
     assert blocks == {"auto": 100_000 // (48 * 64), "fp8": 100_000 // (48 * 20), "int8": 100_000 // (48 * 20)}
 
 
+@pytest.mark.parametrize("dtype", [*FORMATS, torch.bfloat16], ids=str)
+def test_a_pool_in_page_locked_memory_is_one_piece_of_it(monkeypatch, dtype):
+    asked = []
+    monkeypatch.setattr(kv_cache, "page_locked", lambda n: asked.append(n) or torch.zeros(n, dtype=torch.uint8))
+    layers = [LayerShape(2, 8), LayerShape(1, 16)]
+    options = dict(num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    pool, plain = KVCache.allocate(layers, pinned=True, **options), KVCache.allocate(layers, **options)
+    assert asked == [3 * kv_cache.bytes_per_block(layers, 4, dtype)]
+    assert [(one.shape, one.dtype) for one in pool.tensors] == [(one.shape, one.dtype) for one in plain.tensors]
+    for value, tensor in enumerate(pool.tensors, 1):
+        assert not tensor.any()
+        assert tensor.is_contiguous()
+        tensor.fill_(value)
+    assert [float(tensor.float().mean()) for tensor in pool.tensors] == list(range(1, 1 + len(pool.tensors)))
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
 def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
     """On a CPU PyTorch lacks such operations for fp8 itself."""
