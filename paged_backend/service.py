@@ -27,7 +27,7 @@ from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks, check_devices
-from paged_backend.parallel_rank import ROOT, prepare
+from paged_backend.parallel_rank import ROOT, Prepared, prepare
 from paged_backend.parallel_workers import ParallelRunner, Workers
 from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams, invalid
 from paged_backend.responder import Responder, Sample, Stream
@@ -85,12 +85,21 @@ def assemble(config: EngineConfig) -> Assembly:
 
 
 def _assemble(config: EngineConfig, ranks: Ranks, workers: Workers | None) -> Assembly:
-    started, device = time.monotonic(), ranks.device
-    if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and device.type == "cpu")):
+    started, on_cpu = time.monotonic(), ranks.device.type == "cpu"
+    if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
     prepared = prepare(config, ranks)
+    try:
+        return _put_together(config, prepared, workers, started)
+    except Exception:
+        prepared.runner.forget()  # before the ranks part: NCCL waits for what was recorded with it
+        raise
+
+
+def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | None, started: float) -> Assembly:
+    device = prepared.runner.kv.device
     loaded, spec, behind = prepared.loaded, prepared.loaded.spec, prepared.num_host_blocks
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None

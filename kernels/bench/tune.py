@@ -52,12 +52,15 @@ def candidates(facts: Facts) -> Iterator[Tile]:
 
 
 def read_journal(file: Path) -> dict[tuple[Facts, Tile], float | None]:
-    """Of a run that was stopped. A last line that was not written to its end does not count."""
+    """Of a run that was stopped. A last line that was not written to its end is cut off."""
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
     timed = {}
-    for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
-        if line.endswith("\n"):
-            entry = json.loads(line)
-            timed[Facts(**entry["for"]), Tile(**entry["tile"])] = entry["us"]
+    for line in whole.splitlines():
+        entry = json.loads(line)
+        timed[Facts(**entry["for"]), Tile(**entry["tile"])] = entry["us"]
     return timed
 
 

@@ -139,16 +139,20 @@ def test_the_fastest_that_runs_is_written_and_a_stopped_run_goes_on(tmp_path):
         asked.append((facts, tile))
         return None if tile.num_stages == 4 else 10.0 - tile.num_stages + tile.block_n / 1000 + tile.num_warps / 100
 
-    def stopped(facts, tile):
-        if len(asked) == len(set(candidates(wanted[0]))) + 3:
-            raise KeyboardInterrupt
-        return measure(facts, tile)
+    def stopped_after(count):
+        def stopped(facts, tile):
+            if len(asked) == count:
+                raise KeyboardInterrupt
+            return measure(facts, tile)
 
-    with pytest.raises(KeyboardInterrupt):
-        tune("sm_77", wanted, stopped, file=file, machine="a machine", show=lambda line: None)
+        return stopped
+
+    for count in (2, len(set(candidates(wanted[0]))) + 3):
+        with pytest.raises(KeyboardInterrupt):
+            tune("sm_77", wanted, stopped_after(count), file=file, machine="a machine", show=lambda line: None)
+        with file.with_suffix(".journal").open("a") as journal:
+            journal.write('{"for": {"kind"')  # the machine went off in the middle of a line
     assert [facts for facts, _ in launch.read_table(file).rows()] == wanted[:1]  # what it has come to
-    with file.with_suffix(".journal").open("a") as journal:
-        journal.write('{"for": {"kind"')
     first, lines = list(asked), []
     asked.clear()
     table = tune("sm_77", wanted, measure, file=file, machine="a machine", show=lines.append)
