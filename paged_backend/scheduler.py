@@ -567,6 +567,7 @@ class Scheduler:
         finish = _finish(request, token, first + 1 - sequence.num_prompt)
         tokens = [token]
         if more:
+            self._accepted_tokens += sum(one is not None for one in more)
             for one in more:
                 if finish or not isinstance(one, int):
                     break
@@ -582,7 +583,6 @@ class Scheduler:
         that only those are in go back."""
         sequence.tokens[sequence.committed :] = tokens
         sequence.computed = sequence.committed + len(tokens) - 1
-        self._accepted_tokens += len(tokens) - 1
         self._book(sequence, sequence.computed)
         while len(sequence.blocks) > self.blocks.blocks_for(sequence.computed):
             self.blocks.drop(sequence.blocks.pop())
