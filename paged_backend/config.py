@@ -209,6 +209,16 @@ class EngineConfig:
                 f"prompt_lookup_min={self.prompt_lookup_min}: must be at most"
                 f" prompt_lookup_max={self.prompt_lookup_max}"
             )
+        if self.num_speculative_tokens and self.async_scheduling:
+            raise ConfigError(
+                f"async_scheduling=true: with num_speculative_tokens={self.num_speculative_tokens} a step depends on"
+                " how many guesses of the one before are right, so they are planned in turn; leave one of them out"
+            )
+        if self.compile_level and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"compile_level={self.compile_level}: with tensor_parallel_size={self.tensor_parallel_size} layers run"
+                " as transformers has them, which are not compiled; leave one of them out"
+            )
         if self.speculative_model and not self.num_speculative_tokens:
             raise ConfigError(
                 f"speculative_model={json.dumps(self.speculative_model)}: guesses nothing; give num_speculative_tokens"

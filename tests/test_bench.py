@@ -130,6 +130,22 @@ def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine", "--rounds", "0"], "'0': must be a whole number of at least 1"),
+        (["engine", "--rate", "0"], "'0': must be a number above 0"),
+        (["server", "--null", "--tokens", "-3"], "'-3': must be a whole number of at least 1"),
+        (["kernels", "--json", "/nonexistent/x.json"], "there is no directory '/nonexistent'"),
+        (["kernels", "--only", "nothing"], "argument --only: 'nothing': in none of"),
+    ],
+)
+def test_a_bad_argument_is_refused_before_the_work(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
 def test_a_benchmark_names_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "engine", "--fast"])

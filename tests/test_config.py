@@ -69,6 +69,13 @@ def test_a_step_must_hold_a_token_of_every_sequence():
     )
 
 
+def test_options_that_would_be_ignored_are_refused():
+    said = refusal(async_scheduling=True, num_speculative_tokens=4)
+    assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
+    said = refusal(compile_level=1, tensor_parallel_size=2)
+    assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
+
+
 @pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])
 def test_a_bad_file_is_named(tmp_path, text, reason):
     path = tmp_path / "model.json"

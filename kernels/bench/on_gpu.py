@@ -52,14 +52,17 @@ def _bench(name: str, share: float, *arguments: str, file: str | None = None) ->
     return Step(file or name, share, ("-c", PAGED, "bench", name, "--json", json_file, *arguments))
 
 
+ENGINE = ("equivalence", "speculation", "beams", "transfers", "kv_dtype", "disk", "parallel")
 STEPS = (
     Step("checks", 0.2, ("-m", "pytest", "-q", "tests/kernels", "--deselect", "tests/kernels/test_aot.py")),
-    Step("engine-checks", 0.1, ("-m", "pytest", "-q", "tests/test_equivalence.py", "tests/test_speculation.py")),
+    Step("engine-checks", 0.1, ("-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in ENGINE))),
     _bench("kernels", 0.15, file="kernels-before-tuning"),
     Step("tune", 0.15, ("-m", "kernels.bench.tune")),
     _bench("kernels", 0.15),
     _bench("engine", 0.15, "--model", "Qwen3-0.6B", "--workload", "nano", file="engine-nano"),
     _bench("engine", 0.1, "--model", "Llama-3.1-8B", "--workload", "sharegpt", file="engine-llama"),
+    _bench("speculation", 0.05, "--dtype", "bfloat16"),
+    _bench("server", 0.1),
 )
 
 

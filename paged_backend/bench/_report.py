@@ -33,8 +33,34 @@ class Record:
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"paged bench {name}", description=description)
     made.add_argument("--quick", action="store_true", help="a smaller workload, under a minute")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the records here, and a picture beside it")
+    made.add_argument("--json", type=_new_file, metavar="FILE", help="write the records here, and a picture beside it")
     return made
+
+
+def count(text: str) -> int:
+    """An argument: how many, at least one."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """An argument: how many a second."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return value
+
+
+def _new_file(text: str) -> Path:
+    """Refused before the work is done that is to be written there."""
+    file = Path(text)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no directory {str(file.parent)!r}")
+    return file
 
 
 def machine() -> str:

@@ -22,7 +22,18 @@ import torch
 from paged_backend.bench import _peers
 from paged_backend.bench._engine import serve
 from paged_backend.bench._peers import Contestant, Run
-from paged_backend.bench._report import NO_GPU, Record, alternate, not_measured, parser, percentile, publish, ratio
+from paged_backend.bench._report import (
+    NO_GPU,
+    Record,
+    alternate,
+    count,
+    not_measured,
+    parser,
+    percentile,
+    publish,
+    rate,
+    ratio,
+)
 from paged_backend.bench._workload import WORKLOADS, Job, model_names, model_options, workload
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -221,11 +232,16 @@ def _parser() -> ArgumentParser:
     shapes = ", ".join(model_names())
     add("--model", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes} (default: by machine)")
     add("--workload", action="append", choices=list(WORKLOADS), help="may be repeated (default: by machine)")
-    add("--rate", type=float, metavar="X", help="requests a second, Poisson; default: all at once")
+    add("--rate", type=rate, metavar="X", help="requests a second, Poisson; default: all at once")
     add("--dtype", help="of weights, keys and values (default: float32 on a CPU, the model's own on a GPU)")
-    add("--requests", type=int, metavar="N", help="(default: 32 on a CPU, 256 on a GPU)")
-    add("--budget", type=int, metavar="N", help="tokens in one step at the most (default: 512 on a CPU, 8192 on a GPU)")
-    add("--rounds", type=int, default=3, metavar="N")
+    add("--requests", type=count, metavar="N", help="(default: 32 on a CPU, 256 on a GPU)")
+    add(
+        "--budget",
+        type=count,
+        metavar="N",
+        help="tokens in one step at the most (default: 512 on a CPU, 8192 on a GPU)",
+    )
+    add("--rounds", type=count, default=3, metavar="N")
     add("--alone", action="store_true", help="leave transformers out")
     return made
 

@@ -20,7 +20,7 @@ import torch
 from paged_backend.bench._attention import CONTESTANTS, OURS, Cell, Missing, Prepared, error
 from paged_backend.bench._lines import LINES
 from paged_backend.bench._race import Call, cache_bytes, race, timer
-from paged_backend.bench._report import Record, not_measured, parser, publish, ratio
+from paged_backend.bench._report import Record, count, not_measured, parser, publish, ratio
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # an error above is no rounding
 TARGETS = {"SDPA, contiguous": 0.98, "FlashInfer": 1.0, "vLLM": 1.0}
@@ -159,7 +159,10 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rounds = 3 if args.quick else args.rounds
-    cells = [cell for cell in grid(device, args.quick) if args.only in cell.name]
+    every = grid(device, args.quick)
+    cells = [cell for cell in every if args.only in cell.name]
+    if not cells:
+        _parser().error(f"argument --only: {args.only!r}: in none of {', '.join(cell.name for cell in every)}")
     on = machine(device, dtype, args.quick)
     records = [
         Record("read-only stream", on.read / 1e9, "GB/s"),
@@ -182,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     made = parser("kernels", __doc__.partition("\n")[0])
-    made.add_argument("--rounds", type=int, default=9, metavar="N")
+    made.add_argument("--rounds", type=count, default=9, metavar="N")
     made.add_argument("--only", default="", metavar="TEXT", help="cells whose name has this in it")
     return made
 

@@ -22,7 +22,7 @@ from kernels.paging import Paging
 from paged_backend import kv_cache
 from paged_backend.attention import paged_logits
 from paged_backend.batch import Stage, pack
-from paged_backend.bench._report import Record, alternate, parser, publish
+from paged_backend.bench._report import Record, alternate, count, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import pick_kv_dtype
@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     made = parser("kv_dtype", __doc__.partition("\n")[0])
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
-    made.add_argument("--windows", type=int, default=32, metavar="N", help="of the text")
-    made.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a window")
+    made.add_argument("--windows", type=count, default=32, metavar="N", help="of the text")
+    made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window")
     return made
 
 

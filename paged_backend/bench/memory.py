@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.beam_search import Candidate
-from paged_backend.bench._report import Record, parser, publish
+from paged_backend.bench._report import Record, count, parser, publish
 from paged_backend.bench._workload import DATASETS, lengths
 from paged_backend.block_manager import BlockManager
 from paged_backend.plan import Drawn
@@ -296,7 +296,9 @@ def main(argv: Rows[str]) -> int:
 
 def _parser() -> ArgumentParser:
     made = parser("memory", __doc__.partition("\n")[0])
-    made.add_argument("--requests", type=int, default=2000, metavar="N", help="to simulate; a tenth for the real model")
+    made.add_argument(
+        "--requests", type=count, default=2000, metavar="N", help="to simulate; a tenth for the real model"
+    )
     made.add_argument("--model", default="demo", help="for the part that runs a model")
     return made
 

@@ -31,7 +31,7 @@ import torch
 
 from client import load
 from client.wire import Values
-from paged_backend.bench._report import Record, alternate, not_measured, parser, percentile, publish, ratio
+from paged_backend.bench._report import Record, alternate, count, not_measured, parser, percentile, publish, rate, ratio
 from paged_backend.bench._workload import NULL, WORKLOADS, Job, model_names, model_options, workload
 from paged_backend.bench.engine import run_paged
 from paged_backend.config import EngineConfig
@@ -297,13 +297,13 @@ def _parser() -> ArgumentParser:
     shapes = ", ".join(model_names())
     add("--model", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes} (default: by machine)")
     add("--workload", choices=[name for name in WORKLOADS if name not in ("n4", "beam4")])
-    add("--requests", type=int, metavar="N")
-    add("--concurrency", type=int, action="append", metavar="N", help="a point of the sweep; may be repeated")
-    add("--rate", type=float, action="append", metavar="X", help="requests a second, Poisson; may be repeated")
-    add("--rounds", type=int, default=5, metavar="N")
+    add("--requests", type=count, metavar="N")
+    add("--concurrency", type=count, action="append", metavar="N", help="a point of the sweep; may be repeated")
+    add("--rate", type=rate, action="append", metavar="X", help="requests a second, Poisson; may be repeated")
+    add("--rounds", type=count, default=5, metavar="N")
     add("--null", action="store_true", help="the null model only")
-    add("--streams", type=int, metavar="N", help="of the null model (default 256)")
-    add("--tokens", type=int, metavar="N", help="that each of them gets (default 256)")
+    add("--streams", type=count, metavar="N", help="of the null model (default 256)")
+    add("--tokens", type=count, metavar="N", help="that each of them gets (default 256)")
     add("--tokenizer", metavar="DIR", help="of the null model (default: the demo model's)")
     return made
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paged_backend.bench._engine import serve
-from paged_backend.bench._report import Record, alternate, parser, publish, ratio
+from paged_backend.bench._report import Record, alternate, count, parser, publish, ratio
 from paged_backend.bench.kv_dtype import windows
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -136,11 +136,13 @@ def _parser() -> ArgumentParser:
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
     made.add_argument("--draft", help="a smaller model with the same tokens, to guess as well")
     made.add_argument("--dtype", default="float32", help="of weights, keys and values")
-    made.add_argument("--requests", type=int, default=4, metavar="N", help="at once")
-    made.add_argument("--length", type=int, default=96, metavar="N", help="tokens of each text")
-    made.add_argument("--output", type=int, default=96, metavar="N", help="tokens of each answer")
-    made.add_argument("--guesses", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="of a sequence in a step")
-    made.add_argument("--rounds", type=int, default=3, metavar="N")
+    made.add_argument("--requests", type=count, default=4, metavar="N", help="at once")
+    made.add_argument("--length", type=count, default=96, metavar="N", help="tokens of each text")
+    made.add_argument("--output", type=count, default=96, metavar="N", help="tokens of each answer")
+    made.add_argument(
+        "--guesses", type=count, nargs="+", default=[2, 4, 8], metavar="N", help="of a sequence in a step"
+    )
+    made.add_argument("--rounds", type=count, default=3, metavar="N")
     return made
 
 
