@@ -8,7 +8,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from client.cli import main
-from paged_backend.bench._attention import CONTESTANTS, Cell, Prepared, error
+from paged_backend.bench import kernels
+from paged_backend.bench._attention import (
+    BY_EACH,
+    CONTESTANTS,
+    WIDE,
+    Cell,
+    Prepared,
+    contestants,
+    error,
+    targets,
+)
 from paged_backend.bench._lines import LINES
 from paged_backend.bench._workload import MODELS, WORKLOADS, model_names, workload
 
@@ -128,6 +138,21 @@ def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
         saved = records[f"saved by sharing ShareGPT n={n}"]
         assert abs(saved["value"] - saved["peers"]["by arithmetic"]) < 1
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_target_of_attention_is_held_against_somebody():
+    """Of the grid for a GPU: one byte against two, a shared prefix against none, one long context."""
+    cells = kernels.grid(torch.device("cuda"), quick=False)
+    aimed = {who: value for cell in cells for who, value in targets(cell).items()}
+    assert aimed.keys() <= CONTESTANTS.keys()
+    assert aimed[WIDE] == 1.8
+    for cell in cells:
+        assert (WIDE in contestants(cell)) == (cell.pool != cell.dtype)
+        assert (BY_EACH in contestants(cell)) == (cell.shared > 0)
+    (one,) = (cell for cell in cells if cell.shared and cell.batch == 64)
+    assert targets(one)[BY_EACH] == pytest.approx(0.7 * 8.0)  # the formula's 8 for 64 rows of 2,048 + 256
+    long = [cell for cell in cells if cell.batch == 1 and cell.context == 32768 and cell.kind == "decode"]
+    assert long and all(targets(cell)["vLLM"] == 1.15 for cell in long)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cascade import find_groups, gain
 from kernels.layer_cache import LayerCache, dequantize
 from kernels.ops import kv_write, paged_attention
-from kernels.paging import Paging
+from kernels.paging import Paging, SharedPrefixes
 from paged_backend.bench._race import Call, rotations
 from paged_backend.kv_cache import KVCache, LayerShape
 
@@ -47,15 +49,17 @@ class Cell:
     dtype: torch.dtype
     pool: torch.dtype  # of keys and values
     mixed: bool = False  # contexts of many lengths, `context` the longest
+    shared: int = 0  # tokens that all contexts begin with, in the same blocks
     block_size: int = 16
 
     @property
     def name(self) -> str:
         query = f" q={self.query}" if self.query > 1 else ""
         pool = "" if self.pool == self.dtype else f" pool {_short(self.pool)}"
-        lengths = "<=" if self.mixed else "="
+        lengths = "<=" if self.mixed else f"={self.shared}+" if self.shared else "="
         heads = f"heads={self.heads}/{self.kv_heads} d={self.head_dim}"
-        return f"{self.kind} B={self.batch} ctx{lengths}{self.context}{query} {heads} {_short(self.dtype)}{pool}"
+        own = self.context - self.shared
+        return f"{self.kind} B={self.batch} ctx{lengths}{own}{query} {heads} {_short(self.dtype)}{pool}"
 
     @cached_property
     def contexts(self) -> list[int]:
@@ -67,14 +71,18 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """That must be read: keys and values of every context, with their scales."""
+        """That must be read: keys and values of every context, with their scales; what all share once."""
+        return (sum(self.contexts) - (self.batch - 1) * self.shared) * self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
         scale = 4 if self.pool != self.dtype else 0
-        return sum(self.contexts) * self.kv_heads * 2 * (self.head_dim * self.pool.itemsize + scale)
+        return self.kv_heads * 2 * (self.head_dim * self.pool.itemsize + scale)
 
     @property
     def pool_bytes(self) -> int:
         """Of a pool, or of a padded batch, for all contexts as long as the longest."""
-        return self.batch * self.context * self.kv_bytes // sum(self.contexts)
+        return self.batch * self.context * self._token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +113,9 @@ class Prepared:
         kv = KVCache.allocate([shape], num_blocks=blocks, block_size=cell.block_size, dtype=cell.pool, device=device)
         (self.cache,) = kv.layers
         tables = torch.randperm(blocks, generator=generator).to(torch.int32)
-        self.tables = tables.view(self.count, cell.batch, self.width).to(device)
+        tables = tables.view(self.count, cell.batch, self.width)
+        tables[:, :, : cell.shared // cell.block_size] = tables[:, :1, : cell.shared // cell.block_size].clone()
+        self.tables = tables.to(device)
         tokens = cell.batch * cell.query
         self.query = torch.randn(tokens, cell.heads, cell.head_dim, dtype=cell.dtype, device=device)
         self.scale = cell.head_dim**-0.5
@@ -136,6 +146,21 @@ class Prepared:
         blocks = table.gather(1, (positions // cell.block_size).long())
         slots = blocks.long() * cell.block_size + positions % cell.block_size
         return Paging(slots.flatten(), table, self.lens, self.starts, cell.query, cell.context)
+
+    def sharing(self, rotation: int) -> Paging:
+        """That says which rows share blocks, as the engine's batches do."""
+        cell, paging = self.cell, self.paging(rotation)
+        found = find_groups(
+            self.tables[rotation].cpu().numpy(),
+            self.lens.cpu().numpy(),
+            np.full(cell.batch, cell.query),
+            block_size=cell.block_size,
+            group=cell.heads // cell.kv_heads,
+        )
+        if found is None:
+            return paging
+        parts = (torch.from_numpy(one).to(self.device) for one in (found.lens, found.members, found.group_starts))
+        return replace(paging, shared=SharedPrefixes(*parts, found.max_len))
 
     def gathered(self, rotation: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values as [batch, kv_heads, width * block_size, head_dim], of the query's type or this one."""
@@ -198,8 +223,25 @@ def _in_fp32(prepared: Prepared, sequence: int, rows: Tensor) -> Tensor:  # [row
 
 def paged(prepared: Prepared) -> Call:
     """Our kernel, on a GPU or a CPU. What one step's layers share is prepared by the first call, as in the engine."""
-    pagings = [prepared.paging(index) for index in range(prepared.count)]
-    return lambda index: paged_attention(prepared.query, prepared.cache, pagings[index], scale=prepared.scale)
+    return _paged(prepared, [prepared.sharing(index) for index in range(prepared.count)])
+
+
+def paged_by_each(prepared: Prepared) -> Call:
+    """Our kernel, where every sequence reads the prefix that all share."""
+    return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)])
+
+
+def paged_wide(prepared: Prepared) -> Call:
+    """Our kernel over a pool of the query's type, in place of one of one byte an element."""
+    cell = prepared.cell
+    wide = Prepared(replace(cell, pool=cell.dtype), prepared.device, 0)
+    return _paged(wide, [wide.paging(index) for index in range(wide.count)])
+
+
+def _paged(prepared: Prepared, pagings: list[Paging]) -> Call:
+    return lambda index: paged_attention(
+        prepared.query, prepared.cache, pagings[index % len(pagings)], scale=prepared.scale
+    )
 
 
 def sdpa(prepared: Prepared) -> Call:
@@ -324,11 +366,33 @@ def _installed(name: str) -> Any:
         raise Missing("not installed") from None
 
 
+WIDE, BY_EACH = "paged, pool as the query", "paged, prefix read by each"
 CONTESTANTS: dict[str, Callable[[Prepared], Call]] = {
     OURS: paged,
+    WIDE: paged_wide,
+    BY_EACH: paged_by_each,
     "SDPA, contiguous": sdpa,
     "gather + SDPA": gather_sdpa,
     "flex_attention, contiguous": flex,
     "FlashInfer": flashinfer,
     "vLLM": vllm,
 }
+
+
+def contestants(cell: Cell) -> dict[str, Callable[[Prepared], Call]]:
+    """Who computes such a cell; where it has a pool of one byte, or a shared prefix, ourselves without, too."""
+    absent = {WIDE} if cell.pool == cell.dtype else set()
+    absent |= set() if cell.shared else {BY_EACH}
+    return {who: make for who, make in CONTESTANTS.items() if who not in absent}
+
+
+def targets(cell: Cell) -> dict[str, float]:
+    """Ratios of speed that we aim at, by whom ours is held against."""
+    aimed = {"SDPA, contiguous": 0.98, "FlashInfer": 1.0, "vLLM": 1.0}
+    if cell.kind == "decode" and cell.batch == 1 and cell.context >= 32768:
+        aimed["vLLM"] = 1.15
+    if cell.kind == "decode" and cell.pool != cell.dtype:
+        aimed[WIDE] = 1.8
+    if cell.shared:
+        aimed[BY_EACH] = 0.7 * gain(cell.batch, cell.shared, cell.context - cell.shared)
+    return aimed
