@@ -321,7 +321,6 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
         drawn = axes.barh([one.name.removeprefix(wanted) for one in bars], [one.value for one in bars], color="#76b900")
         axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=7)
         axes.set_title(unit, fontsize=9)
-        axes.set_xscale("log")
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     figure.text(0, -0.06, caption, fontsize=6, color="#606060")
