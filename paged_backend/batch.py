@@ -70,7 +70,8 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None 
         for sequence in chunk.draws
         for position in range(chunk.first_draw, chunk.start + chunk.length + 1)
     ]
-    last = [row for chunk, end in zip(chunks, query_starts[1:].tolist(), strict=True) for row in _draw_rows(chunk, end)]
+    bounds = query_starts.tolist()
+    last = [row for chunk, end in zip(chunks, bounds[1:], strict=True) for row in _draw_rows(chunk, end)]
     counts = np.fromiter((count for _, count in last), np.int64, len(last))
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],
@@ -82,22 +83,23 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None 
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             max_query_len=int(lengths.max()),
             max_context_len=int((starts + lengths).max()),
-            shared=_shared(tables, starts + lengths, lengths, block_size, group),
+            shared=shared_prefixes(tables, starts + lengths, lengths, block_size=block_size, group=group)
+            if group is not None
+            else None,
         ),
         sample_rows=torch.from_numpy(np.fromiter((row for row, _ in last), np.int64, len(last))),
         draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
         sampling=prepare(drawing),
         follows=bool((tokens < 0).any()),
-        checks=_checks(chunks, query_starts.tolist()),
-        drafting=_drafting(chunks, query_starts.tolist()) if draft else None,
+        checks=_checks(chunks, bounds),
+        drafting=_drafting(chunks, bounds) if draft else None,
     )
 
 
-def _shared(
-    tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, block_size: int, group: int | None
+def shared_prefixes(
+    tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, *, block_size: int, group: int
 ) -> SharedPrefixes | None:
-    if group is None:
-        return None
+    """As `kernels.cascade.find_groups`, in tensors of the host."""
     groups = find_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
     if groups is None:
         return None

@@ -125,17 +125,17 @@ class Graphs:
     ):
         """forward: a packed batch -> logits, whatever its rows. drawn: [max_num_seqs] int64, what the step before
         drew. max_blocks: of a block table. shared: record steps whose rows share prefixes, too, for a few of the sizes.
-        Raises what `forward` or `record` raises for a model that cannot be
-        recorded."""
-        self._sizes = sorted(batch_sizes)
-        most, device = self._sizes[-1], drawn.device
+        Raises what `forward` or `record` raises for a model that cannot be recorded."""
+        every = kinds(batch_sizes, shared)
+        most, device = max(batch_sizes), drawn.device
         empty = torch.empty(0, dtype=torch.int64)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._every = torch.arange(most, device=device)
-        self._sizes_shared = sorted(size for size, shares in kinds(batch_sizes, shared) if shares)
+        # By whether rows share prefixes.
+        self._sizes = {kind: sorted(size for size, shares in every if shares == kind) for kind in (False, True)}
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
-        for size, shares in kinds(batch_sizes, shared):
+        for size, shares in every:
             rows = _Rows.of(empty[None], empty[None], empty, empty.int(), NOTHING_SHARED if shares else None, size)
             buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
             static = Stage.views(rows, buffer)
@@ -161,16 +161,14 @@ class Graphs:
     def fit(self, batch: PackedBatch) -> bool:
         """Whether a batch is a decode step of a size that was recorded."""
         paging = batch.paging
-        sizes = self._sizes_shared if paging.shared else self._sizes
-        return paging.max_query_len == 1 and bool(sizes) and paging.num_seqs <= sizes[-1]
+        return paging.max_query_len == 1 and paging.num_seqs <= max(self._sizes[paging.shared is not None], default=0)
 
     def replay(self, batch: PackedBatch, stage: Stage) -> Forwarded:
-        count, shares = batch.paging.num_seqs, batch.paging.shared is not None
-        sizes = self._sizes_shared if shares else self._sizes
-        size = sizes[bisect_left(sizes, count)]
+        paging = batch.paging
+        count, shares = paging.num_seqs, paging.shared is not None
+        size = self._sizes[shares][bisect_left(self._sizes[shares], count)]
         recorded = self._recorded[size, shares]
         wanted = None if len(batch.sample_rows) == count else batch.sample_rows
-        paging = batch.paging
         rows = _Rows.of(batch.input_ids, batch.position_ids, paging.slots, paging.context_lens, paging.shared, size)
         staged = stage(_Step(rows, paging.block_tables, wanted, batch.draw_rows, batch.sampling), head=recorded.buffer)
         tables = staged.block_tables

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cascade import find_groups, gain
+from kernels.cascade import gain
 from kernels.layer_cache import LayerCache, dequantize
 from kernels.ops import kv_write, paged_attention
-from kernels.paging import Paging, SharedPrefixes
+from kernels.paging import Paging
+from paged_backend.batch import Stage, shared_prefixes
 from paged_backend.bench._race import Call, rotations
 from paged_backend.kv_cache import KVCache, LayerShape
 
@@ -150,17 +151,14 @@ class Prepared:
     def sharing(self, rotation: int) -> Paging:
         """That says which rows share blocks, as the engine's batches do."""
         cell, paging = self.cell, self.paging(rotation)
-        found = find_groups(
+        shared = shared_prefixes(
             self.tables[rotation].cpu().numpy(),
             self.lens.cpu().numpy(),
             np.full(cell.batch, cell.query),
             block_size=cell.block_size,
             group=cell.heads // cell.kv_heads,
         )
-        if found is None:
-            return paging
-        parts = (torch.from_numpy(one).to(self.device) for one in (found.lens, found.members, found.group_starts))
-        return replace(paging, shared=SharedPrefixes(*parts, found.max_len))
+        return replace(paging, shared=Stage(self.device)(shared)) if shared else paging
 
     def gathered(self, rotation: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values as [batch, kv_heads, width * block_size, head_dim], of the query's type or this one."""
