@@ -114,7 +114,11 @@ class EngineConfig:
     )
     block_size: int = option(_power_of_two, "tokens per block", 16)
     max_model_len: int | None = option(
-        _whole(2), "longest prompt plus output; default: the model's own limit", None, optional=True
+        _whole(2),
+        "longest prompt plus output; default, and most: the model's own limit, and with rope types `dynamic` and"
+        " `longrope` the original length, past which they would change the angles of all positions",
+        None,
+        optional=True,
     )
     max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
     max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from paged_backend import rope
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
 from paged_backend.parallel import check_model, load_arguments, localise
@@ -168,18 +169,12 @@ def pick_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int:
-    """Raises ConfigError for a length that the model's positions do not reach."""
-    limit = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    for one in (rope, *per_layer_type):
-        if one.get("rope_type") in ("longrope", "dynamic"):
-            # These change the angles of every position once one sequence grows past the original length.
-            limit = one.get("original_max_position_embeddings") or limit
+    """Raises ConfigError for a length that the model's positions do not reach, or at which its angles change."""
+    limit, reason = rope.longest(text_config)
     if limit is None and wanted is None:
         raise ConfigError("max_model_len: the model names no limit; give one")
     if limit is not None and wanted is not None and wanted > limit:
-        raise ConfigError(f"max_model_len={wanted}: must be at most {limit}, the model's own limit")
+        raise ConfigError(f"max_model_len={wanted}: must be at most {limit}, {reason}")
     return wanted or limit
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from paged_backend import rope
 from paged_backend.attention import ATTENTION, AttentionSpec, UnsupportedModel, paged_logits
 from paged_backend.batch import Stage, pack
 from paged_backend.forms import forms
@@ -110,6 +111,7 @@ def prove(
     try:
         layers, specs = _probe(model)
         expected = _expected(model)
+        rope.fix(model)
         failure: UnsupportedModel | None = None
         for form in forms(model, specs, compile_level):
             try:

@@ -20,6 +20,13 @@ COMMON = {
     "eos_token_id": 2,
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [2.0 + index for index in range(8)],
+}
 
 FAMILIES = {
     "llama": lambda: hf.LlamaConfig(**COMMON),
@@ -35,6 +42,20 @@ FAMILIES = {
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
         **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, layer_types=MIXED
+    ),
+    "llama_dynamic_rope": lambda: hf.LlamaConfig(
+        **COMMON | {"max_position_embeddings": 56}, rope_parameters=dict(DYNAMIC)
+    ),
+    "gemma3_dynamic_rope": lambda: hf.Gemma3TextConfig(
+        **COMMON | {"max_position_embeddings": 56},
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=7,
+        layer_types=MIXED,
+        rope_parameters={kind: dict(DYNAMIC) for kind in set(MIXED)},
+    ),
+    "phi3_longrope": lambda: hf.Phi3Config(
+        **COMMON, original_max_position_embeddings=56, rope_parameters=dict(LONGROPE)
     ),
     "phi3": lambda: hf.Phi3Config(**COMMON),
     "phi3_window": lambda: hf.Phi3Config(**COMMON, sliding_window=7),

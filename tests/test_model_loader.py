@@ -14,7 +14,7 @@ from paged_backend.attention import UnsupportedModel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
 from tests.in_process import byte_tokenizer, running, tiny_assembly
-from tests.test_families import COMMON
+from tests.test_families import COMMON, DYNAMIC, LONGROPE
 
 
 def save(config, directory):
@@ -136,18 +136,17 @@ def test_without_a_budget_the_pool_follows_the_memory_that_is_free(tiny, monkeyp
     assert (small, large) == (1_000_000 // 3072, 2_000_000 // 3072)
 
 
-def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_length():
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 64,
-        "factor": 4.0,
-    }
-    config = hf.Phi3Config(**COMMON | {"rope_parameters": rope, "original_max_position_embeddings": 64})
+@pytest.mark.parametrize(
+    ("rope_type", "config"),
+    [
+        ("longrope", hf.Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=dict(LONGROPE))),
+        ("dynamic", hf.LlamaConfig(**COMMON | {"max_position_embeddings": 64}, rope_parameters=dict(DYNAMIC))),
+    ],
+)
+def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_length(rope_type, config):
+    """Of a longer sequence `generate` computes every position anew, or gives what depends on the rest of the batch."""
     assert model_loader.pick_max_model_len(None, config) == 64
-    with pytest.raises(ConfigError, match="max_model_len=65: must be at most 64"):
+    with pytest.raises(ConfigError, match=f'max_model_len=65: must be at most 64, .* rope type "{rope_type}"'):
         model_loader.pick_max_model_len(65, config)
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kernels import ops
+from paged_backend import rope
 from paged_backend.attention import ATTENTION, AttentionSpec
 from paged_backend.batch import _map, pack
 from paged_backend.beam_search import Candidate
@@ -42,10 +43,12 @@ def kernels_without_values(monkeypatch):
 @pytest.fixture(params=[True, False], ids=["fused", "as it comes"])
 def model(request):
     shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**shape, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation(ATTENTION)
+    rope.fix(model)
     if request.param:
         assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), Fused)
     return model
