@@ -364,7 +364,7 @@ class Responder:
             log.exception("request %d: its error could not be sent", stream.request.key)
 
     def _deliver(self, stream: Stream) -> None:
-        if stream.channel.closed:
+        if stream.request.key not in self._streams:  # closed, or dropped
             return
         if stream.error:
             self._close(stream, "cancelled" if stream.error.code is ErrorCode.CANCELLED else "error")

@@ -12,13 +12,14 @@ from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import StepOutput
 from paged_backend.metrics import Metrics
-from paged_backend.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams, TokenDelta
 from paged_backend.responder import Responder, Sample, Stream
-from paged_backend.sessions import Sessions
+from paged_backend.sessions import SessionName, Sessions
 from tests import test_pool_map as fakes
 from tests.in_process import WAIT, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+NAME = SessionName("", 7)
 
 
 class Metric(fakes.Metric):
@@ -175,3 +176,39 @@ def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
     assert metrics.generated_tokens._metric.value == client.stream.receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
+
+
+class Broken(Client):
+    """One whose tokens cannot be decoded, and that no error reaches; it sees its session given back, and goes on."""
+
+    def __init__(self, key, sessions):
+        super().__init__(key, stop=["x"])
+        self.sessions, self.next_turns = sessions, []
+        sessions.begin(NAME, start=True, end=False).finish([1], "")
+        self.stream.turn = sessions.begin(NAME, start=False, end=False)
+
+    def decode(self, ids):
+        raise ValueError("no text")
+
+    def send(self, response, flags):
+        if not self.next_turns:
+            self.next_turns.append(self.sessions.begin(NAME, start=False, end=False))
+        raise RuntimeError("no way back")
+
+
+def test_a_session_is_given_back_once_even_if_nothing_reaches_the_client(opened):
+    """Its next turn, which may have begun by then, is not taken for answered."""
+    responder, _, aborted = opened
+    sessions = Sessions(60, 1, print)
+    broken, other = Broken(1, sessions), Client(2)
+    for client in (broken, other):
+        responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    responder.emit(step(2, "b"))
+    assert aborted.get(timeout=WAIT) == 1
+    assert other.got.get(timeout=WAIT) == ("b", None, False)
+    responder.emit(step(2, "c", FinishReason.LENGTH))
+    assert other.got.get(timeout=WAIT) == ("c", None, True)
+    assert len(broken.next_turns) == 1 and aborted.empty()
+    with pytest.raises(RequestError, match="not answered yet"):
+        sessions.begin(NAME, start=False, end=False)
