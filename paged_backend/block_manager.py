@@ -212,27 +212,28 @@ class BlockManager:
 
     # --- content -------------------------------------------------------------------------------------------------
 
-    def match(self, chain: list[Key], tokens: Sequence[int]) -> Hit:
+    def match(self, chain: list[Entry], tokens: Sequence[int]) -> Hit:
         """The longest known prefix of `tokens`, always at least one token short of all: it must be computed, so that
-        there is something to sample from. `chain` begins with a root key and gets the keys that were worked out
-        here, so that the next try is a matter of looking up. Changes nothing else."""
+        there is something to sample from. `chain` gets what was worked out here, so that the next try is a matter of
+        looking up. Changes nothing else."""
         if not self.caching:
             return NO_HIT
         size, most = self.block_size, len(tokens) - 1
         places: list[Place] = []
         while (len(places) + 1) * size <= most:
-            index = len(places)
-            content = tuple(tokens[index * size : (index + 1) * size])
-            place = self._find(Entry(self.key(chain, tokens, index), chain[index], content))
+            place = self._find(self._entry(chain, tokens, len(places)))
             if place is None:
                 break
             places.append(place)
         start = len(places) * size
-        return Hit(tuple(places), *self._nearest(chain[len(places)], tuple(tokens[start : min(start + size, most)])))
+        return Hit(
+            tuple(places), *self._nearest(chain[len(places)].key, tuple(tokens[start : min(start + size, most)]))
+        )
 
-    def key(self, chain: list[Key], tokens: Sequence[int], index: int) -> Key:
-        """The key of a sequence's full block `index`; works out and keeps those up to it."""
-        extend_chain(chain, tokens, index + 1, self.block_size)
+    def _entry(self, chain: list[Entry], tokens: Sequence[int], index: int) -> Entry:
+        """What a sequence's full block `index` holds; works out and keeps those up to it."""
+        if index + 1 >= len(chain):
+            extend_chain(chain, tokens, index + 1, self.block_size)
         return chain[index + 1]
 
     def adopt(self, hit: Hit) -> tuple[list[int], list[Move], list[Copy]]:
@@ -259,14 +260,11 @@ class BlockManager:
                 self.counters.copies += 1
         return table, moves, copies
 
-    def seal(self, block: int, chain: list[Key], tokens: Sequence[int], index: int) -> None:
+    def seal(self, block: int, chain: list[Entry], tokens: Sequence[int], index: int) -> None:
         """Make a sequence's full block `index` known by its content."""
         assert self._references[block], f"block {block}: sealed, but not in use"
-        if self.caching and not self.index.knows(block):
-            key = self.key(chain, tokens, index)
-            content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-            if self.index.add(block, Entry(key, chain[index], content)):
-                self._fresh[block] = None
+        if self.caching and not self.index.knows(block) and self.index.add(block, self._entry(chain, tokens, index)):
+            self._fresh[block] = None
 
     def forget(self) -> None:
         """Empty the cache; blocks in use keep theirs until they are released."""
@@ -274,11 +272,11 @@ class BlockManager:
             self._free.append(self._evict())
 
     def _find(self, entry: Entry) -> Place | None:
-        for pool, on_host in ((self, False), (self.host, True)):
-            block = pool.index.find(entry) if pool else None
-            if block is not None:
-                return Place(block, on_host)
-        return None
+        block = self.index.find(entry)
+        if block is not None:
+            return Place(block, False)
+        block = self.host.index.find(entry) if self.host else None
+        return None if block is None else Place(block, True)
 
     def _nearest(self, parent: Key, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
         here = self.index.nearest_child(parent, tokens) or (-1, 0)

@@ -101,11 +101,16 @@ def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=32, person=b"paged_llm block").digest()
 
 
-def extend_chain(chain: list[Key], tokens: Sequence[int], count: int, block_size: int) -> None:
-    """Work out the keys of a sequence's first `count` full blocks, as far as `chain`, which begins with a root key,
-    does not have them yet."""
+def new_chain(salt: str) -> list[Entry]:
+    """What a sequence's full blocks hold, before any is worked out: a root, which stands for the salt."""
+    return [Entry(root_key(salt), b"", ())]
+
+
+def extend_chain(chain: list[Entry], tokens: Sequence[int], count: int, block_size: int) -> None:
+    """Work out what a sequence's first `count` full blocks hold, as far as `chain` does not have it yet."""
     for start in range((len(chain) - 1) * block_size, count * block_size, block_size):
-        chain.append(chain_key(chain[-1], tokens[start : start + block_size]))
+        parent, content = chain[-1].key, tuple(tokens[start : start + block_size])
+        chain.append(Entry(chain_key(parent, content), parent, content))
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paged_backend.batch import pack
 from paged_backend.block_manager import CACHED, FREE, PINNED
-from paged_backend.content import Entry, extend_chain, root_key
+from paged_backend.content import Entry, extend_chain, new_chain
 from paged_backend.disk import DiskTier
 from paged_backend.plan import Drawn, Plan
 from paged_backend.request import GenerateRequest, TokenDelta
@@ -325,12 +325,13 @@ class Engine:
         assert self._disk and self._scheduler.blocks.host
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.host
         size, tokens = blocks.block_size, request.prompt_token_ids
-        chain = [root_key(request.sampling.cache_salt)]
+        chain = new_chain(request.sampling.cache_salt)
         found: list[tuple[Entry, list[Tensor]]] = []
         for count in range(1, (len(tokens) - 1) // size + 1):
             extend_chain(chain, tokens, count, size)
-            if not blocks.index.has_key(chain[-1]) and not host.index.has_key(chain[-1]):
-                block = self._disk.get(chain[-1]) if len(found) < host.num_available else None
+            key = chain[-1].key
+            if not blocks.index.has_key(key) and not host.index.has_key(key):
+                block = self._disk.get(key) if len(found) < host.num_available else None
                 if block is None:
                     break
                 found.append(block)

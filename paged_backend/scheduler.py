@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
@@ -22,6 +23,14 @@ class _Room:
 
     seqs: int
     promised: int  # blocks that those which run will need for the tokens they have
+
+
+class _Demand(NamedTuple):
+    """What the cache has for a request that waits, and the blocks that it needs beside, the source of a partial hit
+    aside."""
+
+    hit: Hit
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -360,14 +369,15 @@ class Scheduler:
         room = self._room() if self._waiting else _Room(0, 0)
         while self._waiting and draft.budget > 0:
             group = self._waiting[0]
-            hit = self._fit(group, room)
+            demand = self._demand(group) if group.num_seqs <= room.seqs else None
+            hit = self._fit(demand, room) if demand else None
             if hit is not None:
                 self._enter(group, hit, draft)
                 room.seqs -= group.num_seqs
                 room.promised += self._needs(group) - self._holds(group)
-            elif self._running and not self._would_fit(group, room):
+            elif self._running and not self._would_fit(group, room, demand):
                 return
-            elif group.num_seqs <= room.seqs and self.pins.drop_oldest():
+            elif demand and self.pins.drop_oldest():
                 continue  # idle sessions let go before anybody is preempted
             elif self._in_flight:
                 self._stuck = True
@@ -378,14 +388,14 @@ class Scheduler:
             else:
                 return
 
-    def _would_fit(self, group: Group, room: _Room) -> bool:
+    def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
         """Whether a request would find room if all of lower priority, and idle sessions, made way."""
         lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
         if not lower or group.num_seqs > room.seqs + sum(one.num_seqs for one in lower):
             return False
         tables = [sequence.blocks for one in lower for sequence in one.sequences] + self.pins.tables
         promised = room.promised - sum(max(0, self._needs(one) - self._holds(one)) for one in lower)
-        _, needed = self._demand(group)
+        needed = (demand or self._demand(group)).blocks
         return needed <= self.blocks.num_available + self.blocks.num_freed_by(tables) - promised
 
     def _room(self) -> _Room:
@@ -441,14 +451,12 @@ class Scheduler:
         """Of those that run, the newest of the lowest priority."""
         return next(reversed(self._running.values()))
 
-    def _fit(self, group: Group, room: _Room) -> Hit | None:
-        """What the cache has for a request, if all its tokens and samples fit then. What a hit brings back into use is
+    def _fit(self, demand: _Demand, room: _Room) -> Hit | None:
+        """What the cache has for a request, if all its tokens fit then. What a hit brings back into use is
         no longer available, and nor is what a copy is made from: a copy that leaves no room for the rest is done
         without."""
-        if group.num_seqs > room.seqs:
-            return None
         available = self.blocks.num_available - room.promised
-        hit, needed = self._demand(group)
+        hit, needed = demand
         if needed > available:
             return None
         if hit.partial is not None:
@@ -459,13 +467,12 @@ class Scheduler:
                 return Hit(hit.blocks)
         return hit
 
-    def _demand(self, group: Group) -> tuple[Hit, int]:
-        """What the cache has for a request, and the blocks that it needs beside, its partial hit's source aside."""
+    def _demand(self, group: Group) -> _Demand:
         if group.swapped:
-            return NO_HIT, self._to_bring_back(group)
+            return _Demand(NO_HIT, self._to_bring_back(group))
         hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
         here = hit.on_device
-        return hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here))
+        return _Demand(hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here)))
 
     def _to_bring_back(self, group: Group) -> int:
         """Blocks that a group needs whose own were moved to the host: as many, what its tokens need more, and a copy

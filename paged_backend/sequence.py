@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from paged_backend.beam_search import BeamSearch, Candidate
-from paged_backend.content import Key, root_key
+from paged_backend.content import Entry, new_chain
 from paged_backend.request import GenerateRequest, Usage
 
 
@@ -18,12 +18,12 @@ class Sequence:
     computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
     committed |<----- and known to be in the pages --->|       the same between steps, if none is in flight
     blocks    |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
-    chain     root   k1     k2     k3                          content keys of full blocks, as far as worked out
+    chain     root   e1     e2     e3                          what full blocks hold, as far as worked out
     """
 
     request: GenerateRequest
     tokens: list[int]
-    chain: list[Key]
+    chain: list[Entry]
     index: int = 0  # among the request's samples
     blocks: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)  # the host's blocks instead, while it waits after a preemption
@@ -95,11 +95,11 @@ class Group:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
-        tokens, root = list(request.prompt_token_ids), root_key(request.sampling.cache_salt)
+        tokens, salt = list(request.prompt_token_ids), request.sampling.cache_salt
         if request.sampling.beam_width > 1:
             search = BeamSearch(request.sampling, request.stop_ids)
-            return cls(request, [Sequence(request, tokens, [root])], forked=True, beams=Beams(search))
-        sequences = [Sequence(request, list(tokens), [root], index) for index in range(request.sampling.n)]
+            return cls(request, [Sequence(request, tokens, new_chain(salt))], forked=True, beams=Beams(search))
+        sequences = [Sequence(request, list(tokens), new_chain(salt), index) for index in range(request.sampling.n)]
         return cls(request, sequences, forked=len(sequences) == 1)
 
     @property

@@ -89,7 +89,7 @@ MUTANTS = {  # (file, what is right, what is not)
     "an equal displaces an equal": (SCHEDULER, "one.rank[0] > group.rank[0]]", "one.rank[0] >= group.rank[0]]"),
     "one is displaced for nothing": (
         SCHEDULER,
-        "        _, needed = self._demand(group)\n        return needed <=",
+        "        needed = (demand or self._demand(group)).blocks\n        return needed <=",
         "        return 0 <=",
     ),
     "what was spilled once is spilled for ever": (

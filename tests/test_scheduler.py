@@ -224,3 +224,17 @@ def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, b
     assert not open_requests
     assert not left
     assert sched.blocks.num_used == 0
+
+
+def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
+    """Beside one of lower priority, too, who would make way if that helped."""
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=8, max_tokens=20))
+    sched.add(request(1, prompt=8, max_tokens=20, priority=1))
+    step(sched)
+    sched.add(request(2, prompt=28))
+    searches, match = [], sched.blocks.match
+    sched.blocks.match = lambda *args: searches.append(args) or match(*args)
+    for count in range(1, 4):
+        assert len(step(sched)[0].chunks) == 2
+        assert len(searches) == count
