@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
+from client.async_conversation import AsyncConversation
 from client.stream import Cancellable, StreamBase
 from client.sync_client import DEFAULT_URLS
 from client.types import Completion, Delta, PagedError, PoolMap
@@ -131,6 +132,10 @@ class AsyncClient:
     ) -> AsyncStream:
         """A request whose answer arrives piece by piece; see Client.stream. Sent when iterated."""
         return self._open(request_values(prompt, messages, sampling, stream=True), request_id, timeout)
+
+    def conversation(self, **sampling: object) -> AsyncConversation:
+        """A session of its own on the server; see Client.conversation."""
+        return AsyncConversation(self, sampling)
 
     async def pool_map(self, *, timeout: float | None = None) -> PoolMap:
         """See Client.pool_map."""

@@ -1,12 +1,13 @@
 """Conversations that the server remembers, over both protocols."""
 
+import asyncio
 import json
 
 import pytest
 
-from client import Client, PagedError
+from client import AsyncClient, Client, PagedError
 from paged_backend.serving.tritonserver import TritonServer
-from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, tensors, until
+from tests.server.conftest import MODEL, WAIT, idle, metrics, post, raw_stream, tensors, until
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -92,6 +93,55 @@ def test_a_cancelled_turn_changes_nothing(server, protocol):
             second = "".join(delta.text for delta in stream)
         told = "Once upon a time" + first.text + " The next day,"
         assert second == client.generate(told, max_tokens=8, temperature=0, ignore_eos=True).text
+    idle(server)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_conversation_for_asyncio(server, protocol):
+    """Turns that were called off, by leaving the stream or with their task, leave it as it was."""
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+
+    async def scenario():
+        async with (
+            AsyncClient(url, protocol=protocol) as client,
+            client.conversation(temperature=0, ignore_eos=True) as talk,
+        ):
+            first = await talk.generate("Once upon a time", max_tokens=8)
+            for _ in range(3):
+                async with talk.stream(" Nobody", max_tokens=4000) as stream:
+                    await anext(stream)
+                    with pytest.raises(PagedError, match="its last turn is not answered yet"):
+                        await talk.generate(" at once", max_tokens=2)
+            lost = asyncio.create_task(talk.generate(" Nobody", max_tokens=4000))
+            await asyncio.to_thread(until, lambda: metrics(server)["paged_requests{running}"], "the turn that is lost")
+            lost.cancel()
+            await asyncio.wait([lost])
+            async with talk.stream(" The next day,", max_tokens=8) as stream:
+                second = "".join([delta.text async for delta in stream])
+            told = "Once upon a time" + first.text + " The next day,"
+            assert second == (await client.generate(told, max_tokens=8, temperature=0, ignore_eos=True)).text
+            return talk.sequence_id
+
+    sequence_id = asyncio.run(asyncio.wait_for(scenario(), WAIT))
+    with Client(server.grpc_url) as client, pytest.raises(PagedError, match="no such session"):
+        client.generate("more", sequence_id=sequence_id)
+    idle(server)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, None])
+def test_an_error_in_a_conversation_for_asyncio(server, error):
+    async def scenario():
+        async with AsyncClient(server.grpc_url) as client, client.conversation(ignore_eos=True) as talk:
+            await talk.generate("Once", max_tokens=2)
+            await client.generate("", sequence_id=talk.sequence_id, sequence_end=True)
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(error):
+            asyncio.run(scenario())
+    else:
+        asyncio.run(scenario())  # to end what the server has forgotten is no error
     idle(server)
 
 
