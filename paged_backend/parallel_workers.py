@@ -33,10 +33,12 @@ log = logging.getLogger("paged_llm")
 START_SECONDS = 300  # for a process to import what it needs, from a cold disk
 REASON_SECONDS = 5  # for a process that fails to say why
 STOP_SECONDS = 10  # for a process to end by itself
-# Rank 0 holds the other end of a pipe, so reading ends when rank 0 does, whatever this process waits for by then.
+# Rank 0 holds the other end of a pipe, so reading ends when rank 0 does, whatever this process waits for by then. If it
+# was killed, nobody else is left to remove where the ranks have met.
 COMMAND = (
-    "import os, sys, threading;"
-    "threading.Thread(target=lambda: (os.read(int(sys.argv[2]), 1), os._exit(0)), daemon=True).start();"
+    "import os, shutil, sys, threading;"
+    "end = lambda: (os.read(int(sys.argv[2]), 1), shutil.rmtree(sys.argv[3], ignore_errors=True), os._exit(0));"
+    "threading.Thread(target=end, daemon=True).start();"
     "from paged_backend.parallel_rank import main; main(int(sys.argv[1]))"
 )
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -64,7 +66,7 @@ class Workers:
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for rank in range(1, config.tensor_parallel_size):
-                self.workers.append(start(rank))
+                self.workers.append(start(rank, self._scratch))
             for worker in self.workers:
                 here = pick_rank_device(device, worker.rank)
                 _meet(worker, Start(config, here, worker.rank, self.rendezvous))
@@ -193,12 +195,13 @@ def _pickled(message: Any) -> bytes:
     return buffer.getvalue()
 
 
-def start(rank: int) -> _Worker:
+def start(rank: int, scratch: Path) -> _Worker:
+    """scratch: a directory that goes with rank 0."""
     ours, theirs = socket.socketpair()
     reads, lifeline = os.pipe()
     try:
         process = subprocess.Popen(
-            [interpreter(), "-c", COMMAND, str(theirs.fileno()), str(reads)],
+            [interpreter(), "-c", COMMAND, str(theirs.fileno()), str(reads), str(scratch)],
             # As this process finds its modules. LOCAL_RANK tells transformers which GPU is this rank's.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,

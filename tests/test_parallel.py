@@ -140,12 +140,16 @@ def test_random_weights_and_guesses_are_shared_until_a_process_dies_and_ends_the
         assert not engine.engine.alive
 
 
-def test_a_process_ends_with_that_of_rank_0():
+def test_a_process_ends_with_that_of_rank_0_and_leaves_no_file(tmp_path):
     """Which holds the other end of a pipe, and closes it whatever it dies of."""
-    worker = parallel_workers.start(1)
+    scratch = tmp_path / "paged-ranks-x"
+    scratch.mkdir()
+    (scratch / "rendezvous").touch()
+    worker = parallel_workers.start(1, scratch)
     os.close(worker.lifeline)
     try:
         assert worker.process.wait(WAIT) == 0
+        assert not scratch.exists()
     finally:
         worker.process.kill()
         worker.channel.close()
