@@ -28,11 +28,14 @@ class Timing:
         now = time.perf_counter()
         seconds = now - self.started
         first = "no text" if self.first is None else f"first text after {self.first - self.started:.3f} s"
+        samples = (answer, *answer.others)
+        num_output_tokens = sum(sample.num_output_tokens for sample in samples)
+        reasons = ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
         cached = f" ({answer.receipt['cached_tokens']} cached)" if answer.receipt else ""
         return (
-            f"{answer.num_input_tokens} prompt tokens{cached}, {answer.num_output_tokens} output tokens"
-            f" ({answer.finish_reason}); {first},"
-            f" {answer.num_output_tokens / seconds:.1f} tokens/s over {seconds:.3f} s"
+            f"{answer.num_input_tokens} prompt tokens{cached}, {num_output_tokens} output tokens"
+            f" ({reasons}); {first},"
+            f" {num_output_tokens / seconds:.1f} tokens/s over {seconds:.3f} s"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from client import cli, session
 from client.cli import main
+from client.types import Completion
 from paged_backend.serving import launch
 from tests.fake_servers import SERVERS, WAIT
 
@@ -172,6 +173,11 @@ class TestGenerate:
         assert captured.out == "Hello there\n"
         assert captured.err.startswith("7 prompt tokens, 4 output tokens (stop); first text after ")
         assert "tokens/s" in captured.err
+
+    def test_stats_count_every_sample(self):
+        others = (Completion("b", "length", 7, 5), Completion("c", "stop", 7, 1))
+        report = session.Timing(0.0).report(Completion("a", "stop", 7, 4, others))
+        assert report.startswith("7 prompt tokens, 10 output tokens (stop, length); ")
 
     def test_an_error_keeps_what_was_printed(self, fake, capsys):
         fail = "fail=INVALID_ARGUMENT: top_p=2: no"
