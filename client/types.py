@@ -28,7 +28,7 @@ class Completion:
     num_input_tokens: int  # of the prompt; 0 where it was cancelled before the first piece came
     num_output_tokens: int
     others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
-    # What the whole request took: tokens found in the cache, blocks, seconds queued, in the prompt and after it.
+    # What the whole request took: tokens found in the cache, blocks, seconds in each phase.
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
 
 

@@ -335,6 +335,7 @@ class Usage(NamedTuple):
     blocks_copied: int  # copies on write, among the new ones
     blocks_from_host: int  # brought back from the host's memory, among the new ones
     preemptions: int
+    preempted_seconds: float  # from those until it was let in again
 
 
 class TokenDelta(NamedTuple):

@@ -111,6 +111,7 @@ class Stream:
     entered: float | None = field(default=None, init=False)  # when it first computed
     first_token: float | None = field(default=None, init=False)
     last_token: float | None = field(default=None, init=False)
+    preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
     finished: bool = field(default=False, init=False)  # whether every sample is
 
     @property
@@ -123,11 +124,13 @@ class Stream:
 
     def take(self, delta: TokenDelta, when: float) -> None:
         """Book what a step gave one of the samples."""
+        self.usage = delta.usage or self.usage
         if delta.token_ids:
-            self.first_token = self.first_token or when
+            if self.first_token is None:
+                self.first_token = when
+                self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
             self.last_token = when
         self.error = delta.error
-        self.usage = delta.usage or self.usage
         sample = self.samples[delta.sample]
         sample.take(delta)
         if sample.finish:
@@ -137,13 +140,15 @@ class Stream:
         """What the request took: tokens, blocks, and seconds in each phase."""
         now = time.monotonic()
         entered, first, last = self.entered or now, self.first_token or now, self.last_token or now
+        usage = self.usage or Usage(*[0] * len(Usage._fields))
+        preempted = usage.preempted_seconds - self.preempted_in_prompt
         return {
             "prompt_tokens": len(self.request.prompt_token_ids),
             "generated_tokens": sum(sample.num_tokens for sample in self.samples),
-            **(self.usage or Usage(*[0] * len(Usage._fields)))._asdict(),
+            **usage._asdict(),
             "queued_seconds": entered - self.arrived,
-            "prefill_seconds": first - entered,
-            "decode_seconds": last - first,
+            "prefill_seconds": first - entered - self.preempted_in_prompt,
+            "decode_seconds": last - first - preempted,
         }
 
     def settle(self, *, answered: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -96,9 +97,10 @@ class Scheduler:
         session_blocks: int = 0,
         guess: Guess | None = None,
         max_guesses: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
-        max_guesses: of a sequence in a step."""
+        max_guesses: of a sequence in a step. clock: in seconds."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
@@ -112,6 +114,7 @@ class Scheduler:
         self._stuck = False  # whether somebody waits for a commit
         self._guess = guess if max_guesses else None
         self._max_guesses = max_guesses
+        self._clock = clock
         self._guessed_tokens = 0
         self._accepted_tokens = 0
         self._recomputed = 0
@@ -410,6 +413,8 @@ class Scheduler:
         self._running[self._waiting.pop(0).key] = group
         if last and last.rank > group.rank:
             self._running = {one.key: one for one in sorted(self.running, key=_order)}
+        if group.preemptions:
+            group.preempted_seconds += self._clock() - group.preempted_at
         if group.swapped:
             self._bring_back(group, draft)
             return
@@ -514,6 +519,7 @@ class Scheduler:
             self._restart(group)
             self._recomputed += 1
         group.preemptions += 1
+        group.preempted_at = self._clock()
         insort(self._waiting, group, key=_order)
 
     def _swap_out(self, group: Group) -> bool:

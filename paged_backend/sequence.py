@@ -92,6 +92,8 @@ class Group:
     blocks_copied: int = 0
     blocks_from_host: int = 0
     preemptions: int = 0
+    preempted_seconds: float = 0.0
+    preempted_at: float = 0.0  # the last time, by the scheduler's clock
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
@@ -121,6 +123,7 @@ class Group:
             self.blocks_copied,
             self.blocks_from_host,
             self.preemptions,
+            self.preempted_seconds,
         )
 
     @property

@@ -12,7 +12,7 @@ from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import StepOutput
 from paged_backend.metrics import Metrics
-from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams, TokenDelta
+from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams, TokenDelta, Usage
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.sessions import SessionName, Sessions
 from tests import test_pool_map as fakes
@@ -212,3 +212,14 @@ def test_a_session_is_given_back_once_even_if_nothing_reaches_the_client(opened)
     assert len(broken.next_turns) == 1 and aborted.empty()
     with pytest.raises(RequestError, match="not answered yet"):
         sessions.begin(NAME, start=False, end=False)
+
+
+def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
+    """Of the 4 seconds to the first token after the queue 2 were waited, and 3 of the 5 after it."""
+    stream = Client(1).stream
+    stream.entered = 1.0
+    for when, waited in ((5.0, 2.0), (10.0, 5.0)):
+        usage = Usage(*[0] * 6, preempted_seconds=waited)
+        stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
+    phases = {name: value for name, value in stream.receipt().items() if name.endswith("_seconds")}
+    assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}

@@ -13,9 +13,9 @@ from paged_backend.scheduler import Scheduler
 EOS = 7
 
 
-def request(key, prompt, max_tokens=4, **sampling):
+def request(key, prompt, max_tokens=4, wants_usage=False, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return GenerateRequest(key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}))
+    return GenerateRequest(key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}), wants_usage=wants_usage)
 
 
 def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16):
@@ -238,3 +238,16 @@ def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
     for count in range(1, 4):
         assert len(step(sched)[0].chunks) == 2
         assert len(searches) == count
+
+
+def test_the_wait_after_a_preemption_is_told_apart():
+    now = [0.0]
+    sched = Scheduler(BlockManager(5, 4), max_num_seqs=2, max_num_batched_tokens=16, clock=lambda: now[0])
+    for key in range(2):
+        sched.add(request(key, prompt=7, max_tokens=9, wants_usage=True))
+    usages = {}
+    while sched.has_work:
+        now[0] += 1
+        deltas = step(sched)[1]
+        usages |= {delta.key: (delta.usage.preemptions, delta.usage.preempted_seconds) for delta in deltas}
+    assert usages == {0: (0, 0.0), 1: (1, 7.0)}  # from the third step until the tenth
