@@ -25,6 +25,8 @@ class Chunk:
     draws: tuple[Sequence, ...]
     forks: tuple[Sequence, ...] = ()  # who shares its blocks from then on
     guesses: tuple[int, ...] = ()
+    blocks_new: int = 0  # that its sequence, which may turn out to have ended, was given for it
+    blocks_copied: int = 0  # of those
 
     @property
     def first_draw(self) -> int:
@@ -75,13 +77,14 @@ class Draft:
     ins: dict[int, list[Move]] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)
 
-    def put(self, group: Group, sequence: Sequence, length: int) -> None:
+    def put(self, group: Group, sequence: Sequence, length: int) -> Chunk:
         start = sequence.computed
         draws: tuple[Sequence, ...] = ()
         if start + length == len(sequence.tokens):
             draws = (sequence,) if group.forked else tuple(group.sequences)
         self.chunks.append(Chunk(sequence, start, length, draws))
         self.budget -= length
+        return self.chunks[-1]
 
     def copy(self, group: Group, copy: Copy) -> None:
         group.blocks_new += 1

@@ -263,6 +263,9 @@ class Scheduler:
         deltas = []
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
+            if group and not chunk.sequence.ended:
+                group.blocks_new += chunk.blocks_new
+                group.blocks_copied += chunk.blocks_copied
             if group:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
@@ -332,6 +335,7 @@ class Scheduler:
         length = min(end - sequence.computed, draft.budget)
         if length == 0:
             return
+        new, copied = group.blocks_new, group.blocks_copied
         while not self._make_room(group, sequence, sequence.computed + length, draft):
             if self.pins.drop_oldest():
                 continue
@@ -342,7 +346,10 @@ class Scheduler:
             self._preempt(victim, draft)
             if victim is group:
                 return
-        draft.put(group, sequence, length)
+        chunk = draft.put(group, sequence, length)
+        # Counted at the commit, unless it has ended by then.
+        chunk.blocks_new, group.blocks_new = group.blocks_new - new, new
+        chunk.blocks_copied, group.blocks_copied = group.blocks_copied - copied, copied
 
     def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
         """Blocks for `num_tokens` tokens, the one to be written into next its own. False, with nothing changed, where

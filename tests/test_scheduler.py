@@ -251,3 +251,27 @@ def test_the_wait_after_a_preemption_is_told_apart():
         deltas = step(sched)[1]
         usages |= {delta.key: (delta.usage.preemptions, delta.usage.preempted_seconds) for delta in deltas}
     assert usages == {0: (0, 0.0), 1: (1, 7.0)}  # from the third step until the tenth
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompt", range(1, 9))
+@pytest.mark.parametrize("last", range(1, 5))
+def test_what_is_planned_ahead_for_one_that_has_ended_is_not_counted(prompt, last, n):
+    """A row that nobody sees may take a block, or copy one."""
+
+    def usages(ahead):
+        sched = scheduler()
+        sched.add(request(0, prompt, max_tokens=99, wants_usage=True, n=n))
+        found, flights, drawn = [], [], 0
+        while sched.has_work or flights:
+            plan = sched.schedule()
+            flights += [plan] if plan else []
+            while len(flights) > (ahead and plan is not None):
+                done, drawn = flights.pop(0), drawn + 1
+                draws = [one for chunk in done.chunks for one in chunk.draws]
+                tokens = [EOS if drawn >= last + one.index else 1 for one in draws]
+                found += [delta.usage for delta in sched.commit(done, tokens)]
+        sched.check()
+        return found
+
+    assert usages(ahead=True) == usages(ahead=False)
