@@ -155,6 +155,7 @@ class DiskTier:
                     path.unlink()
         for _, name, size in sorted(found):
             self._book(name, size)
+        self._make_room(0)  # an earlier server may have had a larger budget
 
     def _name(self, key: Key) -> str:
         return f"{self._fingerprint}/{key.hex()[:2]}/{key.hex()}{SUFFIX}"

@@ -189,6 +189,19 @@ def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path
     assert [tier.lacks(each.key) for each in (one, two, three)] == [False, True, False]
 
 
+def test_a_smaller_budget_holds_from_the_start(tmp_path):
+    one, two = entry(1, 2), entry(3, 4)
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
+    for each in (one, two):
+        tier.put(each, content(0))
+    tier.close()
+    size = tier.stats.nbytes // 2
+    tier = DiskTier(tmp_path, "cd34", 2 * size - 1, LAYOUT)
+    assert tier.stats.nbytes == size
+    assert [path.stem for path in tmp_path.glob("*/*/*")] == [two.key.hex()]
+    tier.close()
+
+
 def test_leftovers_of_a_process_that_died_are_swept(tmp_path):
     folder = tmp_path / "ab12" / "ab"
     folder.mkdir(parents=True)
