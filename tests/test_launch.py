@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from paged_backend.serving import demo_model
 from paged_backend.serving.launch import Console
 from paged_backend.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
 from paged_backend.serving.server_log import load_failure
@@ -23,6 +24,7 @@ from paged_backend.serving.tritonserver import (
     TritonServer,
     choose_ports,
     resolve_model,
+    resolve_models,
     write_repository,
 )
 
@@ -156,6 +158,15 @@ def test_a_model_that_is_no_directory_is_named(tmp_path):
         resolve_model("/no/such/model")
     assert resolve_model(tmp_path) == str(tmp_path)
     assert resolve_model("owner/model-1.5B") == "owner/model-1.5B"
+
+
+def test_a_model_that_guesses_is_named_as_the_other_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_model, "prepare", lambda: tmp_path)
+    for name in ("model", "speculative_model"):
+        assert resolve_models({"model": "owner/model", "seed": 1, name: "demo"})[name] == str(tmp_path)
+        with pytest.raises(ValueError, match=f"^{name}='/no/such/model': must be 'demo', a directory"):
+            resolve_models({name: "/no/such/model"})
+    assert resolve_models({"speculative_model": None}) == {"speculative_model": None}
 
 
 @pytest.mark.parametrize("flag", ["--http-port=1", "--allow-http=false", "--model-repository=/m"])

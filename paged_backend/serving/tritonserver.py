@@ -79,7 +79,7 @@ class TritonServer:
     ) -> None:
         ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
         self.http_port, self.grpc_port, self.metrics_port = ports
-        self._options = {**(options or {}), "model": resolve_model(model)}
+        self._options = resolve_models({**(options or {}), "model": model})
         check_server_args(server_args)
         self._server_args = list(server_args)
         self._repository = repository
@@ -279,8 +279,14 @@ def choose_ports(**wanted: int) -> list[int]:
     return ports
 
 
-def resolve_model(model: str | Path) -> str:
-    """The value of the engine's option `model`. Raises ValueError for files that do not exist."""
+def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
+    """Engine options with `resolve_model` applied to those that name a model."""
+    named = {name: options.get(name) for name in ("model", "speculative_model")}
+    return {**options, **{name: resolve_model(one, name) for name, one in named.items() if isinstance(one, str | Path)}}
+
+
+def resolve_model(model: str | Path, option: str = "model") -> str:
+    """The value of the engine's option `option`. Raises ValueError for files that do not exist."""
     if model == "demo":
         return str(demo_model.prepare())
     if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
@@ -288,7 +294,7 @@ def resolve_model(model: str | Path) -> str:
     if isinstance(model, str) and HUB_NAME.fullmatch(model):
         return model
     raise ValueError(
-        f"model={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
+        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
         " (owner/model)"
     )
 
