@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 CONTEXT = 5  # prompt tokens decoded along, so that the first output token gets the space it has in context
+TAIL = 16  # tokens that tell whether a long text ends inside a character, which has four bytes at the most
 INCOMPLETE = "\ufffd"  # what a decoder puts where bytes of a character are still missing
 
 
@@ -71,6 +72,10 @@ class Detokenizer:
         self.num_tokens += len(tokens)
         self._ids += tokens
         for end in range(len(self._ids), len(self._ids) - len(tokens), -1):
+            if end - self._read > TAIL:  # or a long run of what never becomes a character would be decoded each time
+                tail = self._decode(self._ids[end - TAIL : end])
+                if not tail or tail.endswith(INCOMPLETE):
+                    continue
             text = self._decode(self._ids[self._prefix : end])
             if not text.endswith(INCOMPLETE):
                 return self._advance(text, end)

@@ -109,3 +109,17 @@ def test_a_character_that_the_end_cuts_is_left_out(missing):
     detokenizer = Detokenizer(decode, [])
     pieces = [detokenizer.push([token]) for token in encode("a🚀")[:-missing]]
     assert "".join([*pieces, detokenizer.flush()]) == "a"
+
+
+@pytest.mark.parametrize("size", [1, 50, 2000])
+@pytest.mark.parametrize(
+    "ids", [encode("é")[:1], encode("\ufffd"), [TOKENIZER.eos_token_id]], ids=["cut", "whole", "end"]
+)
+def test_a_long_run_that_is_no_text_is_decoded_a_few_times_and_not_once_a_token(ids, size):
+    decoded = []
+    detokenizer = Detokenizer(lambda some: decoded.append(len(some)) or decode(some), encode("prompt"))
+    run = [*encode("é")[:1], *ids * (2000 // len(ids))]
+    pieces = [detokenizer.push(run[start : start + size]) for start in range(0, len(run), size)]
+    pieces.append(detokenizer.push(encode("a")))
+    assert "".join(pieces) == decode([*run, *encode("a")])
+    assert sum(decoded) < 30 * len(run)
