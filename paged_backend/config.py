@@ -122,6 +122,13 @@ class EngineConfig:
     )
     max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
     max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
+    target_step_ms: float | None = option(
+        _above_zero,
+        "milliseconds that a step should take while sequences decode: the chunks of prompts beside them are made to"
+        " fit, as steps turn out; default: 100 on a CPU, none with a GPU",
+        None,
+        optional=True,
+    )
     async_scheduling: bool | None = option(
         _flag,
         "plan a step while the one before runs, so that the device does not wait; default: with a GPU, not on a CPU,"

@@ -108,7 +108,6 @@ class Flight:
     """A step that was launched, or could not be."""
 
     plan: Plan
-    began: float  # when it was planned
     launched: Launched | Exception
 
     def result(self) -> list[Drawn]:
@@ -258,11 +257,10 @@ class Engine:
         return self._scheduler.end(message.key, message.index)
 
     def _step(self) -> None:
-        began = time.monotonic()
         plan = self._scheduler.schedule()
         if plan is not None:
             self._spilled = self._disk is None
-            self._flights.append(Flight(plan, began, self._launch(plan)))
+            self._flights.append(Flight(plan, self._launch(plan)))
             self._settle(most=1)
         elif not self._flights and not self._spilled:
             self._spill()
@@ -283,7 +281,9 @@ class Engine:
         while len(self._flights) > most or (self._flights and isinstance(self._flights[-1].launched, Exception)):
             flight = self._flights.popleft()
             deltas = self._commit(flight)
-            self._emit(StepOutput(tuple(deltas), self._stats(), time.monotonic(), flight.began, flight.plan.entered))
+            self._emit(
+                StepOutput(tuple(deltas), self._stats(), time.monotonic(), flight.plan.began, flight.plan.entered)
+            )
 
     def _commit(self, flight: Flight) -> list[TokenDelta]:
         try:

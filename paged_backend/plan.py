@@ -61,6 +61,8 @@ class Plan:
     ins: tuple[Move, ...] = ()  # host to device
     copies: tuple[Copy, ...] = ()
     entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
+    began: float = 0.0  # when it was planned, by the scheduler's clock
+    fed: int = 0  # tokens of prompts, where sequences decode beside them
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +74,8 @@ class Draft:
     """A plan in the making: what each group computes, and how many tokens the step can still take."""
 
     budget: int
+    began: float = 0.0
+    fed: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     ins: dict[int, list[Move]] = field(default_factory=dict)
@@ -106,7 +110,10 @@ class Draft:
     def plan(self, blocks: BlockManager) -> Plan | None:
         if not self.chunks:
             return None
-        return Plan(tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered))
+        return Plan(
+            tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered),
+            self.began, self.fed,
+        )  # fmt: skip
 
 
 def _flat(parts: dict[int, list[Any]]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
+from paged_backend.pace import Pace
 from paged_backend.pins import Pins
 from paged_backend.plan import Costs, Draft, Drawn, Plan
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
@@ -97,10 +98,12 @@ class Scheduler:
         session_blocks: int = 0,
         guess: Guess | None = None,
         max_guesses: int = 0,
+        step_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
-        max_guesses: of a sequence in a step. clock: in seconds."""
+        max_guesses: of a sequence in a step. step_seconds: that a step should take while sequences decode; chunks of
+        prompts beside them are made to fit. clock: in seconds."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
@@ -115,6 +118,8 @@ class Scheduler:
         self._guess = guess if max_guesses else None
         self._max_guesses = max_guesses
         self._clock = clock
+        self._committed = 0.0  # when the last step was
+        self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
         self._guessed_tokens = 0
         self._accepted_tokens = 0
         self._recomputed = 0
@@ -202,13 +207,17 @@ class Scheduler:
         """The next step, or None where nothing can run. At most one may be in flight."""
         assert self._in_flight <= 1
         self._stuck = False
-        draft = Draft(self.max_num_batched_tokens)
+        draft = Draft(self.max_num_batched_tokens, self._clock())
         preempted = self._recomputed + self._swapped
-        for group, sequence in self._running_in_order():
-            if group.key in self._running:  # an earlier one in this loop may have taken its blocks
-                self._extend(group, sequence, draft)
+        decoding, feeding = self._running_in_order()
+        self._extend_all(decoding, draft)
+        if self._pace and draft.chunks:
+            draft.budget = min(draft.budget, self._pace.tokens)
+        left = draft.budget if draft.chunks else 0
+        self._extend_all(feeding, draft)
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
+        draft.fed = max(0, left - draft.budget)
         if self._guess:
             self._speculate(draft, self._guess)
         plan = draft.plan(self.blocks)
@@ -256,6 +265,10 @@ class Scheduler:
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
         """Book a step that ran, the oldest in flight: what each draw gave, in the plan's order."""
         self._in_flight -= 1
+        if self._pace:
+            before, self._committed = self._committed, self._clock()
+            if plan.fed:
+                self._pace.took(plan.fed, self._committed - max(before, plan.began))
         self.blocks.finish_outs(plan.outs)
         self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
@@ -319,15 +332,21 @@ class Scheduler:
         for group in (*self._running.values(), *self._waiting):
             yield from group.sequences
 
-    def _running_in_order(self) -> list[tuple[Group, Sequence]]:
-        """Decode first, so that a long prompt never delays the streams that already flow; then by rank."""
+    def _running_in_order(self) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
+        """Who decodes, and who still has a prompt to compute, each by rank. Decode comes first, so that a long prompt
+        delays the streams that already flow by little."""
         decoding: list[tuple[Group, Sequence]] = []
         feeding: list[tuple[Group, Sequence]] = []
         for group in self._running.values():  # which are in order: `check` says so
             for sequence in group.active:
                 if not (self._in_flight and sequence.has_all):
                     (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
-        return decoding + feeding
+        return decoding, feeding
+
+    def _extend_all(self, ordered: list[tuple[Group, Sequence]], draft: Draft) -> None:
+        for group, sequence in ordered:
+            if group.key in self._running:  # an earlier one may have taken its blocks
+                self._extend(group, sequence, draft)
 
     def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
         """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""

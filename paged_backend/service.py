@@ -39,6 +39,8 @@ from paged_backend.warm_up import measure
 
 log = logging.getLogger("paged_llm")
 
+CPU_STEP_SECONDS = 0.1  # while sequences decode
+
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
@@ -129,6 +131,7 @@ def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | N
         session_blocks=int(blocks.num_blocks * config.session_memory),
         guess=_guess(config),
         max_guesses=config.num_speculative_tokens,
+        step_seconds=_step_seconds(config, device),
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
@@ -151,6 +154,12 @@ def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | N
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap, workers)
+
+
+def _step_seconds(config: EngineConfig, device: torch.device) -> float | None:
+    if config.target_step_ms is None:
+        return CPU_STEP_SECONDS if device.type == "cpu" else None
+    return config.target_step_ms / 1e3
 
 
 def _guess(config: EngineConfig) -> Guess:

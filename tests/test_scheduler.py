@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.block_manager import BlockManager
+from paged_backend.pace import Pace
+from paged_backend.plan import Costs
 from paged_backend.request import FinishReason, GenerateRequest, SamplingParams
 from paged_backend.scheduler import Scheduler
 
@@ -275,3 +277,60 @@ def test_what_is_planned_ahead_for_one_that_has_ended_is_not_counted(prompt, las
         return found
 
     assert usages(ahead=True) == usages(ahead=False)
+
+
+def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5000,), budget=512):
+    """Tokens of prompts in each step while one sequence decodes, where a step takes that long."""
+    now = [0.0]
+    sched = Scheduler(
+        BlockManager(2048, 16),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        costs=Costs(token=0.001),
+        step_seconds=0.1,
+        clock=lambda: now[0],
+    )
+    sched.add(request(0, prompt=4, max_tokens=1000))
+    step(sched)
+    for key, prompt in enumerate(prompts, start=1):
+        sched.add(request(key, prompt))
+    fed = []
+    for number in range(steps):
+        plan = sched.schedule()
+        chunks = shape(plan)
+        assert chunks[0][0] == 0, "decode comes first"
+        fed.append(plan.num_tokens - 1)
+        now[0] += overhead + plan.num_tokens * seconds_per_token(number)
+        sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws])
+        sched.check()
+    return fed
+
+
+def test_chunks_beside_decoding_are_made_to_fit_the_time_of_a_step():
+    fed = fed_beside_decoding(lambda number: 0.001)
+    assert fed[0] == 100  # by what a token was measured to take
+    assert all(80 <= tokens <= 90 for tokens in fed[2:])  # and by what a step was seen to take: 10 ms more
+    assert fed_beside_decoding(lambda number: 0.0001)[3] > 400
+    slower = fed_beside_decoding(lambda number: 0.001 if number < 3 else 0.002)
+    assert all(35 <= tokens <= 50 for tokens in slower[-2:])
+
+
+def test_a_prompt_goes_on_however_slow_its_steps_are():
+    assert fed_beside_decoding(lambda number: 1.0)[-1] == 32
+    assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
+
+
+def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
+    pace = Pace(0.1, 0.001, 512)
+    pace.took(30, 0.04)
+    assert pace.tokens == 100
+    pace.took(100, 0.04)
+    assert pace.tokens == 200
+
+
+def test_with_nobody_decoding_a_chunk_is_as_large_as_steps_get():
+    sched = Scheduler(
+        BlockManager(256, 16), max_num_seqs=2, max_num_batched_tokens=512, costs=Costs(token=1.0), step_seconds=0.1
+    )
+    sched.add(request(0, prompt=1000))
+    assert shape(step(sched)[0]) == [(0, 0, 512, False)]
