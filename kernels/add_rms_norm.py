@@ -1,13 +1,13 @@
 """Adds a layer's output to the residual stream and normalises the sum (RMSNorm, arXiv:1910.07467), in one launch."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launch
 from kernels.arguments import check_add_rms_norm
+from kernels.launch import Device, Launch, device_of
 
 
 @triton.jit
@@ -31,17 +31,16 @@ def add_rms_norm_kernel(
 
 
 def plan_launch(
-    normed: Tensor, total: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
+    normed: Tensor, total: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, device: Device
+) -> Launch:
     num_tokens, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
+    piece = launch.piece(device, "add_rms_norm", width=hidden, rows=num_tokens)
     arguments = dict(
         normed=normed, total=total, x=x, residual=residual, weight=weight, eps=eps,
         stride_x=x.stride(0), stride_residual=residual.stride(0) if residual is not None else 0,
-        HIDDEN=hidden, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        HIDDEN=hidden, BLOCK=piece.elements, num_warps=piece.num_warps,
     )  # fmt: skip
-    return (num_tokens,), arguments
+    return Launch(add_rms_norm_kernel, (num_tokens,), arguments)
 
 
 def add_rms_norm(
@@ -60,8 +59,7 @@ def add_rms_norm(
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
-    grid, arguments = plan_launch(normed, total, x, residual, weight, eps)
-    add_rms_norm_kernel[grid](**arguments)
+    plan_launch(normed, total, x, residual, weight, eps, device=device_of(x.device)).run()
     return normed, total
 
 

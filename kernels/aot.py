@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from kernels import add_rms_norm, block_copy, kv_write, launch, paged_attention, rope_kv_write, sampling, swiglu
 from kernels.draws import Draws, Filters
+from kernels.launch import Device, Launch, RowFacts
 from kernels.layer_cache import FORMATS, LayerCache
 from kernels.paging import Paging, SharedPrefixes
 
@@ -36,8 +37,8 @@ CHIPS = {  # target, and the shared memory one program may use
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
-HEADS = 64  # of a model: its width is this times head_dim
-SMALL = ("least", "best", "greedy", "first_best", "block_copy")  # of sampling and block_copy: few configurations
+SAMPLING = ("least", "best", "greedy", "first_best")
+SMALL = (*SAMPLING, "block_copy")  # few configurations
 # paged_attention: rows that fit a small tile, the same with splits, chunks beside them, shared prefixes, and the merge
 ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -63,7 +64,9 @@ class Case:
     sinks: bool = False
     norm: bool = False  # rope_kv_write: of each head; add_rms_norm: after an addition
     format: str | None = None  # of the pool
-    length: int = 1024  # "decode" and "split": the longest context; "prefill": the longest chunk; "prefix": sequences
+    # "decode" and "split": the longest context; "prefill": the longest chunk; "prefix": sequences; others: rows
+    length: int = 1024
+    width: int = 16384  # of a row; block_copy: bytes of a block. Not of attention
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,9 @@ def full_grid(chip: str) -> Iterator[Case]:
         yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
         yield Case(chip, "rope_kv_write", dtype, head_dim)
         yield from (Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name) for name in names)
-    for dtype, head_dim in itertools.product(DTYPES, (8, 72, 128, 256)):
-        yield from (Case(chip, "add_rms_norm", dtype, head_dim, norm=norm) for norm in (False, True))
-        yield Case(chip, "swiglu", dtype, head_dim)
+    for dtype, width in itertools.product(DTYPES, (512, 4608, 8192, 16384)):
+        yield from (Case(chip, "add_rms_norm", dtype, norm=norm, width=width) for norm in (False, True))
+        yield Case(chip, "swiglu", dtype, width=4 * width)
     yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
     yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
     yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
@@ -105,11 +108,27 @@ def table_grid(chip: str) -> Iterator[Case]:
     """Every entry of the chip's own table, in the kernels that use it."""
     table = launch.table_for(chip)
     for facts, _ in table.rows() if table and table.chip == chip else []:
+        if isinstance(facts, RowFacts):
+            yield from _row_cases(chip, facts)
+            continue
         dtype = "fp32" if facts.itemsize == 4 else "bf16"
         group = 4 if facts.rows == 16 else facts.rows
         for name in FORMATS.values() if facts.quantized else (None,):
             for kernel in ("decode", "split") if facts.kind == "decode" else ("prefill", "prefix"):
                 yield Case(chip, kernel, dtype, facts.block_d, group, format=name, length=facts.length)
+
+
+def _row_cases(chip: str, facts: RowFacts) -> Iterator[Case]:
+    norm = facts.kind == "norm_rope_kv_write"
+    kernels = SAMPLING[1:] if facts.kind == "sampling" else ("rope_kv_write",) if norm else (facts.kind,)
+    writes = facts.kind.endswith("kv_write")
+    head_dims = [d for d in (64, 128, 256) if d <= facts.width] if writes else [128]
+    names = (None, *FORMATS.values()) if writes else (None,)
+    for kernel, dtype, head_dim, name in itertools.product(kernels, ("bf16", "fp32"), head_dims, names):
+        yield Case(
+            chip, kernel, dtype, head_dim, norm=norm or kernel == "add_rms_norm", format=name,
+            length=facts.rows, width=facts.width,
+        )  # fmt: skip
 
 
 def small_grid(chip: str) -> Iterator[Case]:
@@ -127,8 +146,8 @@ def small_grid(chip: str) -> Iterator[Case]:
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
     yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
     yield Case(chip, "merge", sinks=True)
-    for kernel, head_dim in (("rope_kv_write", 80), ("rope_kv_write", 256), ("add_rms_norm", 256)):
-        yield Case(chip, kernel, head_dim=head_dim, norm=True)
+    yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
+    yield Case(chip, "add_rms_norm", norm=True)
     yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
     yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL))
 
@@ -152,46 +171,53 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The kernel and the arguments of a launch, on tensors without memory."""
-    dtype, num_kv_heads, num_seqs = DTYPES[case.dtype], 2, case.length if case.kernel == "prefix" else 8
+def _launch(case: Case) -> Launch:
+    """On tensors without memory."""
+    dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
+    # Few multiprocessors want no splits, and large tiles; many want splits.
+    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    row = tensor(case.length, case.width)
     if case.kernel == "add_rms_norm":
-        row, residual = tensor(8, HEADS * case.head_dim), tensor(8, HEADS * case.head_dim) if case.norm else None
-        arguments = add_rms_norm.plan_launch(row, row, row, residual, tensor(HEADS * case.head_dim), 1e-5)[1]
-        return add_rms_norm.add_rms_norm_kernel, arguments
+        residual = row if case.norm else None
+        return add_rms_norm.plan_launch(row, row, row, residual, tensor(case.width), 1e-5, device=device)
     if case.kernel == "swiglu":
-        rows = tensor(8, 4 * HEADS * case.head_dim), tensor(8, 8 * HEADS * case.head_dim)
-        return swiglu.swiglu_kernel, swiglu.plan_launch(*rows)[1]
-    if case.kernel in SMALL:
-        return _small(case.kernel, tensor(8, 49152))
+        return swiglu.plan_launch(row, tensor(case.length, 2 * case.width), device=device)
+    if case.kernel == "block_copy":
+        table, moves = tensor(3, 64, dtype=torch.int64), tensor(case.length, 2, dtype=torch.int64)
+        return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
+    if case.kernel in SAMPLING:
+        floats, whole = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
+        filters = Filters(tensor(case.length, dtype=torch.int32), floats, floats)
+        draws = None if case.kernel == "greedy" else Draws(floats, whole, whole, filters)
+        launches = sampling.plan_launch(row, draws, whole, device=device)
+        return launches[0 if case.kernel in ("least", "greedy") else -2 if case.kernel == "best" else -1]
+    rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
+    num_heads = case.width // case.head_dim
+    num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2
     slots_of_pool = (64, num_kv_heads, case.block_size)
     stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
     parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
     parts += [tensor(*slots_of_pool, dtype=torch.float32)] * 2 if case.format else []
     cache = LayerCache(*parts)
-    slots = tensor(8, dtype=torch.int64)
+    slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
     if case.kernel == "kv_write":
-        key = tensor(8, num_kv_heads, case.head_dim)
-        return kv_write.kv_write_kernel, kv_write.plan_launch(key, key, cache, slots)[1]
-    if case.kernel == "rope_kv_write":
-        query, key = (tensor(8, count, case.head_dim) for count in (num_kv_heads * case.group, num_kv_heads))
-        angles, weight = tensor(8, case.head_dim), tensor(case.head_dim) if case.norm else None
-        arguments = rope_kv_write.plan_launch(
-            query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6
-        )[1]  # fmt: skip
-        return rope_kv_write.rope_kv_write_kernel, arguments
+        return kv_write.plan_launch(key, key, cache, slots, device=device)
+    if rotates:
+        query = tensor(case.length, num_heads, case.head_dim)
+        angles, weight = tensor(case.length, case.head_dim), tensor(case.head_dim) if case.norm else None
+        return rope_kv_write.plan_launch(
+            query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6, device=device
+        )
 
     def int32(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=torch.int32)
 
     chunk = case.length if case.kernel == "prefill" else 1
     context_len = case.length if case.kernel in ("decode", "split") else 8192
-    # Few multiprocessors want no splits, and large tiles; many want splits.
-    device = paged_attention.Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
     shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
     paging = Paging(
         slots=tensor(num_seqs * chunk, dtype=torch.int64), block_tables=int32(num_seqs, 64),
@@ -204,31 +230,7 @@ def _arguments(case: Case) -> tuple[Any, dict[str, Any]]:
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
     )  # fmt: skip
-    planned = launches[-1 if case.kernel == "merge" else 0]
-    return planned.kernel, planned.arguments
-
-
-def _small(kernel: str, logits: torch.Tensor) -> tuple[Any, dict[str, Any]]:
-    """As `_arguments`, for the kernels of SMALL."""
-
-    def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    num_rows = len(logits)
-    floats, whole = tensor(num_rows, dtype=torch.float32), tensor(num_rows, dtype=torch.int64)
-    filters = Filters(tensor(num_rows, dtype=torch.int32), floats, floats)
-    scores, tokens = tensor(num_rows, 12, dtype=torch.float32), tensor(num_rows, 12, dtype=torch.int32)
-    draws = Draws(floats, whole, whole, filters)
-    if kernel == "least":
-        return sampling.least_kernel, sampling.plan_least(logits, draws, floats)[1]
-    if kernel == "best":
-        return sampling.best_kernel, sampling.plan_best(logits, draws, floats, scores, tokens)[1]
-    if kernel == "greedy":
-        return sampling.best_kernel, sampling.plan_best(logits, None, None, scores, tokens)[1]
-    if kernel == "first_best":
-        return sampling.first_best_kernel, sampling.plan_first_best(scores, tokens, whole)[1]
-    table, moves = tensor(3, 64, dtype=torch.int64), tensor(8, 2, dtype=torch.int64)
-    return block_copy.block_copy_kernel, block_copy.plan_launch(moves, table, largest=32768, aligned=16)[1]
+    return launches[-1 if case.kernel == "merge" else 0]
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:
@@ -251,9 +253,9 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
 
 def compile_case(case: Case) -> Cost:
     """Compiles one case. Raises whatever the compiler raises."""
-    kernel, arguments = _arguments(case)
-    options = {name: arguments[name] for name in OPTIONS if name in arguments}
-    compiled = triton.compile(_source(kernel, arguments), target=CHIPS[case.chip][0], options=options)
+    planned = _launch(case)
+    options = {name: planned.arguments[name] for name in OPTIONS if name in planned.arguments}
+    compiled = triton.compile(_source(planned.kernel, planned.arguments), target=CHIPS[case.chip][0], options=options)
     if "cubin" in compiled.asm:
         registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])
     else:

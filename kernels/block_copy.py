@@ -4,15 +4,13 @@ The tensors may have any sizes: their addresses are data. So either cache may be
 under CUDA's unified addressing (and HIP's) a kernel reads and writes through the host's own addresses.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launch
 from kernels.block_pair import BlockPair
-
-PIECE = 16384  # bytes that a program copies at a time
+from kernels.launch import Device, Launch, device_of
 
 
 @triton.jit(do_not_specialize=["num_moves"])
@@ -39,18 +37,18 @@ def block_copy_kernel(
 
 
 def plan_launch(
-    moves: Tensor, table: Tensor, *, largest: int, aligned: int, programs: int | None = None
-) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time. The names are
-    those of `BlockPair` and `block_copy`."""
+    moves: Tensor, table: Tensor, *, largest: int, aligned: int, programs: int | None = None, device: Device
+) -> Launch:
+    """The names are those of `BlockPair` and `block_copy`."""
     num_moves, num_tensors = len(moves), table.shape[1]
-    word, pieces = 4 if aligned >= 4 else 1, triton.cdiv(largest, PIECE)
+    piece = launch.piece(device, "block_copy", width=largest, rows=num_moves)
+    word, pieces = 4 if aligned >= 4 else 1, triton.cdiv(largest, piece.elements)
     work = num_moves * num_tensors * pieces
     arguments = dict(
         moves=moves, table=table, num_moves=num_moves, num_tensors=num_tensors, pieces=pieces,
-        WORD=word, ALIGNED=aligned if word == 4 else 1, TILE=PIECE // word, num_warps=8,
+        WORD=word, ALIGNED=aligned if word == 4 else 1, TILE=piece.elements // word, num_warps=piece.num_warps,
     )  # fmt: skip
-    return (min(work, programs or work),), arguments
+    return Launch(block_copy_kernel, (min(work, programs or work),), arguments)
 
 
 def block_copy(
@@ -61,8 +59,9 @@ def block_copy(
 ) -> None:
     """Copies whole blocks of every tensor, in place. No target may be a source of the same cache, nor be there twice:
     nothing is said about the order."""
-    grid, arguments = plan_launch(moves, pair.table, largest=pair.largest, aligned=pair.aligned, programs=programs)
-    block_copy_kernel[grid](**arguments)
+    plan_launch(
+        moves, pair.table, largest=pair.largest, aligned=pair.aligned, programs=programs, device=device_of(moves.device)
+    ).run()
 
 
 def block_copy_reference(pair: BlockPair, moves: Tensor) -> None:

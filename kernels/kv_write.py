@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launch
 from kernels.arguments import check_kv_write
+from kernels.launch import Device, Launch, device_of, power_of_two
 from kernels.layer_cache import LARGEST, SMALLEST, LayerCache, as_bytes, quantize
-
-ELEMENTS = 2048  # of one token, per program
 
 
 @triton.jit
@@ -87,19 +87,29 @@ def cache_arguments(cache: LayerCache) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
+def heads_of_a_piece(
+    device: Device, kind: str, *, num_heads: int, block_d: int, num_tokens: int
+) -> tuple[int, int]:  # fmt: skip
+    """How many heads of `block_d` padded elements a program takes of one token, and its warps."""
+    padded = power_of_two(num_heads)
+    piece = launch.piece(device, kind, width=padded * block_d, rows=num_tokens)
+    return min(padded, max(1, piece.elements // block_d)), piece.num_warps
+
+
+def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, device: Device) -> Launch:
     num_tokens, num_kv_heads, head_dim = key.shape
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = min(triton.next_power_of_2(num_kv_heads), max(1, ELEMENTS // block_d))
+    block_d = power_of_two(head_dim)
+    block_h, num_warps = heads_of_a_piece(
+        device, "kv_write", num_heads=num_kv_heads, block_d=block_d, num_tokens=num_tokens
+    )  # fmt: skip
     arguments = dict(
         key=key, value=value, slots=slots,
         stride_key_token=key.stride(0), stride_key_head=key.stride(1),
         stride_value_token=value.stride(0), stride_value_head=value.stride(1),
         **cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=num_warps,
     )  # fmt: skip
-    return (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments
+    return Launch(kv_write_kernel, (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments)
 
 
 def kv_write(
@@ -112,8 +122,7 @@ def kv_write(
     check_kv_write(key, value, cache, slots)
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
-    grid, arguments = plan_launch(key, value, cache, slots)
-    kv_write_kernel[grid](**arguments)
+    plan_launch(key, value, cache, slots, device=device_of(key.device)).run()
 
 
 def kv_write_reference(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -1,13 +1,17 @@
-"""How attention's work is cut up: tiles, warps and splits from what is static about a launch. Imports no triton.
+"""How the kernels' work is cut up: tiles, warps and splits from what is static about a launch. Imports no triton.
 
-Nothing is tuned while serving. `configs/<chip>.json` holds what was chosen for a chip; `default_tile` answers for
-every shape that no table names.
+Nothing is tuned while serving. `configs/<chip>.json` holds what was chosen for a chip; `default_tile` and
+`default_piece` answer for every shape that no table names.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -16,6 +20,38 @@ MAX_SPLITS = 64  # of a sequence: what the merge reads at once
 BALANCED = 16384  # keys: one sequence far longer than the others should not be one program's work
 EFFICIENT = 0.9  # of the best share of busy multiprocessors: fewer splits that reach this are preferred
 DEFAULT_MULTIPROCESSORS = 132  # where there is no device to ask: an H100's and an H200's
+ROWS = (4, 64, 4096)  # up to how many of them pieces may differ; of more they are as of the last
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a launch is cut up for."""
+
+    chip: str  # as the tables are named: "sm_90", "gfx942"
+    multiprocessors: int
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """Of a GPU; in the interpreter an H100's."""
+    if device.type != "cuda":
+        return Device("sm_90", DEFAULT_MULTIPROCESSORS)
+    found = torch.cuda.get_device_properties(device)
+    hip = getattr(found, "gcnArchName", "") if torch.version.hip else ""
+    return Device(hip.split(":")[0] or f"sm_{found.major}{found.minor}", found.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, and its arguments and options by name; to launch, and to compile ahead of time."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def run(self) -> Any:
+        """What it was compiled to; None in the interpreter."""
+        return self.kernel[self.grid](**self.arguments)
 
 
 @dataclass(frozen=True)
@@ -30,7 +66,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a tile is chosen by. A table is looked up by the fields in this order, `length` as a bucket."""
+    """What a tile is chosen by. A table is looked up by the fields in this order, the last as a bucket."""
 
     kind: str  # "decode": a tile holds a sequence's queries, "prefill": it is filled by one long chunk
     block_d: int  # head_dim rounded up to a power of two, at least 16
@@ -39,9 +75,36 @@ class Facts:
     quantized: bool
     length: int  # decode: of the longest context; prefill: of the longest chunk; tokens
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.kind, self.block_d, self.itemsize, self.rows, self.quantized
+
+@dataclass(frozen=True)
+class Piece:
+    """What one program takes at a time, of a kernel that cuts all of its rows alike."""
+
+    elements: int  # of one row; heads are taken whole, and at least one; block_copy: bytes
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a piece is chosen by; looked up like `Facts`."""
+
+    kind: str  # a name of PIECES
+    width: int  # elements of a row up to a power of two (of padded heads, where it has heads); block_copy: bytes
+    rows: int  # one of ROWS; of ANY_ROWS the last
+
+
+PIECES = {  # where no table says otherwise; of one row at the most
+    "kv_write": Piece(2048, 4),
+    "rope_kv_write": Piece(2048, 4),
+    "norm_rope_kv_write": Piece(2048, 4),  # with an RMSNorm of each head
+    "add_rms_norm": Piece(2**30, 16),  # always a whole row
+    "swiglu": Piece(1024, 4),
+    "sampling": Piece(4096, 8),  # of the pass over all logits
+    "block_copy": Piece(16384, 8),
+}
+# Warps decide in which order a row is summed: the same for any number of rows, or what is beside a row would change its
+# bits. For block_copy one is enough: a copy of few blocks is many pieces already.
+ANY_ROWS = ("norm_rope_kv_write", "add_rms_norm", "block_copy")
 
 
 @dataclass(frozen=True)
@@ -88,38 +151,100 @@ def default_tile(chip: str, facts: Facts) -> Tile:
     return Tile(64, block_n, 4 if facts.block_d <= 64 else 8, 2)
 
 
+def default_piece(facts: RowFacts) -> Piece:
+    most = PIECES[facts.kind]
+    warps = min(most.num_warps, max(1, facts.width // 512)) if facts.kind == "add_rms_norm" else most.num_warps
+    return Piece(min(most.elements, facts.width), warps)
+
+
+Entry = tuple[Facts, Tile] | tuple[RowFacts, Piece]
+
+
 @dataclass(frozen=True)
 class Table:
-    """The tiles of one chip."""
+    """The tiles and pieces of one chip."""
 
     chip: str
     measured: str | None  # the machine and day that the figures come from; None: chosen by reading compiled code
-    entries: dict[tuple[Any, ...], tuple[tuple[int, Tile], ...]]  # by Facts.key: (length up to which, tile), rising
+    entries: dict[tuple[Any, ...], tuple[tuple[int, Any], ...]]  # by facts but the last: (up to which, tile), rising
 
-    def find(self, facts: Facts) -> Tile | None:
-        """Of the smallest bucket that holds the length, or of the largest."""
-        buckets = self.entries.get(facts.key, ())
-        return next((tile for length, tile in buckets if facts.length <= length), buckets[-1][1] if buckets else None)
+    def find(self, facts: Any) -> Any:
+        """Of the smallest bucket that holds the facts' last field, or of the largest; None without one."""
+        key, bucket = _split(facts)
+        buckets = self.entries.get(key, ())
+        return next((tile for most, tile in buckets if bucket <= most), buckets[-1][1] if buckets else None)
 
-    def rows(self) -> list[tuple[Facts, Tile]]:
-        return [(Facts(*key, length), tile) for key, buckets in self.entries.items() for length, tile in buckets]
+    def rows(self) -> list[Entry]:
+        """In the order of the file."""
+        flat = [((*key, most), tile) for key, buckets in self.entries.items() for most, tile in buckets]
+        return [((RowFacts if isinstance(tile, Piece) else Facts)(*fields), tile) for fields, tile in flat]
 
 
-def table_of(chip: str, measured: str | None, rows: list[tuple[Facts, Tile]]) -> Table:
+def _split(facts: Facts | RowFacts) -> tuple[tuple[Any, ...], int]:
+    *key, bucket = vars(facts).values()
+    return tuple(key), bucket
+
+
+def table_of(chip: str, measured: str | None, rows: Sequence[Entry]) -> Table:
     """From facts and tiles in any order; the later of two with the same facts counts."""
-    entries: dict[tuple[Any, ...], dict[int, Tile]] = {}
+    entries: dict[tuple[Any, ...], dict[int, Any]] = {}
     for facts, tile in rows:
-        entries.setdefault(facts.key, {})[facts.length] = tile
+        key, bucket = _split(facts)
+        entries.setdefault(key, {})[bucket] = tile
     return Table(chip, measured, {key: tuple(sorted(tiles.items())) for key, tiles in sorted(entries.items())})
 
 
+def _powers(least: int, most: int) -> tuple[int, ...]:
+    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()))
+
+
+LIMITS: dict[type, dict[str, tuple[Any, ...]]] = {  # what a field of a table may be
+    Facts: {
+        "kind": ("decode", "prefill"), "block_d": _powers(16, 256), "itemsize": (2, 4), "rows": _powers(16, 64),
+        "quantized": (False, True), "length": _powers(1, 2**30),
+    },
+    Tile: {
+        "block_m": _powers(16, 128), "block_n": _powers(16, 128), "num_warps": _powers(1, 16),
+        "num_stages": tuple(range(1, 9)),
+    },
+    RowFacts: {"kind": tuple(PIECES), "width": _powers(1, 2**20), "rows": ROWS},
+    Piece: {"elements": _powers(1, 2**20), "num_warps": _powers(1, 16)},
+}  # fmt: skip
+
+
+def _checked(made: type, fields: dict[str, Any], **narrower: tuple[Any, ...]) -> Any:
+    """An object of these fields. Raises ValueError for one that is missing, unknown or out of range."""
+    limits = LIMITS[made] | narrower
+    for name, value in {**dict.fromkeys(limits), **fields}.items():
+        if name not in limits:
+            raise ValueError(f"{name}={value!r}: must be one of the fields {tuple(limits)}")
+        allowed = limits[name]
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            raise ValueError(f"{name}={value!r}: must be one of {allowed}")
+    return made(**fields)
+
+
+def read_entry(entry: dict[str, Any]) -> Entry:
+    """Of a table, or of the tuner's journal. Raises ValueError, naming field and value."""
+    kind, kinds = entry["for"].get("kind"), (*LIMITS[Facts]["kind"], *PIECES)
+    if kind not in kinds:
+        raise ValueError(f"kind={kind!r}: must be one of {kinds}")
+    if kind not in PIECES:
+        facts = _checked(Facts, entry["for"])
+        rows = tuple(m for m in LIMITS[Tile]["block_m"] if m >= facts.rows)
+        return facts, _checked(Tile, entry["tile"], block_m=rows)
+    facts = _checked(RowFacts, entry["for"], **({"rows": ROWS[-1:]} if kind in ANY_ROWS else {}))
+    within = _powers(facts.width if kind == "add_rms_norm" else 1, facts.width)
+    return facts, _checked(Piece, entry["tile"], elements=within)
+
+
 def read_table(file: Path) -> Table:
-    """Raises ValueError, naming the file, for what is not a table."""
+    """Raises ValueError for what is not a table, naming the file, and the field and its value where it is one of
+    theirs."""
     try:
         content = json.loads(file.read_text())
-        rows = [(Facts(**entry["for"]), Tile(**entry["tile"])) for entry in content["entries"]]
-        return table_of(content["chip"], content["measured"], rows)
-    except (KeyError, TypeError, ValueError) as error:
+        return table_of(content["chip"], content["measured"], [read_entry(entry) for entry in content["entries"]])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
 
 
@@ -159,12 +284,27 @@ def table_for(chip: str) -> Table | None:
 def use_table(table: Table) -> None:
     """From now on, in this process, instead of its chip's file."""
     _tables[table.chip] = table
+    _piece.cache_clear()
 
 
-def tile_for(chip: str, facts: Facts) -> Tile:
-    """From the chip's table, or the default."""
+def tile_for(chip: str, facts: Facts | RowFacts) -> Any:
+    """From the chip's table, or the default: a `Piece` for `RowFacts`."""
     table = table_for(chip)
-    return (table.find(facts) if table else None) or default_tile(chip, facts)
+    found = table.find(facts) if table else None
+    return found or (default_piece(facts) if isinstance(facts, RowFacts) else default_tile(chip, facts))
+
+
+def piece(device: Device, kind: str, *, width: int, rows: int) -> Piece:
+    """Of a launch over `rows` rows of `width` elements (block_copy: bytes, and any number of rows)."""
+    few, some, many = ROWS
+    bucket = many if kind in ANY_ROWS or rows > some else some if rows > few else few
+    return _piece(device.chip, kind, width, bucket)
+
+
+@cache
+def _piece(chip: str, kind: str, width: int, rows: int) -> Piece:
+    found: Piece = tile_for(chip, RowFacts(kind, power_of_two(width), rows))
+    return found
 
 
 def _facts(kind: str, head_dim: int, itemsize: int, rows: int, quantized: bool, length: int) -> Facts:

@@ -16,7 +16,6 @@ number of rows and sequences only, never on their lengths.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from kernels import launch
 from kernels.arguments import check_paged_attention
-from kernels.launch import LaunchShape, Tile, launch_shape
+from kernels.launch import Device, Launch, LaunchShape, Tile, device_of, launch_shape
 from kernels.layer_cache import LayerCache, as_bytes
 from kernels.paging import Paging
 
@@ -551,24 +550,6 @@ def merge_partials_kernel(
 
 
 @dataclass(frozen=True)
-class Device:
-    """What a launch is cut up for."""
-
-    chip: str  # as the tables are named: "sm_90", "gfx942"
-    multiprocessors: int
-
-
-@cache
-def device_of(device: torch.device) -> Device:
-    """Of a GPU; in the interpreter an H100's."""
-    if device.type != "cuda":
-        return Device("sm_90", launch.DEFAULT_MULTIPROCESSORS)
-    found = torch.cuda.get_device_properties(device)
-    hip = getattr(found, "gcnArchName", "") if torch.version.hip else ""
-    return Device(hip.split(":")[0] or f"sm_{found.major}{found.minor}", found.multi_processor_count)
-
-
-@dataclass(frozen=True)
 class Cut:
     """How a step's launches are cut up; alike for all its layers of one kind."""
 
@@ -626,15 +607,6 @@ def _cut(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, wi
         prefix_grid,
         min(paging.max_query_len, shape.SMALL_M // shape.HEADS),
     )
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid, and its arguments and options by name; to launch, and to compile ahead of time."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -751,7 +723,7 @@ def paged_attention(
         out, query, cache, paging,
         scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, device=device_of(query.device),
     ):  # fmt: skip
-        planned.kernel[planned.grid](**planned.arguments)
+        planned.run()
     return out
 
 

@@ -7,15 +7,14 @@ Element d of a head and element d + head_dim / 2 turn together, so a tile holds 
     rotated                           x * cos + [-1, +1] * y * sin
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.arguments import check_rope_kv_write
-from kernels.kv_write import ELEMENTS, cache_arguments, kv_write_reference, store_rows
+from kernels.kv_write import cache_arguments, heads_of_a_piece, kv_write_reference, store_rows
+from kernels.launch import Device, Launch, device_of, power_of_two
 from kernels.layer_cache import LayerCache
 
 
@@ -108,12 +107,16 @@ def plan_launch(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
+    *,
+    device: Device,
+) -> Launch:
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    block_half = triton.next_power_of_2(head_dim // 2)
-    block_h = min(triton.next_power_of_2(num_heads), max(1, ELEMENTS // (2 * block_half)))
+    block_half = power_of_two(head_dim // 2)
+    block_h, num_warps = heads_of_a_piece(
+        device, "rope_kv_write" if query_weight is None else "norm_rope_kv_write",
+        num_heads=num_heads, block_d=2 * block_half, num_tokens=num_tokens,
+    )  # fmt: skip
     arguments = dict(
         out=out, query=query, key=key, value=value, query_weight=query_weight, key_weight=key_weight,
         cos=cos, sin=sin, eps=eps, slots=slots,
@@ -122,10 +125,11 @@ def plan_launch(
         stride_value_token=value.stride(0), stride_value_head=value.stride(1),
         stride_cos_token=cos.stride(0), stride_sin_token=sin.stride(0),
         **cache_arguments(cache), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=4,
+        BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps,
         enable_fp_fusion=False,  # the same bits as PyTorch's, so that a block has one content, whoever wrote it
     )  # fmt: skip
-    return (num_tokens, triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)), arguments
+    tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    return Launch(rope_kv_write_kernel, (num_tokens, tiles), arguments)
 
 
 def rope_kv_write(
@@ -146,10 +150,9 @@ def rope_kv_write(
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     query, key, value, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, cos, sin))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    grid, arguments = plan_launch(
-        out, query, key, value, cos, sin, cache, slots, query_weight, key_weight, eps
-    )  # fmt: skip
-    rope_kv_write_kernel[grid](**arguments)
+    plan_launch(
+        out, query, key, value, cos, sin, cache, slots, query_weight, key_weight, eps, device=device_of(query.device)
+    ).run()
     return out
 
 

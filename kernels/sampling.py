@@ -17,17 +17,16 @@ A filter leaves the logits from some least one on. That is found by bisection of
 integers is that of the floats: exact, 16 passes over a row that stays in the cache, and no sort.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launch
 from kernels.draws import Draws
+from kernels.launch import Device, Launch, device_of, power_of_two
 
-TILE = 4096  # logits of one program
-LEAST_TILE = 4096  # of one turn of a filter's passes
+LEAST_TILE, LEAST_WARPS = 4096, 16  # of a filter's passes; in no table: they decide in which order its sums are made
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 LOWEST = tl.constexpr(-2139095041)  # _ordered(-infinity)
 
@@ -173,35 +172,28 @@ def least_kernel(logits, scales, top_ks, top_ps, margins, least, vocab, stride_r
     tl.store(least + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
 
 
-def plan_least(logits: Tensor, draws: Draws, least: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
-    assert draws.filters is not None
-    arguments = dict(
-        logits=logits, scales=draws.scales, top_ks=draws.filters.top_k, top_ps=draws.filters.top_p,
-        margins=draws.filters.margin, least=least, vocab=logits.shape[1], stride_row=logits.stride(0),
-        TILE=LEAST_TILE, num_warps=16,
+def plan_launch(logits: Tensor, draws: Draws | None, out: Tensor, *, device: Device) -> list[Launch]:
+    """The kernels of one call, in order, and what they hand on to each other."""
+    num_rows, vocab = logits.shape
+    piece = launch.piece(device, "sampling", width=vocab, rows=num_rows)
+    num_tiles = triton.cdiv(vocab, piece.elements)
+    scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
+    launches, least = [], None
+    of_logits = dict(logits=logits, scales=draws and draws.scales, vocab=vocab, stride_row=logits.stride(0))
+    if draws is not None and draws.filters is not None:
+        least = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        filters = dict(top_ks=draws.filters.top_k, top_ps=draws.filters.top_p, margins=draws.filters.margin)
+        arguments = dict(**of_logits, **filters, least=least, TILE=LEAST_TILE, num_warps=LEAST_WARPS)
+        launches.append(Launch(least_kernel, (num_rows,), arguments))
+    best = dict(
+        **of_logits, seeds=draws and draws.seeds, positions=draws and draws.positions, least=least, scores=scores,
+        tokens=tokens, DRAWS=draws is not None, FILTERS=least is not None, TILE=piece.elements,
+        num_warps=piece.num_warps,
     )  # fmt: skip
-    return (len(logits),), arguments
-
-
-def plan_best(
-    logits: Tensor, draws: Draws | None, least: Tensor | None, scores: Tensor, tokens: Tensor
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """As `plan_least`, for the best token of each tile."""
-    arguments = dict(
-        logits=logits, scales=draws and draws.scales, seeds=draws and draws.seeds, positions=draws and draws.positions,
-        least=least, scores=scores, tokens=tokens, vocab=logits.shape[1], stride_row=logits.stride(0),
-        DRAWS=draws is not None, FILTERS=least is not None, TILE=TILE, num_warps=8,
-    )  # fmt: skip
-    return (len(logits), scores.shape[1]), arguments
-
-
-def plan_first_best(scores: Tensor, tokens: Tensor, out: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """As `plan_least`, for the best tile of each row."""
-    num_rows, num_tiles = scores.shape
-    tiles = triton.next_power_of_2(num_tiles)
-    arguments = dict(scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=tiles, num_warps=1)
-    return (num_rows,), arguments
+    launches.append(Launch(best_kernel, (num_rows, num_tiles), best))
+    first = dict(scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=power_of_two(num_tiles), num_warps=1)
+    return [*launches, Launch(first_best_kernel, (num_rows,), first)]
 
 
 def sample(
@@ -211,21 +203,10 @@ def sample(
     """The token of each row, without waiting for the device: two launches, and a third where a row has a filter. Of
     equal scores the lowest token. A NaN counts as -infinity, and a row of nothing else gives token 0."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if not len(logits):
-        return out
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    least = None
-    if draws is not None and draws.filters is not None:
-        least = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        grid, arguments = plan_least(logits, draws, least)
-        least_kernel[grid](**arguments)
-    shape = (len(logits), triton.cdiv(logits.shape[1], TILE))
-    scores = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    tiles, arguments = plan_best(logits, draws, least, scores, tokens)
-    best_kernel[tiles](**arguments)
-    grid, arguments = plan_first_best(scores, tokens, out)
-    first_best_kernel[grid](**arguments)
+    if len(logits):
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        for planned in plan_launch(logits, draws, out, device=device_of(logits.device)):
+            planned.run()
     return out
 
 

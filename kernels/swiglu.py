@@ -1,15 +1,13 @@
 """SwiGLU (arXiv:2002.05202) on the joint output of a gate and an up projection, in one launch."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launch
 from kernels.arguments import check_swiglu
-
-ELEMENTS = 1024  # of one row, per program
+from kernels.launch import Device, Launch, device_of
 
 
 @triton.jit
@@ -25,14 +23,14 @@ def swiglu_kernel(out, gate_up, stride_gate_up, WIDTH: tl.constexpr, BLOCK: tl.c
     tl.store(out + token * WIDTH + column, silu * up, mask=mask)
 
 
-def plan_launch(out: Tensor, gate_up: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the kernel's arguments and options by name; to launch, and to compile ahead of time."""
+def plan_launch(out: Tensor, gate_up: Tensor, *, device: Device) -> Launch:
     num_tokens, width = out.shape
-    block = min(ELEMENTS, triton.next_power_of_2(width))
+    piece = launch.piece(device, "swiglu", width=width, rows=num_tokens)
     arguments = dict(
-        out=out, gate_up=gate_up, stride_gate_up=gate_up.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+        out=out, gate_up=gate_up, stride_gate_up=gate_up.stride(0),
+        WIDTH=width, BLOCK=piece.elements, num_warps=piece.num_warps,
     )  # fmt: skip
-    return (num_tokens, triton.cdiv(width, block)), arguments
+    return Launch(swiglu_kernel, (num_tokens, triton.cdiv(width, piece.elements)), arguments)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:  # [num_tokens, 2 * width] -> [num_tokens, width]
@@ -41,8 +39,7 @@ def swiglu(gate_up: Tensor) -> Tensor:  # [num_tokens, 2 * width] -> [num_tokens
     check_swiglu(gate_up)
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-    grid, arguments = plan_launch(out, gate_up)
-    swiglu_kernel[grid](**arguments)
+    plan_launch(out, gate_up, device=device_of(gate_up.device)).run()
     return out
 
 

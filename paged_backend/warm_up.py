@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import launch
 from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
@@ -26,7 +27,7 @@ from paged_backend.sequence import Group
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # up to which lengths attention's tiles differ, or are split
-LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # of chunks, likewise
+LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # of chunks, likewise; the other kernels' pieces by their rows
 ROWS = 4  # in decode
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties make logits float32
     kind | penalty
@@ -126,8 +127,8 @@ def rehearsals(config: EngineConfig, max_model_len: int) -> Iterator[Plan]:
             if len(rows) > 1:  # decode rows first, as the scheduler has them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     for sampling in SAMPLINGS:
-        yield Plan((chunk(0, 1, **sampling),))
-    yield Plan(tuple(chunk(0, 1, **SAMPLINGS[-1]) for _ in range(min(MANY, config.max_num_seqs))))
+        for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROWS):
+            yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
 
 
 def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:

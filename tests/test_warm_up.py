@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import launch
+from kernels.launch import PIECES, Device
 from kernels.layer_cache import LayerCache
-from kernels.paged_attention import Device, plan_launch
+from kernels.paged_attention import plan_launch
 from paged_backend import graphs, warm_up
 from paged_backend.batch import pack
 from paged_backend.config import EngineConfig
@@ -94,6 +96,29 @@ def test_no_attention_is_compiled_while_serving(heads, kv_heads):
             chunks.append(Chunk(one, start, length, (one,)))
         for one in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
             assert one in known
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
+def test_no_piece_of_a_row_is_compiled_while_serving(max_num_seqs, monkeypatch):
+    """With a table in which pieces differ wherever they may."""
+    monkeypatch.setattr(launch, "_tables", {})
+    warps = zip(launch.ROWS, (1, 2, 4), strict=True)
+    entries = [(launch.RowFacts(kind, 4096, rows), launch.Piece(1024, n)) for rows, n in warps for kind in PIECES]
+    launch.use_table(launch.table_of("sm_91", None, entries))
+
+    def taken(kind, rows):
+        return launch.piece(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
+
+    options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
+    plans = list(warm_up.rehearsals(EngineConfig.from_options(options), 16384))
+    for kind in PIECES:
+        assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
+    drawn = {}
+    for plan in plans:
+        drawn.setdefault(plan.chunks[0].draws[0].request.sampling, set()).add(taken("sampling", len(plan.chunks)))
+    assert len(drawn) == len(warm_up.SAMPLINGS)
+    for found in drawn.values():
+        assert found >= {taken("sampling", rows) for rows in range(1, max_num_seqs + 1)}
 
 
 def test_what_is_rehearsed_can_be_run(tiny):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_copy import PIECE, block_copy, block_copy_reference
+from kernels.block_copy import block_copy, block_copy_reference
 from kernels.block_pair import BlockPair
 from kernels.cpu.block_copy import block_copy as block_copy_cpu
+from kernels.launch import PIECES
 
 MOVES = [(3, 0), (1, 5), (4, 2)]
 SHAPES = {  # of a block, by what it is aligned to
@@ -14,7 +15,7 @@ SHAPES = {  # of a block, by what it is aligned to
     2: [((3, 1), torch.float16)],
     4: [((2, 4, 8), torch.int8), ((5,), torch.float32)],
     8: [((2, 3), torch.float32)],
-    16: [((2, 16, 64), torch.bfloat16), ((2, 16), torch.float32), ((3, PIECE), torch.int8)],
+    16: [((2, 16, 64), torch.bfloat16), ((2, 16), torch.float32), ((3, PIECES["block_copy"].elements), torch.int8)],
 }
 
 

@@ -10,7 +10,8 @@ from kernels import cascade, launch
 from kernels import paged_attention as module
 from kernels.cascade import find_groups, gain
 from kernels.cpu.paged_attention import paged_attention as attend_cpu
-from kernels.paged_attention import Device, paged_attention, paged_attention_reference, plan_launch
+from kernels.launch import Device
+from kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
 from kernels.paging import Paging, SharedPrefixes
 
 # (query_len, context_len, group or None): a group's rows share SHARED[group] tokens, in whole blocks of 16

@@ -9,11 +9,37 @@ import pytest
 import torch
 
 from kernels import launch
-from kernels.bench.tune import candidates, points, tune
-from kernels.launch import CONFIGS, Facts, Tile, count_splits, default_tile, launch_shape, nearest_chip, prefix_tile
+from kernels.bench import tune as tuner
+from kernels.bench.tune import candidates, measure_with, points, trial, tune
+from kernels.launch import (
+    ANY_ROWS,
+    CONFIGS,
+    PIECES,
+    ROWS,
+    Device,
+    Facts,
+    Piece,
+    RowFacts,
+    Tile,
+    count_splits,
+    default_piece,
+    default_tile,
+    launch_shape,
+    nearest_chip,
+    prefix_tile,
+)
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 LLAMA = dict(head_dim=128, itemsize=2, group=4, quantized=False, num_kv_heads=8, multiprocessors=132)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Tables that are used in a test are forgotten after it."""
+    launch._piece.cache_clear()
+    monkeypatch.setattr(launch, "_tables", {})
+    yield
+    launch._piece.cache_clear()
 
 
 def shape_of(chip="sm_90", **changes):
@@ -80,26 +106,69 @@ def test_every_chip_that_is_compiled_for_has_a_table_that_says_who_made_it():
         assert table.rows()
         assert "measured" in json.loads((CONFIGS / f"{chip}.json").read_text())
         for facts, tile in table.rows():
-            assert tile.block_m >= facts.rows
-            assert tile != default_tile(chip, facts), f"{chip}: {facts} is the default"
+            others = launch.table_of(chip, None, [row for row in table.rows() if row[0] != facts])
+            default = default_piece(facts) if isinstance(facts, RowFacts) else default_tile(chip, facts)
+            assert tile != (others.find(facts) or default), f"{chip}: {facts} changes nothing"
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
     facts = Facts("decode", 128, 2, 16, False, 1024)
     rows = [(dataclasses.replace(facts, length=length), Tile(16, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
     rows.append((dataclasses.replace(facts, kind="prefill"), Tile(128, 64, 8, 2)))
+    rows += [(RowFacts("swiglu", 8192, most), Piece(256, warps)) for most, warps in ((64, 2), (4, 1))]
     table = launch.table_of("sm_77", None, rows)
     launch.write_table(table, tmp_path / "sm_77.json")
     assert launch.read_table(tmp_path / "sm_77.json") == table
     found = [table.find(dataclasses.replace(facts, length=length)).block_n for length in (1, 1024, 1025, 10**6)]
     assert found == [32, 32, 64, 64]
     assert table.find(dataclasses.replace(facts, block_d=64)) is None
+    assert [table.find(RowFacts("swiglu", 8192, most)).num_warps for most in ROWS] == [1, 2, 2]
+    assert table.find(RowFacts("swiglu", 4096, 4)) is None
 
 
 def test_a_file_that_is_no_table_is_named(tmp_path):
     (tmp_path / "sm_77.json").write_text('{"chip": "sm_77", "entries": [{"tile": {}}]}')
     with pytest.raises(ValueError, match=r"sm_77\.json: not a table"):
         launch.read_table(tmp_path / "sm_77.json")
+
+
+ATTENTION_ENTRY = {
+    "for": {"kind": "decode", "block_d": 64, "itemsize": 2, "rows": 32, "quantized": False, "length": 1024},
+    "tile": {"block_m": 32, "block_n": 64, "num_warps": 4, "num_stages": 3},
+}
+NORM_ENTRY = {
+    "for": {"kind": "add_rms_norm", "width": 4096, "rows": ROWS[-1]},
+    "tile": {"elements": 4096, "num_warps": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "part", "field", "value"),
+    [
+        (ATTENTION_ENTRY, "for", "kind", "encode"), (ATTENTION_ENTRY, "for", "block_d", 80),
+        (ATTENTION_ENTRY, "for", "quantized", 0), (ATTENTION_ENTRY, "for", "length", None),
+        (ATTENTION_ENTRY, "tile", "block_m", 16),  # has to hold the rows
+        (ATTENTION_ENTRY, "tile", "block_n", 64.0), (ATTENTION_ENTRY, "tile", "num_stages", 0),
+        (NORM_ENTRY, "for", "width", 5000), (NORM_ENTRY, "for", "rows", 4),  # would be the order of a row's sum
+        (NORM_ENTRY, "tile", "elements", 2048),  # has to be the row
+        (NORM_ENTRY, "tile", "num_warps", 3), (NORM_ENTRY, "tile", "num_warps", True), (NORM_ENTRY, "tile", "warps", 4),
+    ],
+)  # fmt: skip
+def test_a_table_with_a_field_out_of_range_is_refused(entry, part, field, value, tmp_path):
+    file = tmp_path / "sm_77.json"
+    for changes in ({}, {part: {**entry[part], field: value}}):
+        assert not file.exists() or len(launch.read_table(file).rows()) == 1
+        file.write_text(json.dumps({"chip": "sm_77", "measured": None, "entries": [{**entry, **changes}]}))
+    with pytest.raises(ValueError, match=rf"sm_77\.json: .*{field}={value!r}: must be one of"):
+        launch.read_table(file)
+
+
+def test_a_table_without_a_field_is_refused(tmp_path):
+    file = tmp_path / "sm_77.json"
+    entry = {**NORM_ENTRY, "tile": {"elements": 4096}}
+    file.write_text(json.dumps({"chip": "sm_77", "measured": None, "entries": [entry]}))
+    with pytest.raises(ValueError, match="num_warps=None: must be one of"):
+        launch.read_table(file)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +180,56 @@ def test_a_chip_without_a_table_does_as_its_nearest(chip, nearest):
     assert nearest_chip(chip, list(CHIPS)) == nearest
 
 
-def test_a_table_in_use_decides_the_launch(monkeypatch):
-    monkeypatch.setattr(launch, "_tables", {})
+def test_a_table_in_use_decides_the_launch(tables):
     assert shape_of("sm_91").SMALL_N != 128
     facts = Facts("decode", 128, 2, 16, False, 8192)
     launch.use_table(launch.table_of("sm_91", None, [(facts, Tile(16, 128, 2, 5))]))
     shape = shape_of("sm_91")
     assert (shape.SMALL_N, shape.num_warps, shape.SMALL_STAGES) == (128, 2, 5)
+
+
+def pieces_of(planned):
+    """Of the launches of one kernel: what a program takes at a time, and its warps."""
+    named = planned[-2 if len(planned) > 1 else 0].arguments  # of sampling the pass over the logits
+    of_heads = named.get("BLOCK_H", 0) * named.get("BLOCK_D", 2 * named.get("BLOCK_HALF", 0))
+    return of_heads or named.get("BLOCK") or named["TILE"] * named.get("WORD", 1), named["num_warps"]
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_every_kernel_takes_the_piece_of_its_table_and_without_one_the_default(kind, tables, monkeypatch):
+    monkeypatch.setattr(tuner, "MIDDLE", 3)
+    facts = RowFacts(kind, 1024, ROWS[-1] if kind in ANY_ROWS else 4)
+    for chip, wanted in (("sm_91", Piece(1024 if kind == "add_rms_norm" else 512, 16)), ("xpu", default_piece(facts))):
+        if chip == "sm_91":
+            launch.use_table(launch.table_of(chip, None, [(facts, wanted)]))
+        monkeypatch.setattr(launch, "device_of", lambda device, chip=chip: Device(chip, 132))
+        planned = trial(facts, torch.device("cpu"), torch.float16).plans[0]()
+        assert pieces_of(planned) == (wanted.elements, wanted.num_warps)
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_a_row_that_is_summed_is_summed_alike_beside_any_others(kind, tables):
+    entries = [(RowFacts(kind, 4096, rows), Piece(1024, warps)) for rows, warps in zip(ROWS, (1, 2, 4), strict=True)]
+    for rows in ROWS:  # without a table yet
+        assert launch.piece(Device("sm_91", 1), kind, width=3000, rows=rows).num_warps >= 4
+    launch.use_table(launch.table_of("sm_91", None, entries))
+    pieces = [launch.piece(Device("sm_91", 1), kind, width=3000, rows=rows) for rows in (1, 4, 5, 64, 65, 10**6)]
+    alike = kind in ("norm_rope_kv_write", "add_rms_norm", "block_copy")
+    assert [piece.num_warps for piece in pieces] == ([4] * 6 if alike else [1, 1, 2, 2, 4, 4])
+
+
+def test_the_sums_of_a_filter_are_in_no_table(tables):
+    """Their order decides draws."""
+    from kernels.draws import Draws, Filters
+    from kernels.sampling import plan_launch
+
+    launch.use_table(launch.table_of("sm_91", None, [(RowFacts("sampling", 65536, 4), Piece(1024, 2))]))
+    ones, whole = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    draws = Draws(ones, whole, whole, Filters(whole.int(), ones, ones))
+    least, best, first = plan_launch(torch.zeros(2, 50000), draws, whole, device=Device("sm_91", 1))
+    assert (least.arguments["TILE"], least.arguments["num_warps"]) == (4096, 16)
+    assert (best.arguments["TILE"], best.arguments["num_warps"], best.grid) == (1024, 2, (2, 49))
+    assert first.arguments["TILES"] == 64
 
 
 # --- the tuner
@@ -128,15 +240,70 @@ def test_candidates_contain_what_every_table_has():
         for facts, tile in launch.read_table(CONFIGS / f"{chip}.json").rows():
             assert tile in set(candidates(facts)), (chip, facts, tile)
     for facts in points(quick=False):
-        assert default_tile("sm_90", facts) in set(candidates(facts))
-        assert len(set(candidates(facts))) > 10
+        rows = isinstance(facts, RowFacts)
+        assert (default_piece(facts) if rows else default_tile("sm_90", facts)) in set(candidates(facts))
+        assert len(set(candidates(facts))) > (3 if rows else 10)
+
+
+def test_every_kernel_is_tuned_and_what_is_tuned_makes_a_table(tmp_path):
+    assert len(set(points(quick=False))) == len(points(quick=False))
+    assert set(points(quick=True)) < set(points(quick=False))
+    for quick in (True, False):
+        assert {facts.kind for facts in points(quick=quick)} == {"decode", "prefill", *PIECES}
+        rows = [(facts, shape) for facts in points(quick=quick) for shape in candidates(facts)]
+        for some in (rows, rows[::-1]):
+            launch.write_table(launch.table_of("sm_77", None, some), tmp_path / "sm_77.json")
+            assert len(launch.read_table(tmp_path / "sm_77.json").rows()) == len(points(quick=quick))
+
+
+SMALL = [
+    *(RowFacts(kind, 256, ROWS[-1] if kind in ANY_ROWS else 4) for kind in PIECES),
+    Facts("decode", 16, 2, 16, False, 40),
+    Facts("prefill", 16, 2, 16, False, 40),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run in the interpreter")
+@pytest.mark.parametrize("facts", SMALL, ids=lambda facts: facts.kind)
+def test_only_what_is_as_the_reference_is_timed(facts, tables, monkeypatch):
+    """And pieces change no bit, but for the order of a norm's sum."""
+    fewer = {"MIDDLE": 3, "TENSORS": 2, "NUM_KV_HEADS": 1, "DECODING": 3, "PREFILLING": 2, "CACHED": 30}
+    for name, value in fewer.items():
+        monkeypatch.setattr(tuner, name, value)
+    trials, found = [], []
+
+    def made(*given, **named):
+        trials.append(trial(*given, **named))
+        return trials[-1]
+
+    def timer(run):
+        run()
+        found.append([one.clone() for one in trials[-1].outputs])
+        return 7.0
+
+    monkeypatch.setattr(tuner, "trial", made)
+    measure = measure_with(timer, torch.device("cpu"), dtype=torch.float16)
+    shapes = sorted(set(candidates(facts)), key=str)
+    assert [measure(facts, shape) for shape in (shapes[0], shapes[-1])] == [7.0, 7.0]
+    assert len(trials) == 1
+    assert isinstance(facts, Facts) or "norm" in facts.kind or all(map(torch.equal, *found))
+    found.clear()
+    with monkeypatch.context() as patch:  # what others have left there does not count
+        patch.setattr(launch.Launch, "run", lambda self: None)
+        assert measure(facts, shapes[0]) is None
+    wrong = trials[0].expected[-1]
+    wrong.copy_(wrong + (wrong.abs().max() if wrong.is_floating_point() else 1))
+    assert measure(facts, shapes[0]) is None
+    assert not found
 
 
 def test_the_fastest_that_runs_is_written_and_a_stopped_run_goes_on(tmp_path):
-    file, wanted, asked = tmp_path / "sm_77.json", points(quick=True), []
+    file, wanted, asked = tmp_path / "sm_77.json", [*points(quick=True)[:2], RowFacts("swiglu", 1024, 64)], []
 
     def measure(facts, tile):
         asked.append((facts, tile))
+        if isinstance(tile, Piece):
+            return abs(tile.elements - 512) + tile.num_warps / 100
         return None if tile.num_stages == 4 else 10.0 - tile.num_stages + tile.block_n / 1000 + tile.num_warps / 100
 
     def stopped_after(count):
@@ -162,7 +329,8 @@ def test_the_fastest_that_runs_is_written_and_a_stopped_run_goes_on(tmp_path):
     assert "skipped" in "".join(lines)
     assert table == launch.read_table(file)
     assert table.measured == "a machine"
-    assert [tile.num_stages for _, tile in table.rows()] == [3, 3]
+    assert [tile.num_stages for _, tile in table.rows()[:2]] == [3, 3]
+    assert table.rows()[2:] == [(wanted[2], Piece(512, 1))]
     assert not file.with_suffix(".journal").exists()
 
 
@@ -172,7 +340,7 @@ def test_tuning_keeps_what_it_was_not_asked_for(tmp_path):
     launch.write_table(launch.table_of("sm_77", None, [(other, Tile(16, 32, 2, 2))]), file)
     tune("sm_77", points(quick=True), lambda facts, tile: 1.0, file=file, machine="m", show=lambda line: None)
     assert dict(launch.read_table(file).rows())[other] == Tile(16, 32, 2, 2)
-    assert len(launch.read_table(file).rows()) == 3
+    assert len(launch.read_table(file).rows()) == 1 + len(points(quick=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune on")

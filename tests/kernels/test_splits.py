@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 from kernels import launch
 from kernels import paged_attention as module
-from kernels.paged_attention import Device, paged_attention, paged_attention_reference, plan_launch
+from kernels.launch import Device
+from kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 LONG = ((1, 260), (1, 31), (1, 0), (1, 128), (1, 161))
