@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.attention import paged_logits
-from paged_backend.batch import Check, PackedBatch, Stage, known
+from paged_backend.batch import Check, PackedBatch, Stage, Uniform, known
 from paged_backend.drafter import Drafter
-from paged_backend.graphs import Forwarded, Graphs, Record
+from paged_backend.graphs import Forwarded, Graphs, Kind, Record
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.sampler import Likeliest, follow, likeliest, sample
@@ -79,26 +79,25 @@ class Runner:
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
 
     @torch.inference_mode()
-    def record(self, record: Record, batch_sizes: Sequence[int], *, max_blocks: int, max_context_len: int) -> None:
-        """Record decode steps, to be replayed from now on. A model that cannot be recorded runs as it is, with a line
-        in the log. max_blocks: of a block table."""
+    def record(self, record: Record, kinds: Sequence[Kind], *, max_blocks: int, max_context_len: int) -> None:
+        """Record steps, the largest first, to be replayed from now on. A model that cannot be recorded runs as it is,
+        with a line in the log. max_blocks: of a block table."""
         try:
             self._graphs = Graphs(
-                self._forward,
-                self._drawn,
-                record,
-                batch_sizes,
-                max_blocks=max_blocks,
-                max_context_len=max_context_len,
-                shared=self.shares,
-            )
+                self._forward, self._drawn, record, kinds, max_blocks=max_blocks, max_context_len=max_context_len
+            )  # fmt: skip
         except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
 
     @property
     def records(self) -> bool:
-        """Whether decode steps are replayed."""
+        """Whether steps are replayed."""
         return self._graphs is not None
+
+    @property
+    def uniform(self) -> Uniform | None:
+        """What steps with guesses are to be packed to, so that they can be replayed."""
+        return self._graphs.uniform if self._graphs else None
 
     @property
     def shares(self) -> bool:
@@ -121,8 +120,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> Launched:
-        graphs = self._graphs
-        step = graphs.replay(packed, self._stage) if graphs and graphs.fit(packed) else self._run(packed)
+        step = self._run(packed)
         logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
         sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
@@ -138,6 +136,10 @@ class Runner:
         return Launched(tokens, beams, packed.checks, guessed, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
+        graphs = self._graphs
+        kind = graphs.find(packed.paging) if graphs else None
+        if graphs and kind:
+            return graphs.replay(kind, packed, self._stage)
         batch = self._stage(packed)
         if batch.follows:
             batch = replace(batch, input_ids=self._known(batch.input_ids))
