@@ -209,9 +209,10 @@ class Stage:
     memory, which the host does not wait for; there are two such buffers, so that one is filled while the other is
     read."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device | None):
+        """device: None where the tensors are there already."""
         self._device = device
-        self._buffers = [_Buffer(), _Buffer()] if device.type == "cuda" else []
+        self._buffers = [_Buffer(), _Buffer()] if device is not None and device.type == "cuda" else []
 
     def __call__(self, tree: T, head: Tensor | None = None) -> T:
         """The same on the device. head: where the first bytes have to go, for somebody who looks for them there; they

@@ -92,6 +92,11 @@ def kinds(max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, s
     return _largest_first([*decode, *few, *many, *sharing])
 
 
+def draft_kinds(every: Sequence[Kind]) -> list[Kind]:
+    """Of these, what a model that guesses runs by itself: a token of each sequence."""
+    return [one for one in every if one.queries == 1 and not one.shared]
+
+
 def largest(every: Sequence[Kind], count: int) -> list[Kind]:
     """The `count` largest of each sort: of those that differ in more than size."""
     found: dict[tuple[object, ...], list[Kind]] = {}
@@ -242,7 +247,8 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share their memory, with the logits in one place: of the first, the largest."""
+    """Records into CUDA graphs that share their memory, with the logits in one place, whichever model they are of: that
+    of the first, the largest. Whoever replays has used them before the next replay."""
 
     def __init__(self) -> None:
         self._stream = _side_stream(torch.cuda.current_device())

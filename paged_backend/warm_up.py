@@ -15,7 +15,7 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.drafter import Drafter
-from paged_backend.graphs import Kind, kinds, largest, recorder
+from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Chunk, Costs, Plan
@@ -100,9 +100,8 @@ def kinds_of(config: EngineConfig, runner: Runner) -> list[Kind]:
 
 
 def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: list[Kind]) -> None:
-    """Record steps of these kinds, where the device can and the options let it. Not beside a model that guesses: it has
-    to see every step, and nearly all hold guesses."""
-    how = None if config.enforce_eager or runner.drafter else recorder(runner.kv.device)
+    """Record steps of these kinds, where the device can and the options let it."""
+    how = None if config.enforce_eager else recorder(runner.kv.device)
     if how:
         longest = loaded.spec.max_model_len
         runner.record(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
@@ -159,6 +158,9 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
     if device.type != "cuda":
         return 0
 
+    def count(some: list[Kind]) -> int:
+        return len(some) + (len(draft_kinds(some)) if runner.drafter else 0)
+
     def taken(some: list[Kind]) -> int:
         before = _free(device)
         record(config, loaded, runner, some)
@@ -172,7 +174,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
     if second == first:
         return least
     more = max(0, taken(second) - least)
-    return least + more * (len(every) - len(first)) // (len(second) - len(first))
+    return least + more * (count(every) - count(first)) // (count(second) - count(first))
 
 
 def _free(device: torch.device) -> int:

@@ -10,11 +10,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
 
 from kernels import cascade
+from paged_backend import drafter, graphs, runner, warm_up
 from paged_backend import engine as engine_module
-from paged_backend import graphs, runner, warm_up
-from tests.in_process import WAIT, running, tiny_assembly
+from tests.in_process import WAIT, running, save_tiny, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
 
@@ -202,6 +203,18 @@ REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
 SAMPLINGS = [{}, {"temperature": 0.8, "seed": 7}]
 
 
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """Another tiny model of the same tokens, which guesses badly."""
+    directory = tmp_path_factory.mktemp("draft")
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256,
+    )  # fmt: skip
+    save_tiny(config, directory)
+    return directory
+
+
 def arriving(engine, prompts):
     """Outputs of requests of several kinds, some of which arrive while others run, and some end early."""
     options = [*SAMPLINGS, {"n": 2, "temperature": 0.9, "seed": 1}, {"presence_penalty": 0.3}, {"max_tokens": 3}]
@@ -235,7 +248,7 @@ def unguessed(tiny, longer):
 def checked(monkeypatch):
     """That every step's forward passes, recorded or not, write where the step's own tokens belong and nowhere else, and
     that every row of padding is a sequence's. Gives the sizes of the steps so far, in rows and sequences."""
-    pack, forward = engine_module.pack, runner.Runner._forward
+    pack, forward, guess = engine_module.pack, runner.Runner._forward, drafter.Drafter.forward
     own, seen = set(), []
 
     def spied_pack(plan, *, block_size, **options):
@@ -263,33 +276,58 @@ def checked(monkeypatch):
             seen.append((len(batch.paging.slots), batch.paging.num_seqs))
         return forward(self, batch)
 
+    def spied_guess(self, batch):
+        assert addresses(batch.paging) <= own or not own
+        return guess(self, batch)
+
     monkeypatch.setattr(engine_module, "pack", spied_pack)
     monkeypatch.setattr(runner.Runner, "_forward", spied)
+    monkeypatch.setattr(drafter.Drafter, "forward", spied_guess)
     return seen
 
 
+@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
 @pytest.mark.parametrize(("few_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool runs dry
 def test_replayed_checks_of_guesses_give_the_same_tokens(
-    tiny, longer, unguessed, recorder, checked, monkeypatch, few_rows, blocks
+    tiny, draft, longer, unguessed, recorder, checked, monkeypatch, guesser, few_rows, blocks
 ):
     monkeypatch.setattr(graphs, "FEW_ROWS", few_rows)
-    options = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+    options = {"num_speculative_tokens": 4, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
         assert arriving(engine, longer) == unguessed
         stats = engine.assembly.scheduler.stats
     assert stats.guessed_tokens and bool(stats.preemptions) == (blocks < 64)
+    if guesser == "itself":
+        assert stats.accepted_tokens == stats.guessed_tokens
     assert any(rows == 5 * seqs > 10 for rows, seqs in checked) == (few_rows == 192)
     assert (32, 32) in checked or few_rows == 192  # what is more than two sequences
 
 
+def test_what_is_replayed_with_guesses(tiny, recorder):
+    """All but the prompt: a token of the model that guesses four times, then a check of five rows; and at the end a
+    decode step, for which there is nothing left to guess."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
+        engine.generate([[5, 6, 7, 8, 9, 10]], max_tokens=12)
+    assert recorder.replays == [*[1, 1, 1, 1, 5] * 2, 1]
+
+
+def test_what_is_shorter_than_a_check_is_checked_as_it_is(tiny, recorder, checked):
+    """There is nothing to fill five rows with: of the 32 that are recorded, those beside its own are padding."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
+        engine.generate([[5]], max_tokens=4)
+    assert recorder.replays == [1, 1, 1, 32]  # the prompt, two guesses, and three rows
+    assert checked == [(1, 1), (32, 32)]
+
+
 def test_a_model_that_guesses_sees_the_steps_without_guesses_too(tiny, recorder):
-    """A replay would leave out its keys and values of these tokens, and its later guesses would be wrong."""
+    """A replay without its keys and values of these tokens would make its later guesses wrong."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
+        assert recorder.replays == [32, *[1] * 17]
         engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
         stats = engine.assembly.scheduler.stats
     assert stats.guessed_tokens and stats.accepted_tokens == stats.guessed_tokens
-    assert not recorder.replays
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 33])

@@ -29,7 +29,8 @@ class Memory:
     def record(self, config, loaded, runner, every):
         self.cached = 100  # given back, and something new
         self.for_good = WORKSPACE
-        self.recorded = max(kind.rows for kind in every) * LARGEST + EACH * len(every)
+        drafts = sum(kind.queries == 1 and not kind.shared for kind in every) if runner.drafter else 0
+        self.recorded = max(kind.rows for kind in every) * LARGEST + EACH * (len(every) + drafts)
 
     def forget(self):
         self.recorded = 0
@@ -42,15 +43,16 @@ class Memory:
 
 
 @pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("guesses", [0, 4])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
-def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, guesses, shares):
+def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, guesses, drafts, shares):
     memory = Memory()
     monkeypatch.setattr(warm_up, "record", memory.record)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
     kv = SimpleNamespace(device=torch.device("cuda"))
-    runner = SimpleNamespace(kv=kv, shares=shares, forget=memory.forget)
+    runner = SimpleNamespace(kv=kv, shares=shares, drafter=drafts, forget=memory.forget)
     options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": guesses}
     config = EngineConfig.from_options({"model": "x"} | options)
     foreseen = warm_up.graph_bytes(config, None, runner)
