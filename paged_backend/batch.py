@@ -19,6 +19,13 @@ from paged_backend.sampler import SamplingBatch, prepare
 ALIGNMENT = 16  # bytes: what the widest type and the kernels ask for
 
 
+class Uniform(NamedTuple):
+    """Steps in which every sequence has as many rows, as recorded ones want them."""
+
+    queries: int  # of a sequence
+    seqs: int  # of a step, at most
+
+
 class Check(NamedTuple):
     """Guesses of one sequence."""
 
@@ -52,26 +59,37 @@ class PackedBatch:
     drafting: Drafting | None = None  # where guesses are made on the device
 
 
-def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None = None) -> PackedBatch:
+def pack(
+    plan: Plan,
+    *,
+    block_size: int,
+    draft: bool = False,
+    group: int | None = None,
+    uniform: Uniform | None = None,
+) -> PackedBatch:
     """Pack a plan, on the host. draft: its guesses are yet to be made. group: query heads of a KV head, where attention
-    can read a prefix that several sequences share once for all of them."""
+    can read a prefix that several sequences share once for all of them. uniform: what steps with guesses are brought to
+    that are no larger, by rows of tokens that were computed before, which write nothing and give nothing."""
     chunks = plan.chunks
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
-    lengths = np.fromiter((chunk.length for chunk in chunks), np.int64, len(chunks))
+    firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+    ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
+    lengths = _lengths(firsts, ends, uniform)
+    starts = ends - lengths
     query_starts = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
     tables = _block_tables(chunks)
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    tokens = _tokens(chunks)
+    slots[positions < firsts[owner]] = -1
+    tokens = _tokens(chunks, starts.tolist())
     drawing = [
         (sequence, position)
         for chunk in chunks
         for sequence in chunk.draws
         for position in range(chunk.first_draw, chunk.start + chunk.length + 1)
     ]
-    bounds = query_starts.tolist()
-    last = [row for chunk, end in zip(chunks, bounds[1:], strict=True) for row in _draw_rows(chunk, end)]
+    row_ends = query_starts[1:].tolist()
+    last = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _draw_rows(chunk, end)]
     counts = np.fromiter((count for _, count in last), np.int64, len(last))
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],
@@ -79,11 +97,11 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None 
         paging=Paging(
             slots=torch.from_numpy(slots),
             block_tables=torch.from_numpy(tables),
-            context_lens=torch.from_numpy((starts + lengths).astype(np.int32)),
+            context_lens=torch.from_numpy(ends.astype(np.int32)),
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             max_query_len=int(lengths.max()),
-            max_context_len=int((starts + lengths).max()),
-            shared=shared_prefixes(tables, starts + lengths, lengths, block_size=block_size, group=group)
+            max_context_len=int(ends.max()),
+            shared=shared_prefixes(tables, ends, lengths, block_size=block_size, group=group)
             if group is not None
             else None,
         ),
@@ -91,8 +109,8 @@ def pack(plan: Plan, *, block_size: int, draft: bool = False, group: int | None 
         draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
         sampling=prepare(drawing),
         follows=bool((tokens < 0).any()),
-        checks=_checks(chunks, bounds),
-        drafting=_drafting(chunks, bounds) if draft else None,
+        checks=_checks(chunks, row_ends),
+        drafting=_drafting(chunks, row_ends) if draft else None,
     )
 
 
@@ -113,16 +131,16 @@ def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
     return [(row, count) for row in range(end - 1 - len(chunk.guesses), end)] if count else []
 
 
-def _checks(chunks: tuple[Chunk, ...], query_starts: list[int]) -> tuple[Check, ...]:
+def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[Check, ...]:
     found, draw = [], 0
-    for chunk, start in zip(chunks, query_starts, strict=False):
+    for chunk, end in zip(chunks, row_ends, strict=True):
         if chunk.guesses:
-            found.append(Check(draw, start + 1, chunk.guesses))
+            found.append(Check(draw, end - len(chunk.guesses), chunk.guesses))
         draw += len(chunk.draws) + len(chunk.guesses)
     return tuple(found)
 
 
-def _drafting(chunks: tuple[Chunk, ...], query_starts: list[int]) -> Drafting | None:
+def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:
     guessed = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.guesses]
     if not guessed:
         return None
@@ -132,15 +150,27 @@ def _drafting(chunks: tuple[Chunk, ...], query_starts: list[int]) -> Drafting | 
         for turn in range(len(guessed[0][1].guesses))
     ]
     return Drafting(
-        rows=torch.tensor([query_starts[index] for index, _ in guessed]),
+        rows=torch.tensor([row_ends[index] - len(chunk.guesses) - 1 for index, chunk in guessed]),
         seqs=torch.tensor([index for index, _ in guessed]),
         counts=tuple(map(len, rounds)),
         sampling=tuple(map(prepare, rounds)),
     )
 
 
-def _tokens(chunks: tuple[Chunk, ...]) -> np.ndarray:
-    tokens = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length]]
+def _lengths(firsts: np.ndarray, ends: np.ndarray, uniform: Uniform | None) -> np.ndarray:
+    """Rows of each sequence, from how many tokens are computed before and after the step."""
+    lengths: np.ndarray = ends - firsts
+    if uniform and len(ends) <= uniform.seqs and 1 < lengths.max() <= uniform.queries <= ends.min():
+        return np.full_like(lengths, uniform.queries)
+    return lengths
+
+
+def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> np.ndarray:
+    tokens = [
+        t
+        for chunk, start in zip(chunks, starts, strict=True)
+        for t in chunk.sequence.tokens[start : chunk.start + chunk.length]
+    ]
     return np.array(tokens, dtype=np.int64)
 
 
@@ -179,9 +209,10 @@ class Stage:
     memory, which the host does not wait for; there are two such buffers, so that one is filled while the other is
     read."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device | None):
+        """device: None where the tensors are there already."""
         self._device = device
-        self._buffers = [_Buffer(), _Buffer()] if device.type == "cuda" else []
+        self._buffers = [_Buffer(), _Buffer()] if device is not None and device.type == "cuda" else []
 
     def __call__(self, tree: T, head: Tensor | None = None) -> T:
         """The same on the device. head: where the first bytes have to go, for somebody who looks for them there; they

@@ -7,6 +7,7 @@ it guesses. It draws with the random numbers that the model will draw with: wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,30 +26,36 @@ class Drafter:
     model: PreTrainedModel
     kv: KVCache  # its own layers
 
-    def fill(self, batch: PackedBatch, drafting: Drafting) -> PackedBatch:
-        """Put guesses into a batch that wants them."""
-        ids = batch.input_ids.clone()
-        for turn in range(len(drafting.counts)):
-            self._guess(ids, batch, drafting, turn)
-        return replace(batch, input_ids=ids)
+    def forward(self, batch: PackedBatch) -> Tensor:
+        return paged_logits(self.model, batch, self.kv)
 
     def keep_up(self, batch: PackedBatch) -> None:
         """Compute its own keys and values of a batch, guesses in it or none."""
-        paged_logits(self.model, replace(batch, sample_rows=batch.sample_rows[:0]), self.kv)
+        self.forward(replace(batch, sample_rows=batch.sample_rows[:0]))
 
-    def _guess(self, ids: Tensor, batch: PackedBatch, drafting: Drafting, turn: int) -> None:
-        count = drafting.counts[turn]
-        rows, seqs, paging = drafting.rows[:count] + turn, drafting.seqs[:count], batch.paging
-        positions = batch.position_ids[:, rows]
-        one_each = Paging(
-            slots=paging.slots[rows],
-            block_tables=paging.block_tables[seqs],
-            context_lens=positions[0].int() + 1,
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=ids.device),
-            max_query_len=1,
-            max_context_len=paging.max_context_len,
-        )
-        every = one_each.query_starts[:-1].long()
-        step = PackedBatch(ids[:, rows], positions, one_each, every, None, drafting.sampling[turn], False)
-        logits = paged_logits(self.model, step, self.kv)
-        ids[0, rows + 1] = sample(logits, step.sampling)
+
+def fill(batch: PackedBatch, drafting: Drafting, forward: Callable[[PackedBatch], Tensor]) -> PackedBatch:
+    """Put guesses into a batch that wants them. forward: as the drafter's."""
+    ids = batch.input_ids.clone()
+    for turn in range(len(drafting.counts)):
+        _guess(ids, batch, drafting, turn, forward)
+    return replace(batch, input_ids=ids)
+
+
+def _guess(
+    ids: Tensor, batch: PackedBatch, drafting: Drafting, turn: int, forward: Callable[[PackedBatch], Tensor]
+) -> None:
+    count = drafting.counts[turn]
+    rows, seqs, paging = drafting.rows[:count] + turn, drafting.seqs[:count], batch.paging
+    positions = batch.position_ids[:, rows]
+    one_each = Paging(
+        slots=paging.slots[rows],
+        block_tables=paging.block_tables[seqs],
+        context_lens=positions[0].int() + 1,
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=ids.device),
+        max_query_len=1,
+        max_context_len=paging.max_context_len,
+    )
+    every = one_each.query_starts[:-1].long()
+    step = PackedBatch(ids[:, rows], positions, one_each, every, None, drafting.sampling[turn], False)
+    ids[0, rows + 1] = sample(forward(step), step.sampling)

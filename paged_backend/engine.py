@@ -271,7 +271,8 @@ class Engine:
         try:
             self._runner.move(plan)
             runner, size = self._runner, self._scheduler.blocks.block_size
-            return runner.launch(pack(plan, block_size=size, draft=runner.drafter is not None, group=runner.group))
+            draft = runner.drafter is not None
+            return runner.launch(pack(plan, block_size=size, draft=draft, group=runner.group, uniform=runner.uniform))
         except Exception as error:
             return error
 

@@ -18,13 +18,12 @@ from transformers.utils import logging as progress_bars
 
 from paged_backend import kv_cache, model_loader
 from paged_backend.config import EngineConfig
-from paged_backend.graphs import sizes
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks
 from paged_backend.plan import Plan
 from paged_backend.runner import Runner
-from paged_backend.warm_up import record, runner_of, warm_up
+from paged_backend.warm_up import kinds_of, record, runner_of, warm_up
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,7 +86,7 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
         cache(behind, torch.device("cpu"), pinned=ranks.device.type == "cuda") if behind else None,
         ranks.agree,
     )
-    record(config, loaded, runner, sizes(config.max_num_seqs))
+    record(config, loaded, runner, kinds_of(config, runner))
     if not ranks.least(runner.records):  # NCCL wants a call of it recorded on all ranks or on none
         runner.forget()
     return Prepared(loaded, runner, pool, behind, needs.seconds_per_token)

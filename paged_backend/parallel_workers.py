@@ -149,7 +149,7 @@ class ParallelRunner:
         self._runner = runner
         self.workers = workers
         self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers
-        self.group = runner.group
+        self.group, self.uniform = runner.group, runner.uniform
 
     def move(self, plan: Plan) -> None:
         if plan.outs or plan.ins or plan.copies:

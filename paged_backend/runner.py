@@ -11,15 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.attention import paged_logits
-from paged_backend.batch import Check, PackedBatch, Stage, known
-from paged_backend.drafter import Drafter
-from paged_backend.graphs import Forwarded, Graphs, Record
+from paged_backend.batch import Check, PackedBatch, Stage, Uniform, known
+from paged_backend.drafter import Drafter, fill
+from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.sampler import Likeliest, follow, likeliest, sample
 from paged_backend.transfers import Transfers
 
 log = logging.getLogger("paged_llm")
+
+STAYS = Stage(None)  # for batches that are on the device
 
 
 class RunnerDied(RuntimeError):
@@ -76,29 +78,34 @@ class Runner:
         self._agree = agree
         self._stage = Stage(kv.device)
         self._graphs: Graphs | None = None
+        self._guesses: Graphs | None = None  # the drafter's own steps
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
 
     @torch.inference_mode()
-    def record(self, record: Record, batch_sizes: Sequence[int], *, max_blocks: int, max_context_len: int) -> None:
-        """Record decode steps, to be replayed from now on. A model that cannot be recorded runs as it is, with a line
-        in the log. max_blocks: of a block table."""
+    def record(self, record: Record, kinds: Sequence[Kind], *, max_blocks: int, max_context_len: int) -> None:
+        """Record steps, the largest first, to be replayed from now on. A model that cannot be recorded runs as it is,
+        with a line in the log. max_blocks: of a block table."""
+
+        def graphs(forward: Callable[[PackedBatch], Tensor], kinds: Sequence[Kind]) -> Graphs:
+            bounds = dict(max_blocks=max_blocks, max_context_len=max_context_len)
+            return Graphs(forward, self._drawn, record, kinds, **bounds)
+
         try:
-            self._graphs = Graphs(
-                self._forward,
-                self._drawn,
-                record,
-                batch_sizes,
-                max_blocks=max_blocks,
-                max_context_len=max_context_len,
-                shared=self.shares,
-            )
+            steps = graphs(self._forward, kinds)
+            self._guesses = graphs(self.drafter.forward, draft_kinds(kinds)) if self.drafter else None
+            self._graphs = steps
         except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
 
     @property
     def records(self) -> bool:
-        """Whether decode steps are replayed."""
+        """Whether steps are replayed."""
         return self._graphs is not None
+
+    @property
+    def uniform(self) -> Uniform | None:
+        """What steps with guesses are to be packed to, so that they can be replayed."""
+        return self._graphs.uniform if self._graphs else None
 
     @property
     def shares(self) -> bool:
@@ -107,7 +114,7 @@ class Runner:
 
     def forget(self) -> None:
         """Let go of what was recorded, before the processes part that it was recorded with."""
-        self._graphs = None
+        self._graphs = self._guesses = None
 
     def _forward(self, batch: PackedBatch) -> Tensor:
         if self.drafter:
@@ -121,8 +128,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> Launched:
-        graphs = self._graphs
-        step = graphs.replay(packed, self._stage) if graphs and graphs.fit(packed) else self._run(packed)
+        step = self._run(packed)
         logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
         sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
@@ -138,15 +144,29 @@ class Runner:
         return Launched(tokens, beams, packed.checks, guessed, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
+        graphs = self._graphs
+        kind = graphs.find(packed.paging) if graphs else None
+        if graphs and kind and not packed.drafting:
+            return graphs.replay(kind, packed, self._stage)
         batch = self._stage(packed)
         if batch.follows:
             batch = replace(batch, input_ids=self._known(batch.input_ids))
         guessed = None
         if self.drafter and batch.drafting:
-            batch = self.drafter.fill(batch, batch.drafting)
+            batch = fill(batch, batch.drafting, self._guess)
             self._agree(batch.input_ids)
             guessed = batch.input_ids[0]
+        if graphs and kind:
+            return replace(graphs.replay(kind, batch, STAYS), guessed=guessed)
         return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
+
+    def _guess(self, batch: PackedBatch) -> Tensor:
+        """The drafter's logits of a batch on the device."""
+        assert self.drafter
+        kind = self._guesses.find(batch.paging) if self._guesses else None
+        if self._guesses and kind:
+            return self._guesses.replay(kind, batch, STAYS).logits
+        return self.drafter.forward(batch)
 
     def _known(self, tokens: Tensor) -> Tensor:
         return known(tokens, self._drawn)

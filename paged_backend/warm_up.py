@@ -16,7 +16,7 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.drafter import Drafter
-from paged_backend.graphs import kinds, recorder, sizes
+from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Chunk, Costs, Plan
@@ -48,8 +48,8 @@ class Needs:
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Needs:
     """Run a step as large as steps get over a pool just large enough, twice, on a GPU one of every other kind as well,
-    and record the two largest decode steps. Afterwards the peak of activation memory is known, which the real pool must
-    leave room for, and no request pays for initialisation."""
+    and record the largest steps. Afterwards the peak of activation memory is known, which the real pool must leave room
+    for, and no request pays for initialisation."""
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
@@ -90,13 +90,22 @@ def runner_of(
     return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter, agree=agree)
 
 
-def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, batch_sizes: list[int]) -> None:
-    """Record decode steps of these sizes, where the device can and the options let it. Not beside a model that guesses:
-    it has to see every step, and nearly all hold guesses."""
-    how = None if config.enforce_eager or runner.drafter else recorder(runner.kv.device)
-    if how and batch_sizes:
+def kinds_of(config: EngineConfig, runner: Runner) -> list[Kind]:
+    """The steps to record."""
+    return kinds(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        queries=1 + config.num_speculative_tokens,
+        shared=runner.shares,
+    )
+
+
+def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: list[Kind]) -> None:
+    """Record steps of these kinds, where the device can and the options let it."""
+    how = None if config.enforce_eager else recorder(runner.kv.device)
+    if how:
         longest = loaded.spec.max_model_len
-        runner.record(how, batch_sizes, max_blocks=-(-longest // config.block_size), max_context_len=longest)
+        runner.record(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
 def _rehearse(config: EngineConfig, max_model_len: int, runner: Runner) -> None:
@@ -145,26 +154,28 @@ def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
 
 def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
     """What recorded steps will take of the GPU. All share the memory of the largest, and each takes a little of its
-    own: found by recording the largest one, and the largest two."""
-    batch_sizes, device = sizes(config.max_num_seqs), runner.kv.device
+    own: found by recording the largest of each sort, and the largest two."""
+    every, device = kinds_of(config, runner), runner.kv.device
     if device.type != "cuda":
         return 0
 
-    def taken(count: int) -> int:
+    def count(some: list[Kind]) -> int:
+        return len(some) + (len(draft_kinds(some)) if runner.drafter else 0)
+
+    def taken(some: list[Kind]) -> int:
         before = _free(device)
-        record(config, loaded, runner, batch_sizes[-count:])
+        record(config, loaded, runner, some)
         after = _free(device)
         runner.forget()
         return max(0, before - after)
 
-    taken(1)  # what the first sets up for good counts as taken already, later on
-    largest = taken(1)
-    if len(batch_sizes) == 1:
-        return largest
-    first, second, every = (
-        len(kinds(some, runner.shares)) for some in (batch_sizes[-1:], batch_sizes[-2:], batch_sizes)
-    )
-    return largest + max(0, taken(2) - largest) * (every - first) // (second - first)
+    first, second = largest(every, 1), largest(every, 2)
+    taken(first)  # what the first sets up for good counts as taken already, later on
+    least = taken(first)
+    if second == first:
+        return least
+    more = max(0, taken(second) - least)
+    return least + more * (count(every) - count(first)) // (count(second) - count(first))
 
 
 def _free(device: torch.device) -> int:

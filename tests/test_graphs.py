@@ -3,16 +3,19 @@
 import gc
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
 
 from kernels import cascade
-from paged_backend import graphs, runner, warm_up
-from tests.in_process import WAIT, running, tiny_assembly
+from paged_backend import drafter, graphs, runner, warm_up
+from paged_backend import engine as engine_module
+from tests.in_process import WAIT, running, save_tiny, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
 
@@ -99,8 +102,9 @@ def test_rows_of_padding_write_nothing(tiny, recorder):
     assert len(written) == 5 * 2  # 3 tokens of the prompt and 5 of the output, in blocks of 4
 
 
+@pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
+def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded, guesses):
     """What attention is told of shared prefixes is true in every step, replayed or not, and changes no token."""
     prefix = [7, 8, 9, 10, 11, 12, 13, 14, 15]
     prompts = [[*prefix, 20 + key] for key in range(5)] + [[99, 98, 97]]
@@ -111,13 +115,14 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
     monkeypatch.setattr(runner, "_group", lambda model, device: 2)
     monkeypatch.setattr(cascade, "LEAST_SHARED", 8)
     monkeypatch.setattr(cascade, "LEAST_SAVED", 8)
+    monkeypatch.setattr(graphs, "FEW_ROWS", 4)
     forward, told = runner.Runner._forward, []
 
     def spied(self, batch):
         paging, shared = batch.paging, batch.paging.shared
         if shared and shared.lens.any():
             lens, starts = shared.lens.tolist(), shared.group_starts.tolist()
-            told.append(sorted(lens)[-5:])
+            told.append((sorted(lens)[-5:], len(lens)))
             for start, end in itertools.pairwise(starts):
                 rows = shared.members[start:end].tolist()
                 assert len({lens[row] for row in rows}) <= 1
@@ -128,10 +133,12 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded):
         return forward(self, batch)
 
     monkeypatch.setattr(runner.Runner, "_forward", spied)
-    with running(tiny_assembly(tiny[0], enforce_eager=not recorded)) as engine:
+    looked_up = {"num_speculative_tokens": guesses, "prompt_lookup_min": 1}
+    with running(tiny_assembly(tiny[0], enforce_eager=not recorded, **looked_up)) as engine:
         engine.generate(prompts[:1], **options)
         assert engine.generate(prompts, **options) == expected
-    assert [8, 8, 8, 8, 8] in told
+    assert [8, 8, 8, 8, 8] in [lens for lens, _ in told]
+    assert any(seqs == 32 for _, seqs in told) == (recorded and guesses > 0)
     assert bool(recorder.replays) == recorded
 
 
@@ -192,14 +199,151 @@ def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
     assert not recorder.replays
 
 
+REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
+SAMPLINGS = [{}, {"temperature": 0.8, "seed": 7}]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """Another tiny model of the same tokens, which guesses badly."""
+    directory = tmp_path_factory.mktemp("draft")
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256,
+    )  # fmt: skip
+    save_tiny(config, directory)
+    return directory
+
+
+def arriving(engine, prompts):
+    """Outputs of requests of several kinds, some of which arrive while others run, and some end early."""
+    options = [*SAMPLINGS, {"n": 2, "temperature": 0.9, "seed": 1}, {"presence_penalty": 0.3}, {"max_tokens": 3}]
+    asked = [(prompt, option) for option in options for prompt in prompts]
+    outputs, left, turns = {}, 0, 0
+    while left or asked:
+        for prompt, option in asked[: 10 if turns == 0 else turns % 3 == 0]:
+            engine.submit(prompt, **{"max_tokens": 14} | option)
+            left += option.get("n", 1)
+            asked = asked[1:]
+        turns += 1
+        for delta in engine.steps.get(timeout=WAIT).deltas if left else ():
+            assert delta.error is None
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+            left -= delta.last
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def longer(prompts):
+    return [prompts[3], REPEATING, [9, *REPEATING[:8]], [40, 41, 42, 43, 44, 45], REPEATING[:11]]
+
+
+@pytest.fixture(scope="module")
+def unguessed(tiny, longer):
+    with running(tiny_assembly(tiny[0])) as engine:
+        return arriving(engine, longer)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """That every step's forward passes, recorded or not, write where the step's own tokens belong and nowhere else, and
+    that every row of padding is a sequence's. Gives the sizes of the steps so far, in rows and sequences."""
+    pack, forward, guess = engine_module.pack, runner.Runner._forward, drafter.Drafter.forward
+    own, seen = set(), []
+
+    def spied_pack(plan, *, block_size, **options):
+        own.clear()
+        for chunk in plan.chunks:
+            for position in range(chunk.start, chunk.start + chunk.length):
+                own.add(chunk.sequence.blocks[position // block_size] * block_size + position % block_size)
+        return pack(plan, block_size=block_size, **options)
+
+    def addresses(paging):
+        starts = paging.query_starts.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        assert starts[0] == 0 and starts[-1] == len(paging.slots)
+        assert all(0 <= length <= paging.max_query_len for length in lengths)
+        for start, length, context in zip(starts, lengths, paging.context_lens.tolist(), strict=False):
+            assert context == 0 or length <= context
+            if context == 0:
+                assert (paging.slots[start : start + length] == -1).all()
+        return {slot for slot in paging.slots.tolist() if slot >= 0}
+
+    def spied(self, batch):
+        written = addresses(batch.paging)
+        if written and own:  # neither while the model is loaded
+            assert written == own
+            seen.append((len(batch.paging.slots), batch.paging.num_seqs))
+        return forward(self, batch)
+
+    def spied_guess(self, batch):
+        assert addresses(batch.paging) <= own or not own
+        return guess(self, batch)
+
+    monkeypatch.setattr(engine_module, "pack", spied_pack)
+    monkeypatch.setattr(runner.Runner, "_forward", spied)
+    monkeypatch.setattr(drafter.Drafter, "forward", spied_guess)
+    return seen
+
+
+@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
+@pytest.mark.parametrize(("few_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool runs dry
+def test_replayed_checks_of_guesses_give_the_same_tokens(
+    tiny, draft, longer, unguessed, recorder, checked, monkeypatch, guesser, few_rows, blocks
+):
+    monkeypatch.setattr(graphs, "FEW_ROWS", few_rows)
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+    options = {"num_speculative_tokens": 4, "speculative_model": model, "prompt_lookup_min": 1}
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
+        assert arriving(engine, longer) == unguessed
+        stats = engine.assembly.scheduler.stats
+    assert stats.guessed_tokens and bool(stats.preemptions) == (blocks < 64)
+    if guesser == "itself":
+        assert stats.accepted_tokens == stats.guessed_tokens
+    assert any(rows == 5 * seqs > 10 for rows, seqs in checked) == (few_rows == 192)
+    assert (32, 32) in checked or few_rows == 192  # what is more than two sequences
+
+
+def test_what_is_replayed_with_guesses(tiny, recorder):
+    """All but the prompt: a token of the model that guesses four times, then a check of five rows; and at the end a
+    decode step, for which there is nothing left to guess."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
+        engine.generate([[5, 6, 7, 8, 9, 10]], max_tokens=12)
+    assert recorder.replays == [*[1, 1, 1, 1, 5] * 2, 1]
+
+
+def test_what_is_shorter_than_a_check_is_checked_as_it_is(tiny, recorder, checked):
+    """There is nothing to fill five rows with: of the 32 that are recorded, those beside its own are padding."""
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
+        engine.generate([[5]], max_tokens=4)
+    assert recorder.replays == [1, 1, 1, 32]  # the prompt, two guesses, and three rows
+    assert checked == [(1, 1), (32, 32)]
+
+
 def test_a_model_that_guesses_sees_the_steps_without_guesses_too(tiny, recorder):
-    """A replay would leave out its keys and values of these tokens, and its later guesses would be wrong."""
+    """A replay without its keys and values of these tokens would make its later guesses wrong."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
+        assert recorder.replays == [32, *[1] * 17]
         engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
         stats = engine.assembly.scheduler.stats
     assert stats.guessed_tokens and stats.accepted_tokens == stats.guessed_tokens
-    assert not recorder.replays
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, 33])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 64), (8, 16), (64, 512), (512, 4096)])
+def test_kinds_hold_every_step_up_to_their_bounds(max_num_seqs, budget, queries):
+    """In the order that their memory wants, and each with as many sequences of padding as rows of padding need."""
+    kinds = graphs.kinds(max_num_seqs, budget, queries=queries)
+    assert [kind.rows for kind in kinds] == sorted((kind.rows for kind in kinds), reverse=True)
+    assert len(set(kinds)) == len(kinds)
+    held = SimpleNamespace(shared=None)
+    for held.num_seqs in range(1, max_num_seqs + 1):
+        for held.max_query_len in {1, queries}:
+            rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
+            for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
+                if len(held.slots) <= min(budget, graphs.MOST_ROWS):
+                    assert any(kind.holds(held) for kind in kinds), held
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])

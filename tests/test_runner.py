@@ -5,16 +5,18 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kernels import ops
-from paged_backend import rope
+from paged_backend import graphs, rope
 from paged_backend.attention import ATTENTION, AttentionSpec
 from paged_backend.batch import _map, pack
 from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager
+from paged_backend.drafter import Drafter
 from paged_backend.fusion import Fused, fuse
 from paged_backend.kv_cache import KVCache, LayerShape
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
+from paged_backend.speculation import on_device
 
 META = torch.device("meta")
 SAMPLINGS = [
@@ -80,6 +82,35 @@ def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
         while len(flights) > (not scheduler.wants_results):
             done = flights.pop(0)
             scheduler.commit(done, drawn(done))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.usefixtures("kernels_without_values")
+def test_guesses_are_made_and_checked_without_looking_at_a_value(model, recorded):
+    kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.part(2, 4)))
+    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    replays = []
+
+    def record(step):
+        logits = step()
+        return lambda: replays.append(len(logits)) or logits
+
+    if recorded:
+        kinds = graphs.kinds(8, 64, queries=4)
+        runner.record(record, kinds, max_blocks=16, max_context_len=64)
+    scheduler = Scheduler(
+        BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=64, guess=on_device, max_guesses=3
+    )  # fmt: skip
+    for key in range(3):
+        scheduler.add(GenerateRequest(key, (7, 8, 9, 10), SamplingParams(max_tokens=6 + key), 0, frozenset()))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        launched = runner.launch(pack(plan, block_size=4, draft=True, uniform=runner.uniform))
+        assert launched.tokens.device == META
+        scheduler.commit(plan, [one for chunk in plan.chunks for one in (1, *chunk.guesses)])
+    prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # what is left to guess is nothing, one token and two
+    assert replays == ([*prompts, *check, *last] if recorded else [])
 
 
 def test_whoever_looks_at_a_value_is_told():

@@ -28,10 +28,11 @@ class Memory:
     def __init__(self):
         self.cached, self.for_good, self.recorded = CACHED, 0, 0
 
-    def record(self, config, loaded, runner, batch_sizes):
+    def record(self, config, loaded, runner, every):
         self.cached = 100  # given back, and something new
         self.for_good = WORKSPACE
-        self.recorded = LARGEST + EACH * (len(graphs.kinds(batch_sizes, runner.shares)) - 1)
+        drafts = sum(kind.queries == 1 and not kind.shared for kind in every) if runner.drafter else 0
+        self.recorded = max(kind.rows for kind in every) * LARGEST + EACH * (len(every) + drafts)
 
     def forget(self):
         self.recorded = 0
@@ -44,17 +45,23 @@ class Memory:
 
 
 @pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("guesses", [0, 4])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
-def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, shares):
+def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, guesses, drafts, shares):
     memory = Memory()
     monkeypatch.setattr(warm_up, "record", memory.record)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
-    runner = SimpleNamespace(kv=SimpleNamespace(device=torch.device("cuda")), shares=shares, forget=memory.forget)
-    config = EngineConfig.from_options({"model": "x", "max_num_seqs": max_num_seqs})
+    kv = SimpleNamespace(device=torch.device("cuda"))
+    runner = SimpleNamespace(kv=kv, shares=shares, drafter=drafts, forget=memory.forget)
+    options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": guesses}
+    config = EngineConfig.from_options({"model": "x"} | options)
     foreseen = warm_up.graph_bytes(config, None, runner)
-    count = len(graphs.kinds(graphs.sizes(max_num_seqs), shares))
-    assert foreseen == LARGEST + EACH * (count - 1)
+    memory.record(config, None, runner, warm_up.kinds_of(config, runner))
+    assert foreseen == memory.recorded
+    kinds = graphs.kinds(max_num_seqs, 512, queries=1 + guesses, shared=shares)
+    assert warm_up.kinds_of(config, runner) == kinds
 
 
 def compiled(plan, heads, kv_heads, group):
