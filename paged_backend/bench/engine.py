@@ -26,6 +26,7 @@ from paged_backend.bench._report import (
     NO_GPU,
     Record,
     alternate,
+    arguments,
     count,
     not_measured,
     parser,
@@ -196,12 +197,11 @@ def _memory(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = arguments(_parser(), argv, {"requests": 4, "rounds": 1})
     on_gpu = torch.cuda.is_available()
     model = args.model or ("Qwen3-0.6B" if on_gpu else "demo")
     names = args.workload or (["mixed"] if args.quick or not on_gpu else list(WORKLOADS))
-    count = args.requests or 5 if args.quick else args.requests or (256 if on_gpu else 32)
-    rounds = 1 if args.quick else args.rounds
+    count = args.requests or (256 if on_gpu else 32)
     budget = args.budget or (8192 if on_gpu else max(512, count))
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         for name in names:
             if (name in CACHED) == caching:
                 jobs = workload(name, count, vocab, limit, args.rate)
-                records += measure(assembly, peer, name, jobs, rounds)
+                records += measure(assembly, peer, name, jobs, args.rounds)
         assembly.close()
         del assembly
         gc.collect()  # its pool makes room for the next one's
