@@ -21,8 +21,9 @@ from paged_backend.bench._attention import (
     targets,
 )
 from paged_backend.bench._lines import LINES
+from paged_backend.bench._peers import padded
 from paged_backend.bench._report import arguments, parser
-from paged_backend.bench._workload import MODELS, WORKLOADS, model_names, workload
+from paged_backend.bench._workload import MODELS, WORKLOADS, Job, model_names, workload
 
 
 def records_of(file):
@@ -69,12 +70,26 @@ def test_engine_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeyp
     for who in ("paged", "transformers, continuous"):
         first, between = (records[f"time {what} p99 mixed ({who})"] for what in ("to first token", "between tokens"))
         assert first["value"] > 0 and between["value"] > 0
+    (settings,) = (
+        one for name, one in records.items() if name.startswith("settings mixed (transformers, continuous):")
+    )
+    assert settings["name"].endswith(": sdpa, fifo") or torch.cuda.is_available()
+    assert settings["peers"]["max_batch_tokens"] == 512 and settings["peers"]["max_requests_per_batch"] == 3
     if not torch.cuda.is_available():
         assert records["GPU idle mixed"]["unit"] == "not measured: no GPU"
         assert records["output_throughput_ratio mixed (transformers, continuous, tuned)"]["value"] is None
     shown = capsys.readouterr()
     assert "torch " in shown.out
     assert "round 2 of 2: paged" in shown.err
+
+
+def test_a_padded_batch_has_as_many_requests_as_there_is_memory_for(tiny):
+    jobs = [Job([1] * prompt, 4) for prompt in (5, 12, 7)]
+    row = (12 + 4) * 3 * 2 * 2 * 16 * 4  # slots, layers, keys and values, heads, width, float32
+    for memory, count in ((math.inf, 3), (2 * row, 2), (2 * row - 1, 1), (0, 1)):
+        run = padded(tiny[1], memory)(jobs)
+        assert run.requests == count
+        assert run.peak_tokens == sum(len(job.prompt) + 3 for job in jobs[:count])
 
 
 def test_requests_that_arrive_over_time_are_counted_from_their_arrival(tiny, tmp_path):
