@@ -52,7 +52,7 @@ from paged_backend.serving.server_files import perf_analyzer
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
 
 IN_PROCESS, LEAN, ANALYZER = "in process", "server, lean client", "server, perf_analyzer"
-ATTEMPTS = 6  # perf_analyzer 2.51 leaves an empty export now and then: see README
+ATTEMPTS = 6  # perf_analyzer 2.51 leaves an export empty or cut off now and then: see README
 WORDS = (
     "the a of to and in that it was for on with as his her they at be this from had not are but by we you one all were"
 ).split()
@@ -152,9 +152,9 @@ def by_perf_analyzer(server: TritonServer, work: Work, *flags: str) -> Load:
             if done.returncode:
                 words = " ".join(done.stderr.partition("Usage: ")[0].split())  # pages of it follow an argument's error
                 raise AnalyzerError(f"perf_analyzer exits with {done.returncode}: {words or 'no reason given'}")
-            if export.stat().st_size:
+            with contextlib.suppress(json.JSONDecodeError):
                 return read_export(json.loads(export.read_text()))
-    raise AnalyzerError(f"{ATTEMPTS} exports of perf_analyzer were empty")
+    raise AnalyzerError(f"{ATTEMPTS} exports of perf_analyzer ended before their end")
 
 
 def read_export(export: dict[str, Any]) -> Load:

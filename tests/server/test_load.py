@@ -88,12 +88,13 @@ WORK = Work([Job([1], 3)], ["a"])
 NOWHERE = SimpleNamespace(grpc_url="localhost:1")
 
 
-def test_an_empty_export_is_asked_for_again(fake_analyzer):
+@pytest.mark.parametrize("length", [0, 40])
+def test_an_export_that_is_cut_off_is_asked_for_again(fake_analyzer, length):
     request = {"timestamp": 0, "request_inputs": {"sampling_parameters": '{"max_tokens": 3}'}}
     whole = json.dumps({"experiments": [{"requests": [request | {"response_timestamps": [2_000_000_000]}]}]})
     fake_analyzer(
         '[ -e "$export" ] && { echo "Error: Path must not already exist." >&2; exit 99; }\n'
-        f"[ $calls = 1 ] && touch $export || echo '{whole}' > $export"
+        f"[ $calls = 1 ] && echo -n '{whole[:length]}' > $export || echo '{whole}' > $export"
     )
     found = by_perf_analyzer(NOWHERE, WORK)
     assert (found.tokens, found.seconds) == (3, 2)
