@@ -59,8 +59,8 @@ STEPS = (
     _bench("kernels", 0.15, file="kernels-before-tuning"),
     Step("tune", 0.15, ("-m", "kernels.bench.tune")),
     _bench("kernels", 0.15),
-    _bench("engine", 0.15, "--model", "Qwen3-0.6B", "--workload", "nano", file="engine-nano"),
-    _bench("engine", 0.1, "--model", "Llama-3.1-8B", "--workload", "sharegpt", file="engine-llama"),
+    _bench("engine", 0.25, "--model", "Qwen3-0.6B", "--workload", "nano", "--rounds", "2", file="engine-nano"),
+    _bench("engine", 0.2, "--model", "Llama-3.1-8B", "--workload", "sharegpt", "--rounds", "2", file="engine-llama"),
     _bench("speculation", 0.05, "--dtype", "bfloat16"),
     _bench("server", 0.1),
 )

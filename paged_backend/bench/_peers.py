@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from paged_backend.bench._workload import Job
 from paged_backend.config import EngineConfig
@@ -29,9 +31,11 @@ class Run:
     """One contestant's pass over the requests."""
 
     seconds: float
+    requests: int  # that it served: of the first ones, as many as it has memory for
     stamps: list[list[float]] = field(default_factory=list)  # of each sequence's tokens, seconds from its arrival
     peak_slots: int = 0  # key/value slots held at once at the most
     peak_tokens: int = 0  # tokens that were in them
+    settings: Mapping[str, str | float] = field(default_factory=dict)  # what was chosen for it
 
 
 Contestant = Callable[[Sequence[Job]], Run]
@@ -50,36 +54,49 @@ def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Pre
     return AutoModelForCausalLM.from_pretrained(loaded.place, dtype=loaded.spec.dtype).to(device).eval()
 
 
-def flash_attention() -> str | None:
-    """The newest of FlashAttention that can be imported, as transformers names it."""
-    found = {"flash_attn_interface": "flash_attention_3", "flash_attn": "flash_attention_2"}
-    return next((name for module, name in found.items() if find_spec(module)), None)
-
-
 def one_at_a_time(model: PreTrainedModel) -> Contestant:
     def run(jobs: Sequence[Job]) -> Run:
         started = time.perf_counter()
         for job in jobs:
             _generate(model, [job])
         longest = max(len(job.prompt) + job.output - 1 for job in jobs)
-        return Run(time.perf_counter() - started, peak_slots=longest, peak_tokens=longest)
+        return Run(time.perf_counter() - started, len(jobs), peak_slots=longest, peak_tokens=longest)
 
     return run
 
 
-def padded(model: PreTrainedModel) -> Contestant:
-    """One static batch: every prompt is padded to the longest, every row runs until the last has ended."""
+def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
+    """One static batch: every prompt is padded to the longest, every row runs until the last has ended. As many
+    of the first requests are in it as `memory` bytes have room for."""
 
     def run(jobs: Sequence[Job]) -> Run:
+        jobs = jobs[: max(1, int(min(len(jobs), memory // _row_bytes(model, jobs))))]
+        _release()
         started = time.perf_counter()
         _generate(model, jobs)
         seconds = time.perf_counter() - started
         slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
         return Run(
-            seconds, peak_slots=slots, peak_tokens=sum(len(job.prompt) + job.output - 1 for job in jobs)
+            seconds, len(jobs), peak_slots=slots, peak_tokens=sum(len(job.prompt) + job.output - 1 for job in jobs)
         )  # fmt: skip
 
     return run
+
+
+def _row_bytes(model: PreTrainedModel, jobs: Sequence[Job]) -> int:
+    """Of keys and values of one request in a padded batch."""
+    of = model.config.get_text_config()
+    width = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
+    slot = 2 * of.num_hidden_layers * of.num_key_value_heads * width * model.dtype.itemsize
+    rows = max(job.n * job.beams for job in jobs)
+    return rows * slot * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs))
+
+
+def _release() -> None:
+    """What contestants before have left: it would count as taken."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
@@ -100,35 +117,64 @@ def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
     assert out.shape == (len(jobs) * first.n, width + steps)
 
 
-def continuous(model: PreTrainedModel, budget: int, *, tuned: bool) -> Contestant:
-    """transformers' own continuous batching: as it comes, with as many tokens in a step as ours; or tuned as its
-    documentation advises for throughput, compiled and warmed, with FlashAttention where it is installed. Its set-up is
-    not timed."""
+def continuous(model: PreTrainedModel, budget: int, *, tuned: bool, sharing: bool) -> Contestant:
+    """transformers' own continuous batching, with the hints that its `generate_batch` gives and FlashAttention where
+    the library finds it; prompts are looked up in its prefix cache with `sharing`. As it comes, with as many tokens in
+    a step as ours; or tuned as its guide advises for throughput on a GPU (huggingface.co/docs/transformers,
+    "Continuous batching"): compiled at the highest level, all free memory; with FlashAttention it takes CUDA graphs,
+    steps that overlap and the decode kernel by itself. Its set-up and warm-up are not timed."""
 
     def run(jobs: Sequence[Job]) -> Run:
         first, rows = jobs[0], sum(job.n for job in jobs)
-        config = _tuned() if tuned else ContinuousBatchingConfig(max_batch_tokens=budget, num_blocks=_pages(jobs))
+        if tuned:
+            config = ContinuousBatchingConfig(default_compile_level=3, allow_block_sharing=sharing)
+        else:
+            config = ContinuousBatchingConfig(
+                max_batch_tokens=budget, num_blocks=_pages(jobs), allow_block_sharing=sharing
+            )
+        hints = WorkloadHints(max(len(job.prompt) for job in jobs), max(job.output for job in jobs), rows)
         generation = GenerationConfig(
             do_sample=first.n > 1, num_return_sequences=first.n, eos_token_id=-1, pad_token_id=0
         )  # fmt: skip
         implementation = model.config._attn_implementation
-        if tuned and (flash := flash_attention()):
-            model.set_attn_implementation(flash)
+        _release()
         try:
             with model.continuous_batching_context_manager(
-                generation_config=generation, continuous_batching_config=config, block=True, warmup=tuned
+                generation_config=generation,
+                continuous_batching_config=config,
+                block=True,
+                warmup=True,
+                workload_hints=hints,
             ) as manager:
                 manager.add_request([0] * 8, request_id="first", max_new_tokens=2)
                 _collect(manager, first.n)
-                return _serve(manager, jobs, rows)
+                return replace(_serve(manager, jobs, rows), settings=_settings(manager))
         finally:
             model.set_attn_implementation(implementation)
 
     return run
 
 
-def _tuned() -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(default_compile_level=3, max_memory_percent=0.45)
+def _settings(manager: Any) -> dict[str, str | float]:
+    """What it runs with, after it has filled in what was left to it."""
+    config = manager.continuous_batching_config
+    varlen, decode = config.cuda_graph_booleans
+    return {
+        "attention": manager.model.config._attn_implementation,
+        "scheduler": config.scheduler_type,
+        "page_size": config.page_size,
+        "num_blocks": config.num_blocks,
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_requests_per_batch": config.max_requests_per_batch,
+        "max_blocks_per_request": config.max_blocks_per_request,  # 0: no decode kernel
+        "max_memory_percent": config.max_memory_percent,
+        "prefix sharing": int(config.allow_block_sharing),
+        "CUDA graphs, prompts": int(varlen),
+        "CUDA graphs, decode": int(decode),
+        "steps overlap": int(config.use_async_batching),
+        "compiled, prompts": int(config.varlen_compile_config is not None),
+        "compiled, decode": int(config.decode_compile_config is not None),
+    }
 
 
 def _pages(jobs: Sequence[Job]) -> int:
@@ -149,7 +195,7 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
         # It logs errors and goes on: what is missing would make it look fast.
         assert len(result.generated_tokens) == job.output, (result.request_id, len(result.generated_tokens))
         stamps.append([when - started - job.arrival for when in result.timestamps or ()])
-    return Run(seconds, stamps)
+    return Run(seconds, len(jobs), stamps)
 
 
 def _collect(manager: Any, count: int) -> list[Any]:

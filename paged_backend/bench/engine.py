@@ -26,6 +26,7 @@ from paged_backend.bench._report import (
     NO_GPU,
     Record,
     alternate,
+    arguments,
     count,
     not_measured,
     parser,
@@ -78,7 +79,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     seconds = time.monotonic() - started
     assert all(len(stamps[key, 0]) == job.output for key, job in enumerate(jobs))
     assert sum(map(len, stamps.values())) == sum(job.tokens for job in jobs)
-    return Run(seconds, list(stamps.values()), *peak)
+    return Run(seconds, len(jobs), list(stamps.values()), *peak)
 
 
 def latencies(what: str, runs: Sequence[Run]) -> Iterator[Record]:
@@ -125,10 +126,13 @@ def contestants(assembly: Assembly, peer: torch.nn.Module | None, name: str, bud
     if peer is None:
         return found
     if name != "beam4":  # it has none
-        found[CONTINUOUS] = _peers.continuous(peer, budget, tuned=False)
+        sharing = name in CACHED
+        found[CONTINUOUS] = _peers.continuous(peer, budget, tuned=False, sharing=sharing)
         if assembly.device.type == "cuda":
-            found[TUNED] = _peers.continuous(peer, budget, tuned=True)
-    if name in ("mixed", "alpaca", "n4", "beam4"):
+            found[TUNED] = _peers.continuous(peer, budget, tuned=True, sharing=sharing)
+    if assembly.device.type == "cuda":  # half of what is free: attention and logits need room, too
+        found[PADDED] = _peers.padded(peer, torch.cuda.mem_get_info(assembly.device)[0] / 2)
+    elif name in ("mixed", "alpaca", "n4", "beam4"):
         found[PADDED] = _peers.padded(peer)
     if name == "mixed":
         found[ALONE] = _peers.one_at_a_time(peer)
@@ -154,7 +158,8 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
                 raise
             failed[one] = f"{type(error).__name__}: {error}".partition("\n")[0]
             return math.nan
-        return tokens / runs[one][-1].seconds
+        run = runs[one][-1]
+        return sum(job.tokens for job in jobs[: run.requests]) / run.seconds
 
     figures = alternate({f"{one} ({name})": partial(timed, one) for one in who}, rounds)
     by_name = dict(zip(who, figures.values(), strict=True))
@@ -170,11 +175,13 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
         )
     ]
     for one, values in by_name.items():
-        target = 2.0 if (name, one) == ("nano", TUNED) else None
+        target = 2.0 if name == "nano" and one in (CONTINUOUS, TUNED) else None
         records.append(ratio(f"output_throughput_ratio {name} ({one})", ours, values, target))
     for one in (OURS, *by_name):
         records += latencies(f"{name} ({one})", runs[one])
     records += [not_measured(f"output_throughput_ratio {name} ({one})", why) for one, why in failed.items()]
+    for one in by_name:
+        records += _chosen(f"{name} ({one})", runs[one][-1], len(jobs))
     records += _memory(name, runs)
     if assembly.device.type == "cuda":
         records.append(Record(f"GPU idle {name}", gpu_idle(lambda: run_paged(assembly, jobs)), "%", 2.0, 0.0))
@@ -183,6 +190,16 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
             records.append(not_measured(f"output_throughput_ratio {name} ({TUNED})", NO_GPU))
         records.append(not_measured(f"GPU idle {name}", NO_GPU))
     return records
+
+
+def _chosen(what: str, run: Run, count: int) -> Iterator[Record]:
+    """What a peer ran with, and how many requests it had memory for, where that is not all."""
+    if run.settings:
+        words = ", ".join(value for value in run.settings.values() if isinstance(value, str))
+        numbers = {key: value for key, value in run.settings.items() if not isinstance(value, str)}
+        yield Record(f"settings {what}: {words}", numbers.pop("page_size"), "tokens/page", peers=numbers)
+    if run.requests < count:
+        yield Record(f"requests that there is memory for {what}", run.requests, "requests", limit=count)
 
 
 def _memory(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
@@ -196,12 +213,11 @@ def _memory(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = arguments(_parser(), argv, {"requests": 4, "rounds": 1})
     on_gpu = torch.cuda.is_available()
     model = args.model or ("Qwen3-0.6B" if on_gpu else "demo")
     names = args.workload or (["mixed"] if args.quick or not on_gpu else list(WORKLOADS))
-    count = args.requests or 5 if args.quick else args.requests or (256 if on_gpu else 32)
-    rounds = 1 if args.quick else args.rounds
+    count = args.requests or (256 if on_gpu else 32)
     budget = args.budget or (8192 if on_gpu else max(512, count))
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
@@ -218,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         for name in names:
             if (name in CACHED) == caching:
                 jobs = workload(name, count, vocab, limit, args.rate)
-                records += measure(assembly, peer, name, jobs, rounds)
+                records += measure(assembly, peer, name, jobs, args.rounds)
         assembly.close()
         del assembly
         gc.collect()  # its pool makes room for the next one's

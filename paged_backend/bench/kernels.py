@@ -30,7 +30,7 @@ from paged_backend.bench._attention import (
 )
 from paged_backend.bench._lines import LINES
 from paged_backend.bench._race import Call, cache_bytes, race, timer
-from paged_backend.bench._report import Record, count, not_measured, parser, publish, ratio
+from paged_backend.bench._report import Record, arguments, count, not_measured, parser, publish, ratio
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # an error above is no rounding
 READ_SHARE, PEAK_SHARE = 0.92, 0.60  # of the stream and of the product that we aim at
@@ -171,10 +171,9 @@ def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = arguments(_parser(), argv, {"rounds": 3})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rounds = 3 if args.quick else args.rounds
     every = grid(device, args.quick)
     cells = [cell for cell in every if args.only in cell.name]
     if not cells:
@@ -187,13 +186,13 @@ def main(argv: Sequence[str]) -> int:
     points: list[Point] = []
     for index, cell in enumerate(cells):
         print(f"{index + 1} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
-        found, drawn = attention(cell, on, rounds)
+        found, drawn = attention(cell, on, args.rounds)
         records, points = records + found, points + drawn
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for tokens in (16,) if args.quick else (64, 512) if device.type == "cpu" else (64, 8192):
-        records += lines(on, dtype, tokens, rounds)
+        records += lines(on, dtype, tokens, args.rounds)
     table(points)
     publish(records, args.json, lambda file, caption: draw(points, on, file, caption))
     return 0

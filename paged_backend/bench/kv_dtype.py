@@ -22,7 +22,7 @@ from kernels.paging import Paging
 from paged_backend import kv_cache
 from paged_backend.attention import paged_logits
 from paged_backend.batch import Stage, pack
-from paged_backend.bench._report import Record, alternate, count, parser, publish
+from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import pick_kv_dtype
@@ -148,13 +148,12 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> Iterator[R
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = arguments(_parser(), argv, {"windows": 4, "length": 128})
     options = {"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 64}
     assembly = assemble(EngineConfig.from_options(options))
-    count, length = (4, 128) if args.quick else (args.windows, args.length)
-    length = min(length, assembly.limits.max_model_len)
-    scores, held = measure(assembly, windows(assembly, count, length))
-    print(f"{count} windows of {length} tokens, {scores[TYPES[0]].positions} next tokens")
+    length = min(args.length, assembly.limits.max_model_len)
+    scores, held = measure(assembly, windows(assembly, args.windows, length))
+    print(f"{args.windows} windows of {length} tokens, {scores[TYPES[0]].positions} next tokens")
     records = []
     for name, score in scores.items():
         records += [

@@ -11,14 +11,14 @@ import itertools
 import random
 import statistics
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.beam_search import Candidate
-from paged_backend.bench._report import Record, count, parser, publish
+from paged_backend.bench._report import Record, arguments, count, parser, publish
 from paged_backend.bench._workload import DATASETS, lengths
 from paged_backend.block_manager import BlockManager
 from paged_backend.plan import Drawn
@@ -29,6 +29,8 @@ from paged_backend.sequence import Sequence
 RESERVATION = 2048  # slots that a contiguous cache reserves for each request, whatever comes
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POOL_SLOTS = 16_384
+LEAST_REQUESTS = 100
+WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
 
@@ -167,10 +169,10 @@ def capacity(count: int) -> list[Record]:
     return records
 
 
-def sharing(count: int) -> list[Record]:
+def sharing(count: int, widths: Rows[int]) -> list[Record]:
     """Blocks saved by parallel sampling and by beam search over blocks without sharing, beside what arithmetic says."""
     records = []
-    for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), (2, 4, 6)):
+    for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), widths):
         samples = list(simulate(requests(dataset, count, **{kind: width}), 16))
         unshared = sum(one.unshared for one in samples)
         saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
@@ -282,28 +284,37 @@ def system_prompt(model: str, count: int) -> list[Record]:
 
 
 def main(argv: Rows[str]) -> int:
-    args = _parser().parse_args(argv)
-    count = min(args.requests, 200) if args.quick else args.requests
+    args = arguments(_parser(), argv, {"requests": LEAST_REQUESTS})
+    count, widths = args.requests, WIDTHS[:2] if args.quick else WIDTHS
     records, curves = pages(count)
     records += capacity(count)
-    records += sharing(count)
+    records += sharing(count, widths)
     records += bookkeeping(min(count, 200))
     records += attention_speed(10 if args.quick else 50)
-    records += system_prompt(args.model, max(2, count // 10) if not args.quick else 4)
-    publish(records, args.json, lambda file, caption: draw(records, curves, file, caption))
+    records += system_prompt(args.model, 2 if args.quick else count // 10)
+    publish(records, args.json, lambda file, caption: draw(records, curves, widths, file, caption))
     return 0
+
+
+def _enough(text: str) -> int:
+    """So many that some wait for room: the pool is looked at while they do."""
+    if (value := count(text)) < LEAST_REQUESTS:
+        raise ArgumentTypeError(f"{text!r}: must be at least {LEAST_REQUESTS}, or all have room at once")
+    return value
 
 
 def _parser() -> ArgumentParser:
     made = parser("memory", __doc__.partition("\n")[0])
     made.add_argument(
-        "--requests", type=count, default=2000, metavar="N", help="to simulate; a tenth for the real model"
+        "--requests", type=_enough, default=2000, metavar="N", help="to simulate; a tenth for the real model"
     )
     made.add_argument("--model", default="demo", help="for the part that runs a model")
     return made
 
 
-def draw(records: Rows[Record], curves: dict[str, dict[int, float]], file: Path, caption: str) -> None:
+def draw(
+    records: Rows[Record], curves: dict[str, dict[int, float]], widths: Rows[int], file: Path, caption: str
+) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.4), layout="constrained")
@@ -327,12 +338,12 @@ def draw(records: Rows[Record], curves: dict[str, dict[int, float]], file: Path,
     middle.bar_label(drawn, fmt="%.1f")
     middle.set_title("waste on ShareGPT lengths, %", fontsize=10)
     for dataset, (kind, style) in itertools.product(DATASETS, (("n", "-"), ("beam_width", "--"))):
-        shared = [by_name[f"saved by sharing {dataset} {kind}={width}"].value for width in (2, 4, 6)]
+        shared = [by_name[f"saved by sharing {dataset} {kind}={width}"].value for width in widths]
         label = f"{dataset}, {'samples' if kind == 'n' else 'beams'}"
-        right.plot((2, 4, 6), shared, style, marker="o", label=label, color="C0" if dataset == "ShareGPT" else "C1")
+        right.plot(widths, shared, style, marker="o", label=label, color="C0" if dataset == "ShareGPT" else "C1")
     right.set_xlabel("samples or beams of one prompt")
     right.set_ylabel("blocks saved by sharing, %")
-    right.set_xticks((2, 4, 6))
+    right.set_xticks(widths)
     right.set_ylim(0)
     right.legend(frameon=False)
     for axes in (left, middle, right):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -31,7 +32,18 @@ import torch
 
 from client import load
 from client.wire import Values
-from paged_backend.bench._report import Record, alternate, count, not_measured, parser, percentile, publish, rate, ratio
+from paged_backend.bench._report import (
+    Record,
+    alternate,
+    arguments,
+    count,
+    not_measured,
+    parser,
+    percentile,
+    publish,
+    rate,
+    ratio,
+)
 from paged_backend.bench._workload import NULL, WORKLOADS, Job, model_names, model_options, workload
 from paged_backend.bench.engine import run_paged
 from paged_backend.config import EngineConfig
@@ -40,10 +52,14 @@ from paged_backend.serving.server_files import perf_analyzer
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
 
 IN_PROCESS, LEAN, ANALYZER = "in process", "server, lean client", "server, perf_analyzer"
-ATTEMPTS = 6  # perf_analyzer 2.51 leaves an empty export now and then: see README
+ATTEMPTS = 6  # perf_analyzer 2.51 leaves an export empty or cut off now and then: see README
 WORDS = (
     "the a of to and in that it was for on with as his her they at be this from had not are but by we you one all were"
 ).split()
+
+
+class AnalyzerError(RuntimeError):
+    """perf_analyzer has failed; the message has its own words."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,8 @@ def by_lean_client(server: TritonServer, work: Work, concurrency: int) -> Load:
 
 
 def by_perf_analyzer(server: TritonServer, work: Work, *flags: str) -> Load:
-    """Every request once. Raises RuntimeError where perf_analyzer fails."""
+    """Every request once. With a number of requests it takes one window and asks of it no stability. Raises
+    AnalyzerError."""
     found = perf_analyzer()
     assert found is not None
     binary, environment = found
@@ -130,13 +147,14 @@ def by_perf_analyzer(server: TritonServer, work: Work, *flags: str) -> Load:
         command += ["--input-data", str(rows), "--request-count", str(len(work.jobs))]
         command += ["--profile-export-file", str(export), *flags]
         for _ in range(ATTEMPTS):
+            export.unlink(missing_ok=True)  # it refuses a file that is there
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
-                reasons = [line for line in (done.stderr + done.stdout).splitlines() if "rror" in line]
-                raise RuntimeError(f"perf_analyzer exits with {done.returncode}: {' '.join(reasons[:3])}")
-            if export.stat().st_size:
+                words = " ".join(done.stderr.partition("Usage: ")[0].split())  # pages of it follow an argument's error
+                raise AnalyzerError(f"perf_analyzer exits with {done.returncode}: {words or 'no reason given'}")
+            with contextlib.suppress(json.JSONDecodeError):
                 return read_export(json.loads(export.read_text()))
-    raise RuntimeError(f"{ATTEMPTS} exports of perf_analyzer were empty")
+    raise AnalyzerError(f"{ATTEMPTS} exports of perf_analyzer ended before their end")
 
 
 def read_export(export: dict[str, Any]) -> Load:
@@ -165,8 +183,14 @@ def compare(
     if perf_analyzer():
         runs[ANALYZER] = lambda: by_perf_analyzer(server, work, "--concurrency-range", str(count))
 
+    failed = {} if ANALYZER in runs else {ANALYZER: "no perf_analyzer that runs here"}
+
     def timed(name: str) -> float:
-        loads[name].append(runs[name]())
+        try:
+            loads[name].append(runs[name]())
+        except AnalyzerError as error:  # must not cost the others' figures
+            failed[name] = str(error)
+            return math.nan
         return work.tokens / loads[name][-1].seconds
 
     contestants = {IN_PROCESS: lambda: work.tokens / run_paged(assembly, work.jobs).seconds}
@@ -174,6 +198,8 @@ def compare(
     inside = figures.pop(IN_PROCESS)
     records = [Record(f"output_throughput {what} ({IN_PROCESS})", statistics.median(inside), "tokens/s")]
     for name, values in figures.items():
+        if name in failed:
+            continue
         records += (
             replace(record, value=statistics.median(values), target=target)
             if record.name.startswith("output_throughput")
@@ -181,9 +207,7 @@ def compare(
             for record in loads[name][-1].records(f"{what} ({name})")
         )
         records.append(ratio(f"server / in process {what} ({name})", values, inside, ratio_target, 1.0))
-    if ANALYZER not in figures:
-        records.append(not_measured(f"output_throughput {what} ({ANALYZER})", "no perf_analyzer that runs here"))
-    return records
+    return records + [not_measured(f"output_throughput {what} ({name})", why) for name, why in failed.items()]
 
 
 def sweep(server: TritonServer, work: Work, concurrencies: Sequence[int], rates: Sequence[float]) -> Iterator[Record]:
@@ -197,7 +221,7 @@ def sweep(server: TritonServer, work: Work, concurrencies: Sequence[int], rates:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             yield from by_perf_analyzer(server, work, *flags).records(name)
-        except RuntimeError as error:
+        except AnalyzerError as error:
             yield not_measured(f"output_throughput {name}", str(error))
 
 
@@ -241,13 +265,17 @@ def null_model(tokenizer: str, streams: int, tokens: int, rounds: int) -> Iterat
         if perf_analyzer():
             clients[ANALYZER] = partial(by_perf_analyzer, server, work, "--concurrency-range", str(streams))
         for name, run in clients.items():
-            shares = busy(server, run)
+            try:
+                shares = busy(server, run)
+            except AnalyzerError as error:
+                yield not_measured(f"cores busy {NULL} ({name})", str(error))
+                continue
             yield Record(
                 f"cores busy {NULL} ({name})", sum(shares.values()), "cores", limit=os.cpu_count(), peers=shares
             )
 
 
-def served(args: Any, count: int, rounds: int) -> Iterator[Record]:
+def served(args: Any, count: int) -> Iterator[Record]:
     """The real model, or one of its shape."""
     on_gpu = torch.cuda.is_available()
     options = model_options(args.model or ("Qwen3-0.6B" if on_gpu else "demo"))
@@ -266,7 +294,7 @@ def served(args: Any, count: int, rounds: int) -> Iterator[Record]:
     options |= {"gpu_memory_utilization": 0.8}
     with TritonServer(options.pop("model"), options) as server:
         by_lean_client(server, work, count)  # the first requests find files and libraries cold
-        yield from compare(args.workload, assembly, server, work, rounds, None, 0.97)
+        yield from compare(args.workload, assembly, server, work, args.rounds, None, 0.97)
         yield from sweep(server, work, args.concurrency or _up_to(count), args.rate or ([] if args.quick else [0.5, 1]))
 
 
@@ -275,18 +303,15 @@ def _up_to(count: int) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = arguments(_parser(), argv, {"requests": 2, "rounds": 1, "streams": 64, "tokens": 64})
     on_gpu = torch.cuda.is_available()
-    count = args.requests or (4 if args.quick else 256 if on_gpu else 16)
-    rounds = 1 if args.quick else args.rounds
+    count = args.requests or (256 if on_gpu else 16)
     args.workload = args.workload or ("sharegpt" if on_gpu else "mixed")
-    args.concurrency = args.concurrency or ([2] if args.quick else [])
     records: list[Record] = []
     if not args.null:
-        records += served(args, count, rounds)
+        records += served(args, count)
     tokenizer = args.tokenizer or model_options("demo")["model"]
-    streams, tokens = (args.streams or (64 if args.quick else 256)), args.tokens or (64 if args.quick else 256)
-    records += null_model(tokenizer, streams, tokens, rounds)
+    records += null_model(tokenizer, args.streams, args.tokens, args.rounds)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 
@@ -302,8 +327,8 @@ def _parser() -> ArgumentParser:
     add("--rate", type=rate, action="append", metavar="X", help="requests a second, Poisson; may be repeated")
     add("--rounds", type=count, default=5, metavar="N")
     add("--null", action="store_true", help="the null model only")
-    add("--streams", type=count, metavar="N", help="of the null model (default 256)")
-    add("--tokens", type=count, metavar="N", help="that each of them gets (default 256)")
+    add("--streams", type=count, default=256, metavar="N", help="of the null model (default 256)")
+    add("--tokens", type=count, default=256, metavar="N", help="that each of them gets (default 256)")
     add("--tokenizer", metavar="DIR", help="of the null model (default: the demo model's)")
     return made
 

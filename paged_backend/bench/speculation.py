@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paged_backend.bench._engine import serve
-from paged_backend.bench._report import Record, alternate, count, parser, publish, ratio
+from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish, ratio
 from paged_backend.bench.kv_dtype import windows
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -81,19 +81,22 @@ def run(
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    count, output, rounds = (4, 24, 1) if args.quick else (args.requests, args.output, args.rounds)
+    quick = {"requests": 2, "length": 64, "output": 24, "guesses": [4], "rounds": 1}
+    args = arguments(_parser(), argv, quick)
     model = resolve_model(args.model)
-    options = {"model": model, "dtype": args.dtype, "max_num_seqs": count, "max_num_batched_tokens": 512}
-    options |= {"enable_prefix_caching": False, "num_gpu_blocks_override": count * (2 * args.length + output) // 8}
+    options = {"model": model, "dtype": args.dtype, "max_num_seqs": args.requests, "max_num_batched_tokens": 512}
+    options |= {
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": args.requests * (2 * args.length + args.output) // 8,
+    }
     guesses = {"none": {}} | {f"{number} looked up": {"num_speculative_tokens": number} for number in args.guesses}  # type: dict[str, dict[str, object]]
     if args.draft:
         for number in args.guesses:
             guesses[f"{number} by a model"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
     assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in guesses.items()}
     records: list[Record] = []
-    for kind, asked in prompts(assemblies["none"], count, args.length).items():
-        records += _compare(kind, assemblies, asked, output, rounds)
+    for kind, asked in prompts(assemblies["none"], args.requests, args.length).items():
+        records += _compare(kind, assemblies, asked, args.output, args.rounds)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 

@@ -1,13 +1,17 @@
 """The load generator and the server's benchmark, against real servers."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
 from client import load
 from client.cli import main
 from client.types import PagedError
-from paged_backend.bench.server import Load, read_export
+from paged_backend.bench import server as bench
+from paged_backend.bench._workload import Job
+from paged_backend.bench.server import AnalyzerError, Load, Work, by_perf_analyzer, read_export
 from tests.server.conftest import MODEL, idle
 from tests.test_bench import records_of
 
@@ -63,6 +67,45 @@ def test_an_export_of_perf_analyzer_is_read():
     assert values["time to first response p99 x"] == pytest.approx(450)
 
 
+@pytest.fixture
+def fake_analyzer(tmp_path, monkeypatch):
+    """Makes shell commands perf_analyzer's. $export is the file that it is to write, $calls how often it has run."""
+
+    def make(body):
+        script = tmp_path / "perf_analyzer"
+        script.write_text(
+            "#!/bin/bash\n"
+            'while [ "$1" != --profile-export-file ]; do shift; done; export=$2\n'
+            f"echo >> {tmp_path}/calls; calls=$(wc -l < {tmp_path}/calls)\n{body}\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setattr(bench, "perf_analyzer", lambda: (script, dict(os.environ)))
+
+    return make
+
+
+WORK = Work([Job([1], 3)], ["a"])
+NOWHERE = SimpleNamespace(grpc_url="localhost:1")
+
+
+@pytest.mark.parametrize("length", [0, 40])
+def test_an_export_that_is_cut_off_is_asked_for_again(fake_analyzer, length):
+    request = {"timestamp": 0, "request_inputs": {"sampling_parameters": '{"max_tokens": 3}'}}
+    whole = json.dumps({"experiments": [{"requests": [request | {"response_timestamps": [2_000_000_000]}]}]})
+    fake_analyzer(
+        '[ -e "$export" ] && { echo "Error: Path must not already exist." >&2; exit 99; }\n'
+        f"[ $calls = 1 ] && echo -n '{whole[:length]}' > $export || echo '{whole}' > $export"
+    )
+    found = by_perf_analyzer(NOWHERE, WORK)
+    assert (found.tokens, found.seconds) == (3, 2)
+
+
+def test_perf_analyzers_own_words_are_told(fake_analyzer):
+    fake_analyzer('printf "failed to find\\nthe version\\nUsage: perf_analyzer [options]\\n -m\\n" >&2; exit 99')
+    with pytest.raises(AnalyzerError, match=r"perf_analyzer exits with 99: failed to find the version$"):
+        by_perf_analyzer(NOWHERE, WORK)
+
+
 def test_a_load_of_single_responses_has_no_time_between():
     found = Load.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
     assert [record.name for record in found.records("x") if "between" in record.name] == []
@@ -70,7 +113,7 @@ def test_a_load_of_single_responses_has_no_time_between():
 
 def test_the_server_path_is_measured_with_a_model_that_costs_nothing(demo_model, tmp_path):
     file = tmp_path / "figures.json"
-    arguments = ["--null", "--streams", "6", "--tokens", "8", "--rounds", "1", "--json", str(file)]
+    arguments = ["--quick", "--null", "--streams", "6", "--tokens", "8", "--json", str(file)]
     assert main(["bench", "server", *arguments]) == 0
     records = records_of(file)
     for who in ("in process", "server, lean client"):
