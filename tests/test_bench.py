@@ -208,6 +208,12 @@ def test_a_benchmark_names_what_it_does_not_know(capsys):
     assert "--fast" in capsys.readouterr().err
 
 
+def test_a_window_longer_than_a_sequence_can_be_is_refused(tiny, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "kv_dtype", "--quick", "--model", str(tiny[0]), "--length", "100000"])
+    assert "argument --length: 100000: must be at most" in capsys.readouterr().err
+
+
 def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--windows", "2", "--length", "40", "--json", str(file)]

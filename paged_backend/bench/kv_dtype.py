@@ -151,9 +151,11 @@ def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {"windows": 4, "length": 128})
     options = {"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 64}
     assembly = assemble(EngineConfig.from_options(options))
-    length = min(args.length, assembly.limits.max_model_len)
-    scores, held = measure(assembly, windows(assembly, args.windows, length))
-    print(f"{args.windows} windows of {length} tokens, {scores[TYPES[0]].positions} next tokens")
+    longest = min(assembly.limits.max_model_len, assembly.limits.num_blocks * assembly.limits.block_size)
+    if args.length > longest:
+        _parser().error(f"argument --length: {args.length}: must be at most {longest}, as long as a sequence can be")
+    scores, held = measure(assembly, windows(assembly, args.windows, args.length))
+    print(f"{args.windows} windows of {args.length} tokens, {scores[TYPES[0]].positions} next tokens")
     records = []
     for name, score in scores.items():
         records += [
