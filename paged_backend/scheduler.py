@@ -211,13 +211,14 @@ class Scheduler:
         preempted = self._recomputed + self._swapped
         decoding, feeding = self._running_in_order()
         self._extend_all(decoding, draft)
-        if self._pace and draft.chunks:
-            draft.budget = min(draft.budget, self._pace.tokens)
+        kept = max(0, draft.budget - self._pace.tokens) if self._pace and draft.chunks else 0
+        draft.budget -= kept
         left = draft.budget if draft.chunks else 0
         self._extend_all(feeding, draft)
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
         draft.fed = max(0, left - draft.budget)
+        draft.budget += kept  # guesses are no prompts
         if self._guess:
             self._speculate(draft, self._guess)
         plan = draft.plan(self.blocks)

@@ -320,6 +320,23 @@ def test_a_prompt_goes_on_however_slow_its_steps_are():
     assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
 
 
+def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
+    sched = Scheduler(
+        BlockManager(256, 16),
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        costs=Costs(token=1.0),
+        guess=lambda sequence, most: [1] * most,
+        max_guesses=7,
+        step_seconds=0.1,
+    )
+    for key in range(16):
+        sched.add(request(key, prompt=4, max_tokens=100))
+    step(sched)
+    sched.add(request(16, prompt=100))
+    assert [len(chunk.guesses) for chunk in sched.schedule().chunks] == [7] * 16
+
+
 def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
     pace = Pace(0.1, 0.001, 512)
     pace.took(30, 0.04)
