@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from kernels.layer_cache import FORMATS, LayerCache
 from paged_backend.config import ConfigError, EngineConfig
+from paged_backend.machine import available_memory
 
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
@@ -167,27 +166,3 @@ def _free_on_gpu(utilization: float, device: torch.device) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - (total - free)
-
-
-def available_memory() -> int:
-    """Bytes this process can still take: the machine's free memory, or less under a cgroup limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    return min([free, *_cgroup_room()])
-
-
-def _cgroup_room() -> list[int]:
-    rooms = []
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            ceiling, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
-        except (OSError, ValueError):
-            continue
-        if ceiling.isdigit():
-            rooms.append(max(0, int(ceiling) - taken))
-    return rooms

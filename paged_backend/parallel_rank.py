@@ -19,6 +19,7 @@ from transformers.utils import logging as progress_bars
 from paged_backend import kv_cache, model_loader
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import KVCache
+from paged_backend.machine import use_cores
 from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks
 from paged_backend.plan import Plan
@@ -63,6 +64,7 @@ class Prepared:
 
 def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
     """Load the model, prove it, size the pools, in step with the other ranks. Raises ConfigError, UnsupportedModel."""
+    use_cores(config.tensor_parallel_size)
     loaded = model_loader.load(config, ROOT, ranks.device)
     spec = loaded.spec
     needs = warm_up(config, loaded, ranks.device)

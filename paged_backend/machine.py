@@ -1,0 +1,67 @@
+"""What of the machine this process may use: what is there, or less where its cgroups (a container's limits) say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    return min([free, *_rooms()])
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: a quota of 2.5 is 2, for a thread that is stopped holds up the others."""
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
+
+
+def use_cores(processes: int = 1) -> None:
+    """Have PyTorch compute with as many threads as there are cores for each of `processes`, unless OMP_NUM_THREADS says
+    how many. By itself it counts the machine's, whatever a container may use of them."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // processes))
+
+
+def _rooms() -> Iterator[int]:
+    for limit, used in (
+        *_read("memory", "memory.max", "memory.current"),
+        *_read("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        if limit.isdigit():
+            yield max(0, int(limit) - int(used))
+
+
+def _quotas() -> Iterator[float]:
+    for (whole,) in _read("cpu", "cpu.max"):
+        quota, period = whole.split()
+        if quota != "max":
+            yield int(quota) / int(period)
+    for quota, period in _read("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        if int(quota) > 0:
+            yield int(quota) / int(period)
+
+
+def _read(controller: str, *names: str) -> Iterator[tuple[str, ...]]:
+    """These files of each of the process's cgroups that has them, its own and those around it; in version 1 of cgroups,
+    the controller's."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # In a container the path may be the host's, which is not mounted: then the top is the container's own.
+        own = CGROUPS / (controller if controllers else "") / path.lstrip("/")
+        for directory in (own, *(one for one in own.parents if one.is_relative_to(CGROUPS))):
+            try:
+                yield tuple((directory / name).read_text().strip() for name in names)
+            except OSError:
+                continue
