@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.attention import AttentionSpec
 from paged_backend.compilation import compile_parts
 from paged_backend.fusion import Parts, fuse
+from paged_backend.linear import Packer, Weight, linears, replace
 
 log = logging.getLogger("paged_llm")
 
@@ -29,7 +31,22 @@ def forms(model: PreTrainedModel, specs: Sequence[AttentionSpec], compile_level:
         if parts is not None:
             fused.use(parts)
             yield "compiled"
+        if model.device.type == "cpu":
+            yield from _packed(model, lambda make: fused.use(Parts(), make), "fused")
         fused.use(Parts())
         yield "fused"
         fused.undo()
+    if model.device.type == "cpu":
+        yield from _packed(model, lambda make: None, "as it comes")
     yield "as it comes"
+
+
+def _packed(model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], None], form: str) -> Iterator[str]:
+    """The form with the weights that `use` puts into it, and those of the model's other linear layers, packed; none
+    where that is no faster."""
+    make = Packer()
+    use(make)
+    undo = replace(list(linears(model)), make)
+    if make.changed:
+        yield f"{form}, its weights packed"
+    undo()

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
 from paged_backend.attention import AttentionMeta, AttentionSpec, attend_pages, refuse
+from paged_backend.linear import Weight, changed, project
 
 log = logging.getLogger("paged_llm")
 
@@ -52,29 +52,29 @@ class Stream(NamedTuple):
 
 
 def pre(
-    output: Tensor, residual: Tensor | None, norm: Tensor, eps: float, qkv: Tensor, qkv_bias: Tensor | None
+    output: Tensor, residual: Tensor | None, norm: Tensor, eps: float, qkv: Weight, qkv_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Before an attention: queries, keys and values in one row, [num_tokens, heads of all three * head_dim], and the
     residual stream."""
     normed, total = add_rms_norm(output, residual, norm, eps)
-    return F.linear(normed, qkv, qkv_bias), total
+    return project(normed, qkv, qkv_bias), total
 
 
 def post(
     attended: Tensor,  # [num_tokens, num_heads * head_dim]
     residual: Tensor,
-    o: Tensor,
+    o: Weight,
     o_bias: Tensor | None,
     norm: Tensor,
     eps: float,
-    gate_up: Tensor,
+    gate_up: Weight,
     gate_up_bias: Tensor | None,
-    down: Tensor,
+    down: Weight,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """After an attention, to the end of the layer."""
-    normed, total = add_rms_norm(F.linear(attended, o, o_bias), residual, norm, eps)
-    return F.linear(swiglu(F.linear(normed, gate_up, gate_up_bias)), down, down_bias), total
+    normed, total = add_rms_norm(project(attended, o, o_bias), residual, norm, eps)
+    return project(swiglu(project(normed, gate_up, gate_up_bias)), down, down_bias), total
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Parts:
     post: Callable[..., tuple[Tensor, Tensor]] = post
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class FusedLayer:
     """What a decoder layer's `forward` becomes."""
 
@@ -136,11 +136,16 @@ class Fused:
     """A model whose layers are ours, until `undo`."""
 
     model: PreTrainedModel
-    layers: tuple[FusedLayer, ...]
+    layers: tuple[FusedLayer, ...]  # with the model's own weights
 
-    def use(self, parts: Parts) -> None:
-        for layer in self.layers:
-            layer.parts = parts
+    def use(self, parts: Parts, make: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
+        """Run `parts`, over what `make` makes of each weight."""
+
+        def made(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(make(one) if isinstance(one, Tensor) and one.dim() == 2 else one for one in values)
+
+        for module, layer in zip(self.model.model.layers, self.layers, strict=True):
+            module.forward = replace(layer, parts=parts, before=made(layer.before), after=made(layer.after))
 
     def undo(self) -> None:
         decoder = self.model.model
@@ -209,7 +214,7 @@ def _other_shape(model: PreTrainedModel) -> str | None:
     family = next((name for name in FAMILIES if _is(decoder, name, "Model")), None)
     if family is None:
         return f"{type(decoder).__name__} is not on the list"
-    if not _is(decoder.norm, family, "RMSNorm") or _changed(decoder.norm):
+    if not _is(decoder.norm, family, "RMSNorm") or changed(decoder.norm):
         return "its last norm is another"
     for index, layer in enumerate(decoder.layers):
         if reason := next(_differences(layer, family, index, model), None):
@@ -237,7 +242,7 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
             if name == "mlp.act_fn"
             else _is(module, family, kinds[name])
         )
-        if not as_expected or _changed(module):
+        if not as_expected or changed(module):
             yield f"{name or 'it'} is another {type(module).__name__}, or has hooks"
     parameters = dict(layer.named_parameters())
     weights = {f"{name}.weight" for name in PROJECTIONS | NORMS | HEAD_NORMS & modules.keys()}
@@ -257,8 +262,3 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
             yield "of projections to be joined some have a bias"
     if attention.layer_idx != index:
         yield f"its layer_idx is {attention.layer_idx}"
-
-
-def _changed(module: nn.Module) -> bool:
-    """Something was put around or in the place of its forward pass."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
