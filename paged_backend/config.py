@@ -95,7 +95,8 @@ class EngineConfig:
     )
     dtype: str = option(
         _one_of(*DTYPES),
-        "weights and activations; `auto`: the model's own, or float32 on a CPU without bf16 instructions",
+        "weights and activations; `auto`: on a GPU the model's own; on a CPU, whatever the model's own is, bfloat16"
+        " where the machine has AVX512-BF16 (all with AMX do), float32 elsewhere",
         "auto",
     )
     device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")

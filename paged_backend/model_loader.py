@@ -153,14 +153,13 @@ def _fetch(name: str, config: EngineConfig) -> Path:
 
 
 def pick_dtype(wanted: str, own: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """`auto` is the model's own type; on a CPU a 16-bit model runs in bfloat16 where the machine multiplies it."""
+    """`auto` is the model's own type on a GPU; on a CPU bfloat16 where the machine multiplies it, which AMX includes,
+    and float32 elsewhere, where 16 bits would have to be widened."""
     if DTYPES[wanted] != "auto":
         return getattr(torch, DTYPES[wanted])
-    if own is None or own == torch.float32:
-        return torch.float32
     if device.type == "cpu":
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-    return own
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return own or torch.float32
 
 
 def pick_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:

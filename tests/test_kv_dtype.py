@@ -96,6 +96,24 @@ def test_one_byte_an_element_lets_the_same_budget_hold_more_tokens(tiny):
     assert blocks == {"auto": 100_000 // (48 * 64), "fp8": 100_000 // (48 * 20), "int8": 100_000 // (48 * 20)}
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *CACHES])
+def test_a_model_in_bfloat16_draws_tokens_that_are_likely_in_float32(tiny, prompts, kv_cache_dtype, monkeypatch):
+    """With `dtype: auto` on a CPU that has bfloat16: greedy, with penalties (which make logits float32) and sampled."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assembly = tiny_assembly(tiny[0], dtype="auto", device="cpu", kv_cache_dtype=kv_cache_dtype)
+    assert assembly.loaded.spec.dtype == torch.bfloat16
+    greedy = [{}, {"presence_penalty": 0.01}]
+    sampled = {"temperature": 1.0, "top_p": 0.1, "seed": 1}
+    with running(assembly) as engine:
+        for sampling in (*greedy, sampled):
+            for prompt, tokens in zip(prompts, engine.generate(prompts, max_tokens=8, **sampling), strict=True):
+                with torch.inference_mode():
+                    logits = tiny[1](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+                better = (logits > logits.gather(1, torch.tensor(tokens)[:, None])).sum(1)
+                assert len(tokens) == 8
+                assert better.max() < 16  # of 320
+
+
 @pytest.mark.parametrize("dtype", [*FORMATS, torch.bfloat16], ids=str)
 def test_a_pool_in_page_locked_memory_is_one_piece_of_it(monkeypatch, dtype):
     asked = []

@@ -112,6 +112,16 @@ def test_an_option_that_the_model_or_the_memory_cannot_meet(tiny, options, reaso
         tiny_assembly(tiny[0], **options)
 
 
+@pytest.mark.parametrize("own", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_type_is_the_models_own_on_a_gpu_and_what_the_machine_multiplies_on_a_cpu(own, monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=supported: answer)
+        assert model_loader.pick_dtype("auto", own, cpu) == expected
+        assert model_loader.pick_dtype("auto", own, cuda) == (own or torch.float32)
+        assert model_loader.pick_dtype("half", own, cpu) == torch.float16
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named(tiny):
     with pytest.raises(ConfigError, match='device="cuda"'):
