@@ -99,6 +99,13 @@ class EngineConfig:
         " where the machine has AVX512-BF16 (all with AMX do), float32 elsewhere",
         "auto",
     )
+    quantization: str | None = option(
+        _one_of("int8"),
+        "on a CPU with AVX512-VNNI, `int8`: weights of linear layers are rounded to 8 bits when the model is loaded,"
+        " and what they are multiplied by at each step; half the memory of 16 bits, and faster",
+        None,
+        optional=True,
+    )
     device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")
     tensor_parallel_size: int = option(
         _whole(1, 64),
@@ -231,6 +238,12 @@ class EngineConfig:
                 f"compile_level={self.compile_level}: with tensor_parallel_size={self.tensor_parallel_size} layers run"
                 " as transformers has them, which are not compiled; leave one of them out"
             )
+        for name in ("compile_level", "tensor_parallel_size"):
+            if self.quantization and getattr(self, name) > getattr(type(self), name):
+                raise ConfigError(
+                    f"quantization={json.dumps(self.quantization)}: cannot be had with {name}={getattr(self, name)};"
+                    " leave one of them out"
+                )
         if self.speculative_model and not self.num_speculative_tokens:
             raise ConfigError(
                 f"speculative_model={json.dumps(self.speculative_model)}: guesses nothing; give num_speculative_tokens"

@@ -252,7 +252,7 @@ def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "transformers": transformers.__version__,
         "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
-        "layout": [str(dtype), str(kv_dtype), config.block_size],
+        "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size],
         "code": "1",  # of this file: to be changed with the format
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

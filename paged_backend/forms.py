@@ -10,14 +10,17 @@ from transformers import PreTrainedModel
 
 from paged_backend.attention import AttentionSpec
 from paged_backend.compilation import compile_parts
-from paged_backend.fusion import Parts, fuse
-from paged_backend.linear import Packer, Weight, linears, replace
+from paged_backend.fusion import Fused, Parts, fuse
+from paged_backend.linear import Packer, Weight, linears, quantize, quantize_all, replace
 
 log = logging.getLogger("paged_llm")
 
 
-def forms(model: PreTrainedModel, specs: Sequence[AttentionSpec], compile_level: int) -> Iterator[str]:
-    """Puts the model into one form after the other, and says which; it stays in the one at which the caller stops."""
+def forms(
+    model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantized: bool
+) -> Iterator[str]:
+    """Puts the model into one form after the other, and says which; it stays in the one at which the caller stops.
+    `quantized`: there is one only, with weights of 8 bits in the place of its own."""
     fused = fuse(model, specs)
     if isinstance(fused, str):
         log.log(
@@ -26,7 +29,13 @@ def forms(model: PreTrainedModel, specs: Sequence[AttentionSpec], compile_level:
             type(model).__name__,
             fused,
         )
-    else:
+    if quantized:
+        if isinstance(fused, Fused):
+            fused.use(Parts(), quantize)
+        quantize_all(model)
+        yield f"{'as it comes' if isinstance(fused, str) else 'fused'}, its weights in 8 bits"
+        return
+    if isinstance(fused, Fused):
         parts = compile_parts(fused) if compile_level else None
         if parts is not None:
             fused.use(parts)

@@ -7,6 +7,9 @@
 A decode step has few rows, and there reading the weight is all the work: packed wins. With many rows it is arithmetic,
 and a CPU with AVX512-BF16 but no AMX multiplies float32 nearly twice as fast as bfloat16. Which way is the fastest for
 a shape and a number of rows is measured, once in a process, and the packed copies that win are kept beside the weights.
+
+Or weights of 8 bits, in their place (`quantization`): the scheme that torchao calls int8 dynamic activation and int8
+weight, through the operation that torch.compile has for it on x86, oneDNN's.
 """
 
 from __future__ import annotations
@@ -21,15 +24,18 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from paged_backend.kv_cache import GIB, available_memory
+from paged_backend.kv_cache import GIB
+from paged_backend.machine import available_memory
 
 log = logging.getLogger("paged_llm")
 
 ROWS = (1, 4, 16, 64, 256)  # that are measured; any other number goes as the nearest of them
 SMALLEST = 1 << 16  # elements: with fewer, a product costs what a call costs
 SAMPLE = 1 << 20  # elements of a weight that is measured: a part of the rows of a larger one
-SAMPLES = 4  # weights in turn, as layers are: one would stay in a cache
+SAMPLES = 12  # weights in turn, as layers are: few would stay in a cache
+TURNS = 4  # at the least, with many rows
 PIECE = 1 << 20  # elements that are widened at a time, at the most
 GAIN = 0.95  # of the time of the plain way: another has to be that fast, so that noise does not choose
 SHARE = 0.25  # of the memory that is available, for packed copies
@@ -55,6 +61,36 @@ class Linear:
         if way == "packed":
             return multiply_packed(x, self.packed, bias)
         return F.linear(x, self.weight, bias) if way == "plain" else multiply_widened(x, self.weight, bias)
+
+
+class Int8:
+    """A weight of 8 bits with a scale for each output. Rows are rounded to 8 bits as they come, each with a scale of
+    its own, so that what a row gives does not depend on the others."""
+
+    def __init__(self, weight: Tensor) -> None:  # [out_features, in_features]
+        codes, scales = _rounded(weight)
+        self.codes = torch.ops.onednn.qlinear_prepack(codes.to(torch.int8), None)
+        self.scales, self.zeros = scales[:, 0].contiguous(), torch.zeros(len(weight), dtype=torch.int32)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        codes, scales = _rounded(x.flatten(0, -2))
+        codes = codes.add_(128).to(torch.uint8)  # the instruction multiplies unsigned numbers by signed ones
+        weights, result = (self.codes, self.scales, self.zeros), (1.0, 0, torch.float32)
+        out = torch.ops.onednn.qlinear_pointwise(codes, 1.0, 128, *weights, None, *result, "none", [], "").mul_(scales)
+        out = out if bias is None else out.add_(bias)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, as float32, and what each row of them is to be multiplied by, [len(rows), 1]."""
+    rows = rows.float()
+    scales = rows.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny) / 127
+    return (rows / scales).round_(), scales
+
+
+def quantize(weight: Tensor) -> Weight:
+    """In 8 bits, or as it is where it is so small that this saves nothing: the router of a mixture of experts."""
+    return weight if weight.numel() < SMALLEST else Int8(weight)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -93,7 +129,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> tuple[M
     found = []
     for count in ROWS:
         x, taken = torch.full((count, columns), 0.01, dtype=dtype), {name: list[float]() for name in ways}
-        for turn in range(max(SAMPLES, 256 // count // SAMPLES)):
+        for turn in range(max(TURNS, 64 // count)):
             for name, way in ways.items():
                 started = time.thread_time()
                 way(x, turn % SAMPLES)
@@ -156,6 +192,18 @@ def linears(model: nn.Module) -> Iterator[nn.Linear]:
 def changed(module: nn.Module) -> bool:
     """Something was put around or in the place of its forward pass."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def quantize_all(model: PreTrainedModel) -> None:
+    """Every plain linear layer in 8 bits, those inside fused layers already, and their weights let go; but the head,
+    whose rounding costs the most accuracy for its size, is packed only."""
+    head = model.get_output_embeddings()
+    called = list(linears(model))
+    replace([module for module in called if module is not head], quantize)
+    replace([module for module in called if module is head], Packer())
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head and module.weight.numel() >= SMALLEST:
+            module.weight.data = module.weight.data.new_empty(0)
 
 
 def replace(modules: list[nn.Linear], make: Callable[[Tensor], Weight]) -> Callable[[], None]:

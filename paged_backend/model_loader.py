@@ -70,6 +70,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     place = find(config.model, root, config)
     hf_config = read_config(config, place)
     check_model(config, hf_config)
+    check_quantization(config, hf_config, place, device)
     text_config = hf_config.get_text_config()
     own = torch.bfloat16 if place.suffix == GGUF else text_config.dtype
     dtype = pick_dtype(config.dtype, own, device)
@@ -81,7 +82,13 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     spec = ModelSpec(
-        layers=prove(model, block_size=config.block_size, kv_dtype=kv_dtype, compile_level=config.compile_level),
+        layers=prove(
+            model,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+            compile_level=config.compile_level,
+            quantized=config.quantization is not None,
+        ),
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -109,6 +116,21 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
 def check(config: EngineConfig, root: Path) -> None:
     """Raises ConfigError for what `load` would refuse before it reads any weights."""
     check_model(config, read_config(config, find(config.model, root, config)))
+
+
+def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, place: Path, device: torch.device) -> None:
+    """Raises ConfigError where weights of 8 bits are asked for and cannot be."""
+    if config.quantization is None:
+        return
+    reason = None
+    if device.type != "cpu":
+        reason = 'is for a CPU only; leave it out, or give device="cpu"'
+    elif not torch.cpu._is_vnni_supported():
+        reason = "needs a CPU with AVX512-VNNI: without it, sums of products of 8 bits overflow"
+    elif getattr(hf_config, "quantization_config", None) and not _is_widened(hf_config, place):
+        reason = "the model's weights are quantized already; leave it out"
+    if reason:
+        raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
 
 
 def read_config(config: EngineConfig, place: Path) -> PretrainedConfig:

@@ -100,22 +100,28 @@ def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
 
 
 def prove(
-    model: PreTrainedModel, *, block_size: int, kv_dtype: torch.dtype, compile_level: int = 0
+    model: PreTrainedModel,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    compile_level: int = 0,
+    quantized: bool = False,
 ) -> tuple[LayerShape, ...]:
     """The shapes of the model's attention layers, once it has shown equal logits through pages, and logits that are
     near enough through a pool of another `kv_dtype`.
 
-    Leaves the model on paged attention, fused and compiled where that can be. Raises UnsupportedModel, with the
-    model's name, otherwise.
+    Leaves the model on paged attention, fused and compiled where that can be, and with `quantized` with weights of 8
+    bits. Raises UnsupportedModel, with the model's name, otherwise.
     """
     try:
         layers, specs = _probe(model)
         expected = _expected(model)
         rope.fix(model)
         failure: UnsupportedModel | None = None
-        for form in forms(model, specs, compile_level):
+        rounded = quantized or getattr(model.config, "quantization_config", None) is not None
+        for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
             try:
-                _compare(model, expected, layers, block_size, kv_dtype)
+                _compare(model, expected, layers, block_size, kv_dtype, rounded)
                 log.info("%s runs %s", type(model).__name__, form)
                 return layers
             except UnsupportedModel as error:
@@ -179,9 +185,9 @@ def _compare(
     layers: tuple[LayerShape, ...],
     block_size: int,
     kv_dtype: torch.dtype,
+    rounded: bool,  # whether it computes with quantized weights
 ) -> None:
-    quantized = getattr(model.config, "quantization_config", None) is not None
-    bounds = {model.dtype: QUANTIZATION_TOLERANCE if quantized else TOLERANCE[model.dtype]}
+    bounds = {model.dtype: QUANTIZATION_TOLERANCE if rounded else TOLERANCE[model.dtype]}
     bounds |= {kv_dtype: QUANTIZATION_TOLERANCE} if kv_dtype != model.dtype else {}
     for dtype, tolerance in bounds.items():
         try:

@@ -226,6 +226,20 @@ def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
     assert value["same likeliest token auto"] == 100
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs AVX512-VNNI")
+def test_quantization_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("paged_backend.linear.SMALLEST", 0)
+    file = tmp_path / "figures.json"
+    arguments = ["--quick", "--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
+    assert main(["bench", "quantization", *arguments]) == 0
+    value = {name: record["value"] for name, record in records_of(file).items()}
+    assert value["KL divergence float32"] == 0
+    assert 0 < value["KL divergence bfloat16"] < value["KL divergence int8"]
+    assert value["same likeliest token float32"] == 100
+    assert value["step of 16 int8"] > 0
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--length", "20", "--output", "12", "--guesses", "3"]

@@ -28,6 +28,7 @@ def test_the_repository_s_model_json_is_valid():
         ("model", "", "non-empty"),
         ("model", 3, "string"),
         ("dtype", "int3", '"bfloat16"'),
+        ("quantization", "int4", 'must be "int8"'),
         ("device", "tpu", '"cuda"'),
         ("compile_level", 2, "must be 0 or 1"),
         ("compile_level", True, "must be 0 or 1"),
@@ -74,6 +75,10 @@ def test_options_that_would_be_ignored_are_refused():
     assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
     said = refusal(compile_level=1, tensor_parallel_size=2)
     assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
+    for other in ("compile_level=1", "tensor_parallel_size=2"):
+        name, value = other.split("=")
+        said = refusal(quantization="int8", **{name: int(value)})
+        assert f'quantization="int8": cannot be had with {other}; leave one of them out' in said
 
 
 @pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])

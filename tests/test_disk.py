@@ -66,7 +66,10 @@ def test_while_idle_the_cache_goes_to_disk(assembly, tmp_path):
 
 def test_another_model_finds_nothing(assembly, tmp_path, alone):
     ask(assembly())
-    for options in ({"block_size": 8}, {"load_format": "dummy"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}):
+    others = [{"block_size": 8}, {"load_format": "dummy"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}]
+    if torch.cpu._is_vnni_supported():
+        others += [{"quantization": "int8", "device": "cpu"}]
+    for options in others:
         assert ask(assembly(**options))[1].disk_read == 0
     assert ask(assembly())[1].disk_read > 0
 
