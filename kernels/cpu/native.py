@@ -5,6 +5,7 @@ instructions that a CPU may have. The best level of this machine serves; PAGED_C
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -42,12 +43,25 @@ def levels() -> tuple[str, ...]:
     asked = os.environ.get(LEVEL)
     if asked and asked not in found:
         raise ValueError(f"{LEVEL}={asked}: this machine has {', '.join(found)}")
+    log.info("kernels for this CPU: %s", asked or found[0])
     return found
 
 
+def level() -> str:
+    """The one that serves. There must be one."""
+    return os.environ.get(LEVEL) or levels()[0]
+
+
 @cache
-def _index(level: str | None) -> int:
-    return levels().index(level or os.environ.get(LEVEL) or levels()[0])
+def _index(name: str | None) -> int:
+    return levels().index(name or level())
+
+
+@cache
+def _operator(name: str) -> Callable[..., None]:
+    assert levels(), "not compiled"
+    found: Callable[..., None] = getattr(torch.ops.paged_cpu, name).default
+    return found
 
 
 def paged_attention(
@@ -65,7 +79,7 @@ def paged_attention(
     RuntimeError for more queries than context, or a block that the pool does not have."""
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     out = torch.zeros(query.shape, dtype=query.dtype)
-    torch.ops.paged_cpu.paged_attention(
+    _operator("paged_attention")(
         out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
         paging.block_tables, paging.context_lens, paging.query_starts,
         scale, sliding_window or 0, softcap or 0.0, sinks if sinks is None else sinks.to(query.dtype).contiguous(),
@@ -77,7 +91,7 @@ def paged_attention(
 def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
     """As `kernels.kv_write.kv_write`."""
     check_kv_write(key, value, cache, slots)
-    torch.ops.paged_cpu.kv_write(
+    _operator("kv_write")(
         _dense(key), _dense(value), cache.keys, cache.values, cache.key_scales, cache.value_scales,
         slots.contiguous(), _index(level),
     )  # fmt: skip
@@ -100,7 +114,7 @@ def rope_kv_write(
     """As `kernels.rope_kv_write.rope_kv_write`."""
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     out = torch.empty(query.shape, dtype=query.dtype)
-    torch.ops.paged_cpu.rope_kv_write(
+    _operator("rope_kv_write")(
         out, _dense(query), _dense(key), _dense(value), cos.to(query.dtype), sin.to(query.dtype),
         cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(),
         query_weight, key_weight, eps, _index(level),
@@ -117,7 +131,7 @@ def add_rms_norm(
     normed = torch.empty(x.shape, dtype=x.dtype)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
     residual = None if residual is None else _dense(residual)
-    torch.ops.paged_cpu.add_rms_norm(normed, total, x, residual, weight.contiguous(), eps, _index(level))
+    _operator("add_rms_norm")(normed, total, x, residual, weight.contiguous(), eps, _index(level))
     return normed, x if total is None else total
 
 
@@ -125,7 +139,7 @@ def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     """As `kernels.swiglu.swiglu`."""
     check_swiglu(gate_up)
     out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
-    torch.ops.paged_cpu.swiglu(out, _dense(gate_up), _index(level))
+    _operator("swiglu")(out, _dense(gate_up), _index(level))
     return out
 
 

@@ -33,7 +33,7 @@ constexpr float infinity = __builtin_inff();
 
 // A thread's memory for one item.
 struct Scratch {
-  const void *keys[2][key_tile], *values[2][key_tile];  // rows of this tile and of the next
+  const void* rows[2][2 * key_tile];  // keys, then as many values, of this tile and of the next
   float key_scales[key_tile], value_scales[key_tile];
   uint32_t *query, *key_panel, *value_panel, *weights;
   float *scores, *sums, *maxima, *denominators;
@@ -83,19 +83,12 @@ INLINE vu units(const void* row, int d, int head_dim) {  // W units from element
   } else return pack_bf16(widen<T>(at<T>(row, d), head_dim - d), widen<T>(at<T>(row, d + W), larger(0, head_dim - d - W)));
 }
 
-INLINE void prefetch(const void* row, int row_bytes) {
-  for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)row + byte, 0, 2);
-}
-
 template <bool PAIRS, Type T>
-void pack_keys(const void* const* rows, int count, const void* const* next, int next_count, int head_dim, uint32_t* panel) {
+void pack_keys(const void* const* rows, int count, int head_dim, uint32_t* panel, Ahead& ahead) {
   constexpr int elements = PAIRS ? 2 * W : W;
-  const int row_bytes = head_dim * bytes_of<T>;
-  for (int n = 0; n < key_tile; n += W) {
-    if (n < next_count)
-      for (int i = n; i < n + W && i < next_count; i++) prefetch(next[i], row_bytes);
-    if (n >= count) continue;
+  for (int n = 0; n < count; n += W)
     for (int d = 0; d < head_dim; d += elements) {
+      ahead.bring(W / 4);
       vu block[W];
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) block[i] = n + i < count ? units<PAIRS, T>(rows[n + i], d, head_dim) : vu{};
@@ -104,22 +97,20 @@ void pack_keys(const void* const* rows, int count, const void* const* next, int 
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) store(to + i * key_tile, block[i]);
     }
-  }
 }
 
 template <bool PAIRS, Type T>
-void pack_values(const void* const* rows, int count, const void* const* next, int next_count, int head_dim, int width, uint32_t* panel) {
-  const int row_bytes = head_dim * bytes_of<T>, depth = round_up(count, 32);
+void pack_values(const void* const* rows, int count, int head_dim, int width, uint32_t* panel, Ahead& ahead) {
+  const int depth = round_up(count, 32);
   if constexpr (!PAIRS) {
     for (int n = 0; n < depth; n++) {
-      if (n < next_count) prefetch(next[n], row_bytes);
+      ahead.bring();
       for (int d = 0; d < head_dim; d += W)
         store(panel + (int64_t)n * width + d, n < count ? units<PAIRS, T>(rows[n], d, head_dim) : vu{});
     }
   } else {
     for (int n = 0; n < depth; n += 2) {
-      if (n < next_count) prefetch(next[n], row_bytes);
-      if (n + 1 < next_count) prefetch(next[n + 1], row_bytes);
+      ahead.bring();
       uint32_t* to = panel + (int64_t)n / 2 * width;
       for (int d = 0; d < head_dim; d += 2 * W) {
         vu a = n < count ? units<PAIRS, T>(rows[n], d, head_dim) : vu{};
@@ -129,11 +120,10 @@ void pack_values(const void* const* rows, int count, const void* const* next, in
       }
     }
   }
-  for (int n = depth; n < next_count; n++) prefetch(next[n], row_bytes);
 }
 
-using PackKeys = void (*)(const void* const*, int, const void* const*, int, int, uint32_t*);
-using PackValues = void (*)(const void* const*, int, const void* const*, int, int, int, uint32_t*);
+using PackKeys = void (*)(const void* const*, int, int, uint32_t*, Ahead&);
+using PackValues = void (*)(const void* const*, int, int, int, uint32_t*, Ahead&);
 
 struct Packers {
   PackKeys keys;
@@ -156,7 +146,7 @@ Packers packers(Type type) {
 }
 
 // Addresses of the keys and values from position `start` on, as many as a tile takes.
-INLINE int find_rows(const Attention& call, const Item& item, int start, const void** keys, const void** values) {
+INLINE int find_rows(const Attention& call, const Item& item, int start, const void** rows) {
   const Cache& cache = call.cache;
   const int count = smaller(key_tile, item.end - start), element = bytes(cache.type);
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
@@ -167,7 +157,7 @@ INLINE int find_rows(const Attention& call, const Item& item, int start, const v
     const char* key = (const char*)cache.keys.data + element * (block * cache.keys.block_stride + item.kv_head * cache.keys.head_stride + offset * cache.keys.slot_stride);
     const char* value = (const char*)cache.values.data + element * (block * cache.values.block_stride + item.kv_head * cache.values.head_stride + offset * cache.values.slot_stride);
     for (; n < last; n++, key += element * cache.keys.slot_stride, value += element * cache.values.slot_stride)
-      keys[n] = key, values[n] = value;
+      rows[n] = key, rows[count + n] = value;
   }
   return count;
 }
@@ -294,6 +284,7 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
   const int width = round_up(head_dim, PAIRS ? 2 * W : W);
   const int depth = PAIRS ? (head_dim + 1) / 2 : head_dim;
   const bool scaled = call.cache.keys.scales != nullptr;
+  const int row_bytes = head_dim * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
   pack_query<PAIRS>(call, item, s, group);
   for (int row = 0; row < round_up(rows, strip_rows); row++) {
@@ -311,13 +302,14 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
 #else
   const bool in_tiles = false;
 #endif
-  int turn = 0, count = find_rows(call, item, item.begin, s.keys[0], s.values[0]);
+  int turn = 0, count = find_rows(call, item, item.begin, s.rows[0]);
   for (int start = item.begin; start < item.end; start += key_tile, turn ^= 1) {
     const int next = start + key_tile;
-    const int next_count = next < item.end ? find_rows(call, item, next, s.keys[!turn], s.values[!turn]) : 0;
+    const int next_count = next < item.end ? find_rows(call, item, next, s.rows[!turn]) : 0;
     const int wide = round_up(count, 32);
-    pack.keys(s.keys[turn], count, s.keys[!turn], next_count, head_dim, s.key_panel);
-    pack.values(s.values[turn], count, s.values[!turn], next_count, head_dim, s.out_stride, s.value_panel);
+    Ahead ahead{s.rows[!turn], s.rows[!turn] + 2 * next_count, row_bytes};
+    pack.keys(s.rows[turn], count, head_dim, s.key_panel, ahead);
+    pack.values(s.rows[turn] + count, count, head_dim, s.out_stride, s.value_panel, ahead);
     if (scaled) find_scales(call, item, start, count, s.key_scales, s.value_scales);
     for (int row = 0; row < rows; row += strip_rows) {
       const int strip = smaller(strip_rows, rows - row);
@@ -330,7 +322,7 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
       const int tile_rows = round_up(strip, 16);
       if (in_tiles) tile_product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, tile_rows, wide, s.query_stride, false);
 #endif
-      if (!in_tiles) product<PAIRS>(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, depth, false);
+      if (!in_tiles) product<PAIRS>(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, depth, false, ahead);
       for (int i = 0; i < strip; i++) {
         const int position = item.position + (row + i) / group;
         const int low = call.window ? larger(0, position - call.window + 1 - start) : 0;
@@ -340,7 +332,7 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
 #if PAGED_HAS_TILES
       if (in_tiles) tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, tile_rows, s.out_stride, wide / 2, true);
 #endif
-      if (!in_tiles) product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true);
+      if (!in_tiles) product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true, ahead);
     }
     count = next_count;
   }

@@ -18,15 +18,28 @@
 namespace paged {
 namespace {
 
+// Rows of the next tile, brought nearer one by one between the operations of this one: memory and arithmetic overlap.
+struct Ahead {
+  const void* const* next;
+  const void* const* end;
+  int row_bytes;
+
+  INLINE void bring(int rows = 1) {
+    for (; rows && next < end; rows--, next++)
+      for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)*next + byte, 0, 2);
+  }
+};
+
 template <bool PAIRS, int ROWS, int VECTORS>
 INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
-                          int depth, bool add) {
+                          int depth, bool add, Ahead& ahead) {
   vf sums[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) sums[i][j] = add ? load<vf>(c + i * c_stride + j * W) : vf{};
   for (int k = 0; k < depth; k++) {
+    ahead.bring();
     vu right[VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) right[j] = load<vu>(b + (int64_t)k * b_stride + j * W);
@@ -49,30 +62,30 @@ constexpr int column_block = W == 16 ? 4 : 2;
 
 template <bool PAIRS, int VECTORS>
 void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                     int depth, bool add) {
+                     int depth, bool add, Ahead& ahead) {
   int i = 0;
   for (; i + row_block <= rows; i += row_block)
-    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add);
+    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, ahead);
   a += i * a_stride;
   c += i * c_stride;
   switch (rows - i) {
-    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add);
-    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add);
-    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add);
-    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add);
-    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add);
+    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
   }
 }
 
 // c = a b, or c += a b. columns: a multiple of W.
 template <bool PAIRS>
 INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                    int columns, int depth, bool add) {
+                    int columns, int depth, bool add, Ahead& ahead) {
   int j = 0;
   for (; j + column_block * W <= columns; j += column_block * W)
-    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add);
+    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
   for (; j < columns; j += W)
-    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add);
+    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
 }
 
 #if PAGED_HAS_TILES
