@@ -88,7 +88,7 @@ void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, Maybe
   call.query_starts = (const int32_t*)query_starts.data_ptr();
   call.num_seqs = (int)context_lens.size(0);
   call.scale = (float)scale;
-  call.window = (int)window;
+  call.window = (int)std::min<int64_t>(window, INT32_MAX);
   call.softcap = (float)softcap;
   call.sinks = sinks ? sinks->data_ptr() : nullptr;
   run_attention(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
