@@ -55,6 +55,7 @@ def build() -> tuple[Path, list[str]]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
     if compiler is None or shutil.which(compiler) is None:
         raise BuildFailed(f"no C++ compiler: none of {', '.join([compiler] if compiler else COMPILERS)} is on PATH")
+    target = library()  # of the sources as they are now
     BUILT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
@@ -74,8 +75,8 @@ def build() -> tuple[Path, list[str]]:
         names = " ".join(f"LEVEL({one.stem})" for one in objects[1:])
         objects.append(_compile(compiler, "schedule.cpp", place / "schedule.o", [f"-DPAGED_LEVELS={names}"]))
         _run([compiler, "-shared", "-o", str(place / "whole.so"), *map(str, objects), *_libraries()])
-        os.replace(place / "whole.so", library())
-    return library(), left_out
+        os.replace(place / "whole.so", target)
+    return target, left_out
 
 
 def _compile(compiler: str, source: str, target: Path, flags: Sequence[str], level: str = "") -> Path:
@@ -103,7 +104,7 @@ def _libraries() -> list[str]:
 def main() -> int:
     if library().exists():
         return 0
-    print("Compiling the CPU's kernels: half a minute", flush=True)
+    print("Compiling the CPU's kernels: about a minute of one core", flush=True)
     started = time.monotonic()
     try:
         made, left_out = build()

@@ -115,7 +115,7 @@ def rope_kv_write(
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     out = torch.empty(query.shape, dtype=query.dtype)
     _operator("rope_kv_write")(
-        out, _dense(query), _dense(key), _dense(value), cos.to(query.dtype), sin.to(query.dtype),
+        out, _dense(query), _dense(key), _dense(value), _dense(cos), _dense(sin.to(cos.dtype)),
         cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(),
         query_weight, key_weight, eps, _index(level),
     )  # fmt: skip

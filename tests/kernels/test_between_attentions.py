@@ -154,6 +154,16 @@ def test_the_angles_are_those_of_transformers():
     assert_close(keys, expected[1][0].transpose(0, 1)[slots >= 0], **TOLERANCES[torch.float32])
 
 
+@pytest.mark.parametrize("level", native.levels())
+def test_angles_may_have_more_digits_than_the_model(level):
+    facts = dict(dtype=torch.bfloat16, device="cpu", format=None, norm=False, joint=True)
+    (one, _), (other, _) = (rotation(9, 3, 64, 16, **facts) for _ in range(2))
+    cos, sin = (torch.randn(7, 64, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+    found = native.rope_kv_write(*one[:3], cos, sin, *one[5:], level=level)
+    assert torch.equal(found, rope_kv_write_reference(*other[:3], cos, sin, *other[5:]))
+    assert all(map(torch.equal, one[5].tensors, other[5].tensors))
+
+
 def test_a_head_without_halves_is_refused():
     arguments, _ = rotation(2, 1, 2, 4, dtype=torch.float32, device="cpu", format=None, norm=False, joint=False)
     odd = [x[..., :1] for x in arguments[:5]]

@@ -86,29 +86,14 @@ void write(const Write& call, int64_t begin, int64_t end) {
   });
 }
 
-INLINE float sum_of_squares(const float* row, int64_t width) {
-  vf sums[4] = {};
-  int64_t d = 0;
-  for (; d + 4 * W <= width; d += 4 * W)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      vf x = load<vf>(row + d + i * W);
-      sums[i] += x * x;
-    }
-  for (; d < width; d += W) {
-    vf x = load<vf>(row + d);
-    sums[0] += x * x;
-  }
-  return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
-// row [width], padded with zeros to W: normalised, rounded, weighted, rounded.
+// row [head_dim], padded with zeros to W: normalised, rounded, weighted, rounded.
 template <Type T>
-INLINE void normalize(float* row, int64_t width, const void* weight, float eps) {
-  const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(row, width) / width + eps);
-  for (int64_t d = 0; d < width; d += W) {
-    const int count = width - d < W ? (int)(width - d) : W;
-    vf x = rounded<T>(load<vf>(row + d) * factor) * widen<T>(at<T>(weight, d), count);
+INLINE void normalize(float* row, int head_dim, const void* weight, float eps) {
+  vf squares = {};
+  for (int d = 0; d < head_dim; d += W) squares += load<vf>(row + d) * load<vf>(row + d);
+  const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / head_dim + eps);
+  for (int d = 0; d < head_dim; d += W) {
+    vf x = rounded<T>(load<vf>(row + d) * factor) * widen<T>(at<T>(weight, d), head_dim - d);
     store(row + d, rounded<T>(x));
   }
 }
@@ -129,8 +114,10 @@ void rotate(const Rotation& call, int64_t begin, int64_t end) {
   WITH_FLOAT(write.type, T, {
     alignas(64) float row[max_head_dim + W], cos[max_head_dim + W], sin[max_head_dim + W];
     for (int64_t token = begin; token < end; token++) {
-      read_row<T>({call.cos, call.cos_stride, 0}, token, 0, head_dim, cos);
-      read_row<T>({call.sin, call.sin_stride, 0}, token, 0, head_dim, sin);
+      WITH_FLOAT(call.angles, A, {
+        read_row<A>({call.cos, call.cos_stride, 0}, token, 0, head_dim, cos);
+        read_row<A>({call.sin, call.sin_stride, 0}, token, 0, head_dim, sin);
+      });
       for (int head = 0; head < call.num_heads; head++) {
         read_row<T>(call.query, token, head, head_dim, row);
         if (call.query_weight) normalize<T>(row, head_dim, call.query_weight, call.eps);
@@ -163,12 +150,12 @@ void norm(const Norm& call, int64_t begin, int64_t end) {
         }
         total = sum;
       }
-      vf sums[2] = {};
+      vf squares = {};
       for (int64_t d = 0; d < call.width; d += W) {
         vf x = widen<T>(at<T>(total, d), call.width - d < W ? (int)(call.width - d) : W);
-        sums[d / W % 2] += x * x;
+        squares += x * x;
       }
-      const float factor = 1.0f / __builtin_sqrtf(sum_of(sums[0] + sums[1]) / call.width + call.eps);
+      const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / call.width + call.eps);
       void* out = at<T>(call.normed, token * call.width);
       for (int64_t d = 0; d < call.width; d += W) {
         const int count = call.width - d < W ? (int)(call.width - d) : W;

@@ -112,6 +112,7 @@ void rope_kv_write(Tensor out, Tensor query, Tensor key, Tensor value, Tensor co
   call.write = write_of(key, value, cache_of(keys, values, key_scales, value_scales), slots);
   call.out = out.data_ptr();
   call.num_heads = (int)query.size(1);
+  call.angles = type_of(cos);
   call.cos = cos.data_ptr(), call.sin = sin.data_ptr();
   call.cos_stride = cos.stride(0), call.sin_stride = sin.stride(0);
   call.query_weight = query_weight ? query_weight->data_ptr() : nullptr;

@@ -71,6 +71,7 @@ struct Rotation {
   Write write;  // its key is not rotated yet
   void* out;    // [num_tokens, num_heads, head_dim], dense
   int num_heads;
+  Type angles;            // of cos and sin
   const void *cos, *sin;  // [num_tokens, head_dim]
   int64_t cos_stride, sin_stride;
   const void *query_weight, *key_weight;  // [head_dim] of query's type, or null

@@ -218,9 +218,9 @@ INLINE void narrow(void* to, vf x, int count) {
 template <Type T>
 INLINE vf rounded(vf x) {  // to T and back
   if constexpr (T == Type::f32) return x;
-  alignas(64) unsigned char whole[4 * W];
-  narrow<T>(whole, x);
-  return widen<T>(whole);
+  if constexpr (T == Type::bf16) return as_float(rounded_bf16(x));
+  vu16 half = narrow_f16(x);
+  return widen_f16(&half);
 }
 
 template <Type T>
