@@ -167,16 +167,16 @@ INLINE int find_rows(const Attention& call, const Item& item, int start, const v
 
 INLINE void find_scales(const Attention& call, const Item& item, int start, int count, float* keys, float* values) {
   const Cache& cache = call.cache;
+  const Pool &of_keys = cache.keys, &of_values = cache.values;
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
-  for (int n = 0; n < key_tile; n++) {
-    keys[n] = values[n] = 0;
-    if (n >= count) continue;
-    const int position = start + n;
-    const int64_t block = table[position / cache.block_size];
-    const int64_t offset = position & (cache.block_size - 1);
-    keys[n] = cache.keys.scales[block * cache.keys.scale_block_stride + item.kv_head * cache.keys.scale_head_stride + offset];
-    values[n] = cache.values.scales[block * cache.values.scale_block_stride + item.kv_head * cache.values.scale_head_stride + offset];
+  for (int n = 0; n < count;) {
+    const int offset = (start + n) & (cache.block_size - 1), last = smaller(count, n + cache.block_size - offset);
+    const int64_t block = table[(start + n) / cache.block_size];
+    const float* key = of_keys.scales + block * of_keys.scale_block_stride + item.kv_head * of_keys.scale_head_stride + offset;
+    const float* value = of_values.scales + block * of_values.scale_block_stride + item.kv_head * of_values.scale_head_stride + offset;
+    for (; n < last; n++) keys[n] = *key++, values[n] = *value++;
   }
+  for (int n = count; n < round_up(count, 32); n++) keys[n] = values[n] = 0;
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------------

@@ -126,6 +126,29 @@ INLINE vf tanh(vf x) {  // saturates; NaN stays
 
 // --- elements of 8 and 16 bits --------------------------------------------------------------------------------------
 
+// GCC makes many instructions of a conversion between lanes of different width; these are one.
+INLINE vu extend_u16(const void* from) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32(load<__m256i>(from));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32(load<__m128i>(from));
+#else
+  return __builtin_convertvector(load<vu16>(from), vu);
+#endif
+}
+
+INLINE vu extend_u8(const void* from) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<vu8>(from), vu);
+#endif
+}
+
+INLINE vi extend_i8(const void* from) { return (vi)(extend_u8(from) << 24) >> 24; }
+
 INLINE vf widen_f16(const void* from) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(load<__m256i>(from));
@@ -158,7 +181,7 @@ INLINE vu16 narrow_f16(vf x) {
 #endif
 }
 
-INLINE vf widen_bf16(const void* from) { return as_float(__builtin_convertvector(load<vu16>(from), vu) << 16); }
+INLINE vf widen_bf16(const void* from) { return as_float(extend_u16(from) << 16); }
 
 INLINE vu rounded_bf16(vf x) {  // in the upper halves, to nearest even
   vu bits = as_bits(x);
@@ -166,10 +189,16 @@ INLINE vu rounded_bf16(vf x) {  // in the upper halves, to nearest even
   return x == x ? rounded & 0xFFFF0000u : vu{} + 0x7FC00000u;
 }
 
-INLINE vu16 narrow_bf16(vf x) { return __builtin_convertvector(rounded_bf16(x) >> 16, vu16); }
+INLINE vu16 narrow_bf16(vf x) {
+#if defined(__AVX512F__)
+  return (vu16)_mm512_cvtepi32_epi16((__m512i)(rounded_bf16(x) >> 16));
+#else
+  return __builtin_convertvector(rounded_bf16(x) >> 16, vu16);
+#endif
+}
 
 INLINE vf widen_fp8(const void* from) {  // no code is NaN: `quantize` makes none
-  vu bits = __builtin_convertvector(load<vu8>(from), vu);
+  vu bits = extend_u8(from);
   vu magnitude = bits & 0x7Fu;
   vf number = as_float((magnitude << 20) + (120u << 23));
   vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-9f;
@@ -187,7 +216,7 @@ INLINE vf widen(const void* from) {  // W elements
   if constexpr (T == Type::f32) return load<vf>(from);
   if constexpr (T == Type::f16) return widen_f16(from);
   if constexpr (T == Type::bf16) return widen_bf16(from);
-  if constexpr (T == Type::int8) return __builtin_convertvector(__builtin_convertvector(load<vi8>(from), vi), vf);
+  if constexpr (T == Type::int8) return __builtin_convertvector(extend_i8(from), vf);
   if constexpr (T == Type::fp8) return widen_fp8(from);
 }
 
