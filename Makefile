@@ -17,6 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Named after what was installed: a change of either file asks for a new installation, a touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
+COMPILED := kernels/cpu/built/.made
 
 help:
 	@echo "make serve       serve a model on a real Triton server; Ctrl-C stops it"
@@ -54,7 +55,11 @@ lint: setup
 demo-model: setup
 	@$(BIN)/python -m paged_backend.serving.demo_model
 
-setup: $(STAMP)
+setup: $(STAMP) $(COMPILED)
+
+# Without a compiler all works, only slower: no reason to stop.
+$(COMPILED): $(STAMP) $(wildcard kernels/cpu/csrc/*) kernels/cpu/build.py
+	@if $(BIN)/python -m kernels.cpu.build; then touch $@; fi
 
 $(STAMP): | $(BIN)/python
 	@echo "Installing the packages into $(VENV): some minutes the first time"
@@ -88,5 +93,5 @@ lock:
 	@mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_pair import BlockPair
-from kernels.cpu import between_attentions
+from kernels.cpu import between_attentions, native
 from kernels.draws import Draws
 from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
@@ -17,7 +17,13 @@ from kernels.paging import Paging
 
 @cache
 def _implementation(module: str, function: str, on_cpu: bool) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(import_module(f"kernels.{'cpu.' if on_cpu else ''}{module}"), function)
+    """On a CPU that of C++ where it was compiled, and else that of PyTorch."""
+    name = f"kernels.cpu.{module}" if on_cpu else f"kernels.{module}"
+    if on_cpu and hasattr(native, function) and native.levels():
+        name = native.__name__
+    elif on_cpu and hasattr(between_attentions, function):
+        name = between_attentions.__name__
+    found: Callable[..., Any] = getattr(import_module(name), function)
     return found
 
 
@@ -71,7 +77,7 @@ def rope_kv_write(
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normalised sum, and the sum; see `kernels.add_rms_norm.add_rms_norm`."""
-    if _in_pytorch(x):
+    if torch.compiler.is_compiling():  # which fuses plain operations with what is around them
         return between_attentions.add_rms_norm(x, residual, weight, eps)
     normed, total = _of(x, "add_rms_norm")(x, residual, weight, eps)
     return normed, total
@@ -79,15 +85,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; see `kernels.swiglu.swiglu`."""
-    if _in_pytorch(gate_up):
+    if torch.compiler.is_compiling():
         return between_attentions.swiglu(gate_up)
     out: Tensor = _of(gate_up, "swiglu")(gate_up)
     return out
-
-
-def _in_pytorch(x: Tensor) -> bool:
-    """On a CPU, and under torch.compile, which fuses plain operations with what is around them."""
-    return torch.compiler.is_compiling() or x.device.type == "cpu"
 
 
 def sample(logits: Tensor, draws: Draws | None) -> Tensor:

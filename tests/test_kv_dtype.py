@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from kernels.layer_cache import FORMATS, dequantize, quantize
+from kernels.layer_cache import FORMATS, LayerCache, dequantize
+from kernels.ops import kv_write, rope_kv_write
 from paged_backend import kv_cache
 from paged_backend.attention import UnsupportedModel
 from paged_backend.block_manager import Copy
@@ -154,11 +155,18 @@ def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
 def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch, kv_cache_dtype):
     """The proof looks at the quantized pool, too, after the one that proves the paging."""
 
-    def coarse(x, dtype):
-        codes, scales = quantize(x, dtype)
-        return codes, scales * 3
+    def coarse(write):
+        def spoil(*arguments, **named):
+            result = write(*arguments, **named)
+            cache = next(one for one in arguments if isinstance(one, LayerCache))
+            for scales in filter(torch.is_tensor, (cache.key_scales, cache.value_scales)):
+                scales.mul_(3)
+            return result
 
-    monkeypatch.setattr("kernels.cpu.kv_write.quantize", coarse)
+        return spoil
+
+    monkeypatch.setattr("paged_backend.fusion.rope_kv_write", coarse(rope_kv_write))
+    monkeypatch.setattr("paged_backend.attention.kv_write", coarse(kv_write))
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):
         tiny_assembly(tiny[0], kv_cache_dtype=kv_cache_dtype)

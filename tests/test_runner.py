@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kernels import ops
+from kernels.cpu import between_attentions
 from paged_backend import graphs, rope
 from paged_backend.attention import ATTENTION, AttentionSpec
 from paged_backend.batch import _map, pack
@@ -36,10 +37,11 @@ def kernels_without_values(monkeypatch):
         "paged_attention": lambda query, *_, **__: torch.empty_like(query),
         "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
         "kv_write": lambda *_: None,
+        "add_rms_norm": between_attentions.add_rms_norm,
+        "swiglu": between_attentions.swiglu,
         "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
     }
     monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: gives[function])
-    monkeypatch.setattr(ops, "_in_pytorch", lambda x: True)
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "as it comes"])

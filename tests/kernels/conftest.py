@@ -7,11 +7,14 @@ must not inherit it.
 
 import importlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from kernels.cpu import build
 
 HAS_GPU = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +39,9 @@ def _import_for_interpreter() -> None:
 
 if not HAS_GPU:
     _import_for_interpreter()
+
+if any(map(shutil.which, build.COMPILERS)):
+    assert build.main() == 0
 
 
 @pytest.fixture(autouse=True)

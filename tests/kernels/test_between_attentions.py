@@ -1,4 +1,6 @@
-"""What lies between the attentions: Triton in the interpreter or on a GPU, and PyTorch on a CPU, against references."""
+"""What lies between the attentions: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.testing import assert_close
 
 from kernels import ops
 from kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from kernels.cpu import between_attentions
+from kernels.cpu import between_attentions, native
 from kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
 from kernels.kv_write import kv_write_reference
 from kernels.layer_cache import FORMATS
@@ -23,20 +25,25 @@ TOLERANCES = {
 }
 
 
-def implementations(*, on_cpu, triton):
+def implementations(*, on_cpu, compiled, triton):
     """(implementation, device or None for where Triton runs, type)."""
-    return [(triton, None, dtype) for dtype in TRITON_DTYPES] + [(on_cpu, "cpu", dtype) for dtype in CPU_DTYPES]
+    levels = [partial(compiled, level=level) for level in native.levels()]
+    return [
+        *((triton, None, dtype) for dtype in TRITON_DTYPES),
+        *((on_cpu, "cpu", dtype) for dtype in CPU_DTYPES),
+        *((one, "cpu", dtype) for one in levels for dtype in TOLERANCES),
+    ]
 
 
 def name(value):
-    return getattr(value, "__module__", None) or str(value)
+    return value.keywords["level"] if isinstance(value, partial) else getattr(value, "__module__", None) or str(value)
 
 
 def normal(*shape, dtype, device, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-NORMS = implementations(on_cpu=between_attentions.add_rms_norm, triton=add_rms_norm)
+NORMS = implementations(on_cpu=between_attentions.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -58,7 +65,7 @@ def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_res
                      **TOLERANCES[dtype])  # fmt: skip
 
 
-ACTIVATIONS = implementations(on_cpu=between_attentions.swiglu, triton=swiglu)
+ACTIVATIONS = implementations(on_cpu=between_attentions.swiglu, compiled=native.swiglu, triton=swiglu)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -74,7 +81,7 @@ def test_swiglu(implementation, where, dtype, num_tokens, width, device):
     assert_close(found.float(), torch.nn.functional.silu(gate) * up, **TOLERANCES[dtype])
 
 
-ROTATIONS = implementations(on_cpu=rope_kv_write_cpu, triton=rope_kv_write)
+ROTATIONS = implementations(on_cpu=rope_kv_write_cpu, compiled=native.rope_kv_write, triton=rope_kv_write)
 # num_heads, num_kv_heads, head_dim, block_size
 SHAPES = [(1, 1, 2, 4), (9, 3, 64, 16), (18, 2, 80, 8)]
 
@@ -108,7 +115,7 @@ def test_rope_kv_write(shape, implementation, where, dtype, format, norm, joint,
     assert_close(query, wanted, **TOLERANCES[dtype])
     cache, right = actual[5], expected[5]
     assert right.keys.float().any()
-    if implementation is rope_kv_write and not norm:  # a block has one content, whoever wrote it
+    if implementation is not rope_kv_write_cpu and not norm:  # a block has one content, whoever wrote it
         assert torch.equal(query, wanted)
         assert all(torch.equal(one, other) for one, other in zip(cache.tensors, right.tensors, strict=True))
     if format is None:
@@ -147,10 +154,20 @@ def test_the_angles_are_those_of_transformers():
     assert_close(keys, expected[1][0].transpose(0, 1)[slots >= 0], **TOLERANCES[torch.float32])
 
 
+@pytest.mark.parametrize("level", native.levels())
+def test_angles_may_have_more_digits_than_the_model(level):
+    facts = dict(dtype=torch.bfloat16, device="cpu", format=None, norm=False, joint=True)
+    (one, _), (other, _) = (rotation(9, 3, 64, 16, **facts) for _ in range(2))
+    cos, sin = (torch.randn(7, 64, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+    found = native.rope_kv_write(*one[:3], cos, sin, *one[5:], level=level)
+    assert torch.equal(found, rope_kv_write_reference(*other[:3], cos, sin, *other[5:]))
+    assert all(map(torch.equal, one[5].tensors, other[5].tensors))
+
+
 def test_a_head_without_halves_is_refused():
     arguments, _ = rotation(2, 1, 2, 4, dtype=torch.float32, device="cpu", format=None, norm=False, joint=False)
     odd = [x[..., :1] for x in arguments[:5]]
     cache = make_cache(torch.zeros((16, 2, 1, 4, 1)), None, strided=False)
-    for implementation in (rope_kv_write, rope_kv_write_cpu):
+    for implementation in (rope_kv_write, rope_kv_write_cpu, native.rope_kv_write):
         with pytest.raises(ValueError, match="head_dim=1: must be even"):
             implementation(*odd, cache, arguments[6])

@@ -1,18 +1,25 @@
-"""The CPU's paged attention against the reference, and what its plan promises."""
+"""The CPU's paged attention, in PyTorch and in C++ at every level of this machine, against the reference."""
 
+import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from attention_cases import Case, make_inputs, make_paging, sample
+from attention_cases import BATCHES, Case, make_inputs, make_paging, replace_paging, sample
 from torch.testing import assert_close
 
 from kernels import ops
+from kernels.cpu import native
 from kernels.cpu import paged_attention as cpu
 from kernels.paged_attention import paged_attention_reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+COMPILED = {level: partial(native.paged_attention, level=level) for level in native.levels()}
+ATTEND = {"PyTorch": cpu.paged_attention, **COMPILED}
+if shutil.which("g++"):
+    assert {"plain", "amx_emulated"} <= COMPILED.keys()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -20,9 +27,67 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 def test_matches_reference(case, dtype):
     inputs = make_inputs(case, dtype)
     expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
-    actual = cpu.paged_attention(*inputs.arrays, **inputs.settings)
-    assert not actual.isnan().any()
-    assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for name, attend in ATTEND.items():
+        actual = attend(*inputs.arrays, **inputs.settings)
+        close = torch.isclose(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])  # not where it is NaN
+        assert close.all(), f"{name}: off by {(actual - expected).abs().max()}"
+
+
+@pytest.fixture
+def threads():
+    """Sets how many work on an operation, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 1500), (1, 40))}
+
+
+@pytest.mark.parametrize("settings", [{}, {"sinks": True, "softcap": 4.0}, {"sliding_window": 700}], ids=str)
+@pytest.mark.parametrize("spans", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+def test_a_context_is_split_where_sequences_are_few(attend, spans, settings, threads, monkeypatch):
+    monkeypatch.setitem(BATCHES, "long", spans)
+    inputs = make_inputs(Case("long", num_kv_heads=1, head_dim=72, **settings), torch.float32)
+    expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    threads(1)
+    whole = attend(*inputs.arrays, **inputs.settings)
+    threads(4)
+    split = attend(*inputs.arrays, **inputs.settings)
+    assert not torch.equal(split, whole), "nothing was split"
+    assert torch.equal(split, attend(*inputs.arrays, **inputs.settings))
+    for found in (whole, split):
+        assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("case", [Case("decode"), Case("mixed", format="int8"), Case("prefill", head_dim=128)], ids=str)
+def test_what_is_not_split_is_the_same_on_any_number_of_threads(attend, case, threads):
+    inputs = make_inputs(case, torch.bfloat16)
+    found = []
+    for count in (1, 2, 5):
+        threads(count)
+        found.append(attend(*inputs.arrays, **inputs.settings))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+def test_addresses_outside_of_the_pool_are_refused(attend):
+    query, cache, paging = make_inputs(Case("decode"), torch.float32).arrays
+    for block in (-1, len(cache.keys)):
+        tables = paging.block_tables.clone()
+        tables[4, 8] = block
+        with pytest.raises(RuntimeError, match=rf"block_tables\[4\]: block {block} of a pool of {len(cache.keys)}"):
+            attend(query, cache, replace_paging(paging, block_tables=tables), scale=1.0)
+    with pytest.raises(RuntimeError, match="sequence 4: context of 130, block table of 8"):
+        attend(query, cache, replace_paging(paging, block_tables=paging.block_tables[:, :8]), scale=1.0)
+    with pytest.raises(RuntimeError, match="sequence 4: its queries lie outside"):
+        attend(query[:4], cache, paging, scale=1.0)
+    too_many, _ = make_paging(((5, 3),), 16)
+    with pytest.raises(RuntimeError, match="5 queries, context of 3"):
+        attend(query, cache, too_many, scale=1.0)
 
 
 @pytest.mark.nightly
@@ -75,7 +140,7 @@ def test_more_queries_than_context_is_a_bug_of_the_caller():
 
 def test_dispatch_reaches_the_cpu_implementation():
     inputs = make_inputs(Case(), torch.float32)
-    expected = cpu.paged_attention(*inputs.arrays, **inputs.settings)
+    expected = (native if COMPILED else cpu).paged_attention(*inputs.arrays, **inputs.settings)
     assert torch.equal(ops.paged_attention(*inputs.arrays, **inputs.settings), expected)
     _query, cache, paging = inputs.arrays
     new = torch.ones(len(paging.slots), 2, 64)
@@ -91,6 +156,7 @@ import sys
 sys.modules["triton"] = None  # an import of it fails
 import torch
 from kernels import ops
+from kernels.cpu import native
 from kernels.layer_cache import LayerCache
 from kernels.paging import Paging
 one, cache = torch.ones(1, 2, 8), LayerCache(*torch.zeros(2, 1, 2, 4, 8))

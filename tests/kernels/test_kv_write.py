@@ -1,16 +1,20 @@
 """kv_write, in the interpreter, on a GPU and on a CPU, against the reference."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_cases import make_cache
 from torch import Tensor
 
+from kernels.cpu import native
 from kernels.cpu.kv_write import kv_write as kv_write_cpu
 from kernels.kv_write import kv_write, kv_write_reference
 from kernels.layer_cache import FORMATS, LayerCache
 
 # num_kv_heads, head_dim, block_size
 SHAPES = [(1, 8, 1), (3, 64, 16), (2, 80, 8), (1, 72, 256), (32, 128, 2), (5, 256, 32)]
+COMPILED = [partial(native.kv_write, level=level) for level in native.levels()]
 ANY_FORMAT = [None, *FORMATS.values()]
 
 
@@ -58,14 +62,15 @@ def test_triton_matches_reference(shape, dtype, strided, format, device):
 
 @pytest.mark.parametrize("format", ANY_FORMAT)
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cpu_matches_reference(shape, dtype, strided, format):
-    check(kv_write_cpu, shape, dtype, "cpu", strided, format)
+    for write in (kv_write_cpu, *COMPILED):
+        check(write, shape, dtype, "cpu", strided, format)
 
 
 @pytest.mark.parametrize("format", ANY_FORMAT)
-@pytest.mark.parametrize("write", [kv_write_cpu, kv_write_reference])
+@pytest.mark.parametrize("write", [kv_write_cpu, kv_write_reference, *COMPILED])
 def test_nothing_to_write(write, format):
     key, value, cache, slots = make_inputs(2, 8, 4, torch.float32, "cpu", False, format)
     before = [tensor.clone() for tensor in cache.tensors]

@@ -1,14 +1,19 @@
 """What one byte an element costs: bounds that follow from the formats, and what must never be lost."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_cases import Case, make_inputs
 from torch import Tensor
 
+from kernels.cpu import native as compiled
 from kernels.cpu.paged_attention import paged_attention as attend_cpu
 from kernels.kv_write import kv_write
 from kernels.layer_cache import FORMATS, LARGEST, LayerCache, dequantize, quantize
 from kernels.paged_attention import paged_attention, paged_attention_reference
+
+ON_CPU = [attend_cpu, *(partial(compiled.paged_attention, level=level) for level in compiled.levels())]
 
 
 def rows() -> Tensor:
@@ -72,9 +77,9 @@ def test_what_is_finite_stays_finite_and_what_is_not_stays_visible(dtype, of):
 
 
 @pytest.mark.parametrize("format", FORMATS.values())
-@pytest.mark.parametrize("attend", [paged_attention, attend_cpu, paged_attention_reference])
+@pytest.mark.parametrize("attend", [paged_attention, *ON_CPU, paged_attention_reference])
 def test_a_nan_reaches_those_that_attend_to_it_and_no_other(attend, format, device):
-    place = "cpu" if attend is attend_cpu else device
+    place = "cpu" if attend in ON_CPU else device
     case = Case("decode", format=format)
     for pool in ("key_scales", "value_scales"):
         query, cache, paging = make_inputs(case, torch.float32, place).arrays

@@ -1,0 +1,202 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace paged {
+
+#define LEVEL(name) extern const Level level_##name;
+PAGED_LEVELS
+#undef LEVEL
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // bf16, tiles
+  __get_cpuid(1, &a, &b, &c, &d);
+  if (!(c >> 27 & 1)) return false;  // no xgetbv
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned tiles = 3u << 17;  // their configuration and their data, kept by the system
+  constexpr long ask_for_permission = 0x1023, tile_data = 18;
+  return (low & tiles) == tiles && syscall(SYS_arch_prctl, ask_for_permission, tile_data) == 0;
+}
+
+bool runs(const std::string& level) {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (level == "avx2") return avx2;
+  if (level == "avx512") return avx512;
+  if (level == "avx512_bf16") return bf16;
+  if (level == "amx") return bf16 && has_amx();
+  return true;
+}
+#else
+bool runs(const std::string&) { return true; }
+#endif
+
+constexpr int item_rows = 192;    // heads times queries: a key that was packed serves so many
+constexpr int fewest_keys = 256;  // of a part of a context
+constexpr int parts_of_thread = 4;
+constexpr int packing_rows = 8;  // what bringing and packing a key costs, in rows multiplied with it
+
+struct Piece {
+  Item item;
+  int64_t cost;
+};
+
+int64_t cost_of(const Item& item, int group) {
+  return (int64_t)(item.end - item.begin) * (item.queries * group + packing_rows);
+}
+
+void check_sequence(const Attention& call, int seq) {
+  const int queries = call.query_starts[seq + 1] - call.query_starts[seq], context = call.context_lens[seq];
+  const std::string who = "sequence " + std::to_string(seq) + ": ";
+  if (call.query_starts[seq] < 0 || queries < 0 || call.query_starts[seq + 1] > call.num_tokens)
+    throw std::runtime_error(who + "its queries lie outside of the batch");
+  if (context == 0) return;
+  if (context < queries)
+    throw std::runtime_error(who + std::to_string(queries) + " queries, context of " + std::to_string(context));
+  if (context > (int64_t)call.max_blocks * call.cache.block_size)
+    throw std::runtime_error(who + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
+}
+
+// All of them cover every query with a context once, for each KV head, largest first.
+std::vector<Piece> list_items(const Attention& call) {
+  const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, item_rows / group);
+  std::vector<Piece> pieces;
+  for (int seq = 0; seq < call.num_seqs; seq++) {
+    check_sequence(call, seq);
+    const int first = call.query_starts[seq], queries = call.query_starts[seq + 1] - first;
+    const int context = call.context_lens[seq];
+    if (context == 0 || queries == 0) continue;
+    const int oldest = call.window ? std::max(0, context - queries - call.window + 1) : 0;
+    const int32_t* table = call.block_tables + seq * call.table_stride;
+    for (int at = oldest / call.cache.block_size; at <= (context - 1) / call.cache.block_size; at++)
+      if (table[at] < 0 || table[at] >= call.cache.num_blocks)
+        throw std::runtime_error("block_tables[" + std::to_string(seq) + "]: block " + std::to_string(table[at]) + " of a pool of " + std::to_string(call.cache.num_blocks));
+    for (int done = 0; done < queries; done += tile) {
+      const int length = std::min(tile, queries - done), position = context - queries + done;
+      const int begin = call.window ? std::max(0, position - call.window + 1) : 0;
+      for (int head = 0; head < call.cache.num_kv_heads; head++) {
+        const Item item{seq, head, first + done, length, position, begin, position + length, nullptr};
+        pieces.push_back({item, cost_of(item, group)});
+      }
+    }
+  }
+  return pieces;
+}
+
+template <class Number>
+Number ceil_div(Number a, Number b) {
+  return (a + b - 1) / b;
+}
+
+struct Plan {
+  std::vector<Piece> pieces;
+  std::vector<Merge> merges;
+  std::vector<float> partials;
+};
+
+// The number of parts depends on the shape of the batch and the number of threads only.
+Plan make_plan(const Attention& call, int threads) {
+  Plan plan;
+  const int group = call.num_heads / call.cache.num_kv_heads;
+  std::vector<Piece> whole = list_items(call);
+  int64_t total = 0;
+  for (const Piece& piece : whole) total += piece.cost;
+  const int64_t fair = std::max<int64_t>(1, total / (threads * parts_of_thread));
+  std::vector<std::pair<size_t, size_t>> places;  // of each merge: its first piece, and where its partials are
+  size_t used = 0;
+  for (const Piece& piece : whole) {
+    const Item& item = piece.item;
+    const int keys = item.end - item.begin;
+    const int64_t wanted = std::min<int64_t>(ceil_div(piece.cost, fair), keys / fewest_keys);
+    if (threads == 1 || wanted < 2) {
+      plan.pieces.push_back(piece);
+      continue;
+    }
+    const int step = ceil_div(ceil_div(keys, (int)wanted), key_tile) * key_tile, parts = ceil_div(keys, step);
+    places.push_back({plan.pieces.size(), used});
+    plan.merges.push_back({item, parts});
+    for (int part = 0; part < parts; part++) {
+      Item one = item;
+      one.begin = item.begin + part * step;
+      one.end = std::min(item.end, one.begin + step);
+      plan.pieces.push_back({one, cost_of(one, group)});
+      used += (size_t)item.queries * group * (call.cache.head_dim + 2);
+    }
+  }
+  plan.partials.resize(used);
+  for (size_t i = 0; i < plan.merges.size(); i++) {
+    Merge& merge = plan.merges[i];
+    merge.item.partial = plan.partials.data() + places[i].second;
+    for (int part = 0; part < merge.parts; part++)
+      plan.pieces[places[i].first + part].item.partial =
+          merge.item.partial + (size_t)part * merge.item.queries * group * (call.cache.head_dim + 2);
+  }
+  std::stable_sort(plan.pieces.begin(), plan.pieces.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+  return plan;
+}
+
+void* thread_scratch(size_t bytes) {  // kept, and grown: a new one would be mapped in anew, page by page
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local size_t size = 0;
+  if (bytes > size) {
+    size = ceil_div<size_t>(bytes, 64) * 64;
+    memory.reset(std::aligned_alloc(64, size));
+    if (!memory) {
+      size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory.get();
+}
+
+}  // namespace
+
+const std::vector<const Level*>& levels() {
+  static const std::vector<const Level*> found = [] {
+    std::vector<const Level*> those;
+#define LEVEL(name) \
+  if (runs(#name)) those.push_back(&level_##name);
+    PAGED_LEVELS
+#undef LEVEL
+    return those;
+  }();
+  return found;
+}
+
+void run_attention(const Level& level, const Attention& call, int threads, const Pool_of_threads& pool) {
+  const Plan plan = make_plan(call, threads);
+  const int group = call.num_heads / call.cache.num_kv_heads;
+  int rows = 0;
+  for (const Piece& piece : plan.pieces) rows = std::max(rows, piece.item.queries * group);
+  const size_t bytes = level.scratch(call, rows);
+  std::atomic<size_t> next{0};
+  pool(std::min<size_t>(threads, plan.pieces.size()), [&] {
+    void* scratch = thread_scratch(bytes);
+    for (size_t i; (i = next++) < plan.pieces.size();) level.attend(call, plan.pieces[i].item, scratch);
+  });
+  for (const Merge& merge : plan.merges) level.merge(call, merge);
+}
+
+}  // namespace paged

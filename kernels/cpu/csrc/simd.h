@@ -1,0 +1,329 @@
+// Vectors of the level that a file is compiled for, as extensions of GCC and Clang: arithmetic is written with
+// operators, and intrinsics stand only where there is no operator.
+//
+// All of it has internal linkage, and no header with inline functions of its own is included: what is compiled for a
+// newer chip must not be merged by the linker with what others call.
+#pragma once
+#include <cstdint>
+
+#include "calls.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace paged {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // lanes of 32 bits
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef int8_t vi8 __attribute__((vector_size(W)));
+typedef uint8_t vu8 __attribute__((vector_size(W)));
+typedef uint16_t vu16 __attribute__((vector_size(2 * W)));
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class V>
+INLINE V load(const void* from) {
+  V value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V>
+INLINE void store(void* to, V value) {
+  __builtin_memcpy(to, &value, sizeof value);
+}
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vi splat(int32_t x) { return x - vi{}; }
+INLINE vf as_float(vu x) { return (vf)x; }
+INLINE vu as_bits(vf x) { return (vu)x; }
+INLINE vf select(vi which, vf yes, vf no) { return which ? yes : no; }
+INLINE vf largest(vf a, vf b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
+INLINE int larger(int a, int b) { return a > b ? a : b; }
+INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+INLINE vi lanes() {
+  vi n;
+  for (int i = 0; i < W; i++) n[i] = i;
+  return n;
+}
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE float sum_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float sum = 0;
+  for (int i = 0; i < W; i++) sum += x[i];
+  return sum;
+#endif
+}
+
+INLINE float largest_of(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float top = x[0];
+  for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
+  return top;
+#endif
+}
+
+// 2**x for x in [-infinity, 127]; 0 below -126. The error is 2e-9 of it before rounding, or with FEW digits 3e-6.
+template <bool FEW = false>
+INLINE vf exp2(vf x) {
+  vf inside = x < -126.0f ? splat(-126.0f) : x;  // NaN stays
+  vf shifted = inside + 12582912.0f;             // 1.5 * 2**23: no bits are left below 1
+  vf f = inside - (shifted - 12582912.0f);
+  vf p;
+  if constexpr (FEW) {
+    p = fma(splat(9.570101276e-3f), f, splat(5.591785908e-2f));
+    p = fma(p, f, splat(2.402474433e-1f));
+    p = fma(p, f, splat(6.931217909e-1f));
+    p = fma(p, f, splat(9.999992847e-1f));
+  } else {
+    p = fma(splat(1.534581097e-4f), f, splat(1.339993091e-3f));
+    p = fma(p, f, splat(9.618489072e-3f));
+    p = fma(p, f, splat(5.550328642e-2f));
+    p = fma(p, f, splat(2.402264625e-1f));
+    p = fma(p, f, splat(6.931471825e-1f));
+    p = fma(p, f, splat(1.0f));
+  }
+  vf power = as_float((as_bits(shifted) << 23) + 0x3F800000u);  // of a NaN some number: NaN * it is NaN
+  return x < -126.0f ? vf{} : p * power;
+}
+
+INLINE float exp2(float x) { return exp2(splat(x))[0]; }
+
+constexpr float log2e = 1.4426950408889634f;
+
+INLINE vf tanh(vf x) {  // saturates; NaN stays
+  vf bounded = x > 20.0f ? splat(20.0f) : x < -20.0f ? splat(-20.0f) : x;
+  vf e = exp2(bounded * (2 * log2e));
+  return 1.0f - 2.0f / (e + 1.0f);
+}
+
+// --- elements of 8 and 16 bits --------------------------------------------------------------------------------------
+
+// GCC makes many instructions of a conversion between lanes of different width; these are one.
+INLINE vu extend_u16(const void* from) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32(load<__m256i>(from));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32(load<__m128i>(from));
+#else
+  return __builtin_convertvector(load<vu16>(from), vu);
+#endif
+}
+
+INLINE vu extend_u8(const void* from) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<vu8>(from), vu);
+#endif
+}
+
+INLINE vi extend_i8(const void* from) { return (vi)(extend_u8(from) << 24) >> 24; }
+
+INLINE vf widen_f16(const void* from) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+  vu bits = __builtin_convertvector(load<vu16>(from), vu);
+  vu magnitude = (bits & 0x7FFFu) << 13;
+  vf number = as_float(magnitude + (112u << 23));  // its exponent's bias is 15, not 127
+  vf small = __builtin_convertvector((vi)(bits & 0x7FFFu), vf) * 0x1p-24f;
+  vf value = select((vi)(magnitude < (1u << 23)), small, number);
+  value = select((vi)(magnitude >= (31u << 23)), as_float(magnitude | 0x7F800000u), value);
+  return as_float(as_bits(value) | (bits & 0x8000u) << 16);
+#endif
+}
+
+INLINE vu16 narrow_f16(vf x) {
+#if defined(__AVX512F__)
+  return (vu16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (vu16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  vu bits = as_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  vu number = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  number = number > 0x7C00u ? vu{} + 0x7C00u : number;
+  vu small = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;  // in steps of 2**-24: the last bits below 1
+  vu half = magnitude < (113u << 23) ? small : magnitude >= 0x47800000u ? vu{} + 0x7C00u : number;
+  half = magnitude > 0x7F800000u ? vu{} + 0x7E00u : half;
+  return __builtin_convertvector(half | sign, vu16);
+#endif
+}
+
+INLINE vf widen_bf16(const void* from) { return as_float(extend_u16(from) << 16); }
+
+INLINE vu rounded_bf16(vf x) {  // in the upper halves, to nearest even
+  vu bits = as_bits(x);
+  vu rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
+  return x == x ? rounded & 0xFFFF0000u : vu{} + 0x7FC00000u;
+}
+
+INLINE vu16 narrow_bf16(vf x) {
+#if defined(__AVX512F__)
+  return (vu16)_mm512_cvtepi32_epi16((__m512i)(rounded_bf16(x) >> 16));
+#else
+  return __builtin_convertvector(rounded_bf16(x) >> 16, vu16);
+#endif
+}
+
+INLINE vf widen_fp8(const void* from) {  // no code is NaN: `quantize` makes none
+  vu bits = extend_u8(from);
+  vu magnitude = bits & 0x7Fu;
+  vf number = as_float((magnitude << 20) + (120u << 23));
+  vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-9f;
+  vf value = select((vi)(magnitude < 8u), small, number);
+  return as_float(as_bits(value) | (bits & 0x80u) << 24);
+}
+
+template <Type T>
+constexpr int bytes_of = T == Type::f32 ? 4 : T == Type::f16 || T == Type::bf16 ? 2 : 1;
+
+inline constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
+
+template <Type T>
+INLINE vf widen(const void* from) {  // W elements
+  if constexpr (T == Type::f32) return load<vf>(from);
+  if constexpr (T == Type::f16) return widen_f16(from);
+  if constexpr (T == Type::bf16) return widen_bf16(from);
+  if constexpr (T == Type::int8) return __builtin_convertvector(extend_i8(from), vf);
+  if constexpr (T == Type::fp8) return widen_fp8(from);
+}
+
+template <Type T>
+INLINE void narrow(void* to, vf x) {
+  if constexpr (T == Type::f32) store(to, x);
+  if constexpr (T == Type::f16) store(to, narrow_f16(x));
+  if constexpr (T == Type::bf16) store(to, narrow_bf16(x));
+}
+
+// The same for the last elements of a row: those past `count` are read as 0, and not written.
+template <Type T>
+INLINE vf widen(const void* from, int count) {
+  if (count >= W) return widen<T>(from);
+  alignas(64) unsigned char whole[4 * W] = {};
+  __builtin_memcpy(whole, from, count * bytes_of<T>);
+  return widen<T>(whole);
+}
+
+template <Type T>
+INLINE void narrow(void* to, vf x, int count) {
+  if (count >= W) return narrow<T>(to, x);
+  alignas(64) unsigned char whole[4 * W];
+  narrow<T>(whole, x);
+  __builtin_memcpy(to, whole, count * bytes_of<T>);
+}
+
+template <Type T>
+INLINE vf rounded(vf x) {  // to T and back
+  if constexpr (T == Type::f32) return x;
+  if constexpr (T == Type::bf16) return as_float(rounded_bf16(x));
+  vu16 half = narrow_f16(x);
+  return widen_f16(&half);
+}
+
+template <Type T>
+INLINE const void* at(const void* row, int64_t element) {
+  return (const char*)row + element * bytes_of<T>;
+}
+
+template <Type T>
+INLINE void* at(void* row, int64_t element) {
+  return (char*)row + element * bytes_of<T>;
+}
+
+// Calls `body` with the type as a constant: floating ones, and all.
+#define WITH_FLOAT(type, T, ...)                                                \
+  switch (type) {                                                               \
+    case Type::f16: { constexpr Type T = Type::f16; __VA_ARGS__; } break;       \
+    case Type::bf16: { constexpr Type T = Type::bf16; __VA_ARGS__; } break;     \
+    default: { constexpr Type T = Type::f32; __VA_ARGS__; } break;              \
+  }
+
+// --- pairs of bf16 in 32 bits ---------------------------------------------------------------------------------------
+
+INLINE vu pack_bf16(vf first, vf second) {  // 2 W elements in order
+#if defined(__AVX512BF16__)
+  return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+  vu16 halves[2] = {narrow_bf16(first), narrow_bf16(second)};
+  return load<vu>(halves);
+#endif
+}
+
+INLINE vf dot_bf16(vu a, vu b, vf sum) {  // both products of each lane's pair
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum = fma(as_float(a << 16), as_float(b << 16), sum);
+  return fma(as_float(a & 0xFFFF0000u), as_float(b & 0xFFFF0000u), sum);
+#endif
+}
+
+// --- transposition of W x W lanes -----------------------------------------------------------------------------------
+
+template <int... L>
+struct Lanes {
+  template <int S>
+  static INLINE void exchange(vu& a, vu& b) {
+    vu low = __builtin_shufflevector(a, b, ((L & S) ? W + L - S : L)...);
+    b = __builtin_shufflevector(a, b, ((L & S) ? W + L : L + S)...);
+    a = low;
+  }
+  static INLINE void interleave(vf& even, vf& odd) {
+    vf low = __builtin_shufflevector(even, odd, (L / 2 + (L & 1) * W)...);
+    odd = __builtin_shufflevector(even, odd, (W / 2 + L / 2 + (L & 1) * W)...);
+    even = low;
+  }
+};
+#if defined(__AVX512F__)
+using All = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+#elif defined(__AVX2__)
+using All = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
+#else
+using All = Lanes<0, 1, 2, 3>;
+#endif
+
+// The elements 0, 2, 4 ... and 1, 3, 5 ... of a row become its first W and its last W.
+INLINE void interleave(vf& even, vf& odd) { All::interleave(even, odd); }
+
+template <int S = W / 2>
+INLINE void transpose(vu (&rows)[W]) {  // by quarters: lanes whose number has the bit S change places over S rows
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++)
+    if (!(i & S)) All::exchange<S>(rows[i], rows[i + S]);
+  if constexpr (S > 1) transpose<S / 2>(rows);
+}
+
+}  // namespace
+}  // namespace paged

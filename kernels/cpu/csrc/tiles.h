@@ -1,0 +1,181 @@
+// Products of matrices in panels, and the one with AMX tiles.
+//
+//   a [rows][k] units, row-major;  b [k][columns] units;  c [rows][columns] fp32
+//
+// A unit is 32 bits: an fp32, or two bf16 that follow each other in the dimension that is summed over.
+#pragma once
+#include "simd.h"
+
+#ifndef PAGED_EMULATE_AMX
+#define PAGED_EMULATE_AMX 0
+#endif
+#if PAGED_EMULATE_AMX || defined(__AMX_BF16__)
+#define PAGED_HAS_TILES 1
+#else
+#define PAGED_HAS_TILES 0
+#endif
+
+namespace paged {
+namespace {
+
+// Rows of the next tile, brought nearer one by one between the operations of this one: memory and arithmetic overlap.
+struct Ahead {
+  const void* const* next;
+  const void* const* end;
+  int row_bytes;
+
+  INLINE void bring(int rows = 1) {
+    for (; rows && next < end; rows--, next++)
+      for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)*next + byte, 0, 2);
+  }
+};
+
+template <bool PAIRS, int ROWS, int VECTORS>
+INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
+                          int depth, bool add, Ahead& ahead) {
+  vf sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) sums[i][j] = add ? load<vf>(c + i * c_stride + j * W) : vf{};
+  for (int k = 0; k < depth; k++) {
+    ahead.bring();
+    vu right[VECTORS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) right[j] = load<vu>(b + (int64_t)k * b_stride + j * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+      vu left = vu{} + a[i * a_stride + k];
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++)
+        sums[i][j] = PAIRS ? dot_bf16(left, right[j], sums[i][j]) : fma(as_float(left), as_float(right[j]), sums[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) store(c + i * c_stride + j * W, sums[i][j]);
+}
+
+constexpr int row_block = 6;                // with `column_block` of them, as many sums as registers hold
+constexpr int column_block = W == 16 ? 4 : 2;
+
+template <bool PAIRS, int VECTORS>
+void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
+                     int depth, bool add, Ahead& ahead) {
+  int i = 0;
+  for (; i + row_block <= rows; i += row_block)
+    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, ahead);
+  a += i * a_stride;
+  c += i * c_stride;
+  switch (rows - i) {
+    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+  }
+}
+
+// c = a b, or c += a b. columns: a multiple of W.
+template <bool PAIRS>
+INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
+                    int columns, int depth, bool add, Ahead& ahead) {
+  int j = 0;
+  for (; j + column_block * W <= columns; j += column_block * W)
+    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+  for (; j < columns; j += W)
+    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+}
+
+#if PAGED_HAS_TILES
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+#if PAGED_EMULATE_AMX
+// What the instructions do, by the manual: for tests on a machine without them.
+struct Tile {
+  uint32_t units[16][16];
+};
+thread_local Tile tiles[8];
+thread_local bool configured;
+
+void tile_config(const TileConfig& config) {
+  configured = config.palette == 1;
+  for (int t = 0; t < 8; t++) configured &= config.row_bytes[t] == 64 && config.rows[t] == 16;
+}
+void tile_release() { configured = false; }
+void tile_zero(int t) { tiles[t] = Tile{}; }
+void tile_load(int t, const void* from, int64_t stride) {
+  if (!configured) __builtin_trap();
+  for (int r = 0; r < 16; r++) __builtin_memcpy(tiles[t].units[r], (const char*)from + r * stride, 64);
+}
+void tile_store(int t, void* to, int64_t stride) {
+  for (int r = 0; r < 16; r++) __builtin_memcpy((char*)to + r * stride, tiles[t].units[r], 64);
+}
+void tile_dot(int c, int a, int b) {
+  for (int m = 0; m < 16; m++)
+    for (int k = 0; k < 16; k++)
+      for (int n = 0; n < 16; n += W) {
+        vu left = vu{} + tiles[a].units[m][k];
+        vf sum = dot_bf16(left, load<vu>(&tiles[b].units[k][n]), load<vf>(&tiles[c].units[m][n]));
+        store(&tiles[c].units[m][n], sum);
+      }
+}
+#else
+#define tile_config(config) _tile_loadconfig(&(config))
+#define tile_release() _tile_release()
+#define tile_zero(t) _tile_zero(t)
+#define tile_load(t, from, stride) _tile_loadd(t, from, stride)
+#define tile_store(t, to, stride) _tile_stored(t, to, stride)
+#define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
+#endif
+
+// As `product` of pairs. rows, columns and depth: multiples of 16.
+void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
+                  int columns, int depth, bool add) {
+  const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
+  for (int j = 0; j < columns; j += 32)
+    for (int i = 0; i < rows; i += 32) {  // sums in tiles 0 to 3, of two rows and two columns of tiles
+      const bool low = i + 16 < rows, right = j + 16 < columns;
+      float *c00 = c + i * c_stride + j, *c10 = c00 + 16 * c_stride;
+      tile_zero(0);
+      tile_zero(1);
+      tile_zero(2);
+      tile_zero(3);
+      if (add) {
+        tile_load(0, c00, c_row);
+        if (right) tile_load(1, c00 + 16, c_row);
+        if (low) tile_load(2, c10, c_row);
+        if (low && right) tile_load(3, c10 + 16, c_row);
+      }
+      for (int k = 0; k < depth; k += 16) {
+        const uint32_t *left = a + i * a_stride + k, *top = b + (int64_t)k * b_stride + j;
+        tile_load(4, left, a_row);
+        tile_load(6, top, b_row);
+        tile_dot(0, 4, 6);
+        if (right) {
+          tile_load(7, top + 16, b_row);
+          tile_dot(1, 4, 7);
+        }
+        if (low) {
+          tile_load(5, left + 16 * a_stride, a_row);
+          tile_dot(2, 5, 6);
+        }
+        if (low && right) tile_dot(3, 5, 7);
+      }
+      tile_store(0, c00, c_row);
+      if (right) tile_store(1, c00 + 16, c_row);
+      if (low) tile_store(2, c10, c_row);
+      if (low && right) tile_store(3, c10 + 16, c_row);
+    }
+}
+
+#endif
+
+}  // namespace
+}  // namespace paged

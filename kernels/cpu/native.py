@@ -1,0 +1,147 @@
+"""The operations in C++, where `kernels.cpu.build` has compiled them: csrc/ has the kernels, for each level of
+instructions that a CPU may have. The best level of this machine serves; PAGED_CPU_LEVEL names a lower one.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import (
+    check_add_rms_norm,
+    check_kv_write,
+    check_paged_attention,
+    check_rope_kv_write,
+    check_swiglu,
+)
+from kernels.cpu.build import library
+from kernels.layer_cache import LayerCache
+from kernels.paging import Paging
+
+log = logging.getLogger("paged_llm.kernels")
+
+LEVEL = "PAGED_CPU_LEVEL"
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """Those that were built and that this machine runs, the best first; none where nothing was built, with a log line.
+    Raises ValueError for a PAGED_CPU_LEVEL that is not among them."""
+    try:
+        torch.ops.load_library(path := library())
+    except OSError as error:
+        reason = str(error) if path.exists() else "they were not compiled"
+        log.warning("no kernels for this CPU (%s): PyTorch serves, slower. Mend: python -m kernels.cpu.build", reason)
+        return ()
+    names = ctypes.CDLL(path).paged_levels
+    names.restype = ctypes.c_char_p
+    found = tuple(names().decode().split())
+    asked = os.environ.get(LEVEL)
+    if asked and asked not in found:
+        raise ValueError(f"{LEVEL}={asked}: this machine has {', '.join(found)}")
+    log.info("kernels for this CPU: %s", asked or found[0])
+    return found
+
+
+def level() -> str:
+    """The one that serves. There must be one."""
+    return os.environ.get(LEVEL) or levels()[0]
+
+
+@cache
+def _index(name: str | None) -> int:
+    return levels().index(name or level())
+
+
+@cache
+def _operator(name: str) -> Callable[..., None]:
+    assert levels(), "not compiled"
+    found: Callable[..., None] = getattr(torch.ops.paged_cpu, name).default
+    return found
+
+
+def paged_attention(
+    query: Tensor,
+    cache: LayerCache,
+    paging: Paging,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """As `kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros. Raises
+    RuntimeError for more queries than context, or a block that the pool does not have."""
+    check_paged_attention(query, cache, sliding_window, softcap, sinks)
+    out = torch.zeros(query.shape, dtype=query.dtype)
+    _operator("paged_attention")(
+        out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        paging.block_tables, paging.context_lens, paging.query_starts,
+        scale, sliding_window or 0, softcap or 0.0, sinks if sinks is None else sinks.to(query.dtype).contiguous(),
+        _index(level),
+    )  # fmt: skip
+    return out
+
+
+def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
+    """As `kernels.kv_write.kv_write`."""
+    check_kv_write(key, value, cache, slots)
+    _operator("kv_write")(
+        _dense(key), _dense(value), cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        slots.contiguous(), _index(level),
+    )  # fmt: skip
+
+
+def rope_kv_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,
+    level: str | None = None,
+) -> Tensor:
+    """As `kernels.rope_kv_write.rope_kv_write`."""
+    check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    _operator("rope_kv_write")(
+        out, _dense(query), _dense(key), _dense(value), _dense(cos), _dense(sin.to(cos.dtype)),
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(),
+        query_weight, key_weight, eps, _index(level),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, level: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.add_rms_norm.add_rms_norm`."""
+    check_add_rms_norm(x, residual, weight)
+    x = _dense(x)
+    normed = torch.empty(x.shape, dtype=x.dtype)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    residual = None if residual is None else _dense(residual)
+    _operator("add_rms_norm")(normed, total, x, residual, weight.contiguous(), eps, _index(level))
+    return normed, x if total is None else total
+
+
+def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
+    """As `kernels.swiglu.swiglu`."""
+    check_swiglu(gate_up)
+    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    _operator("swiglu")(out, _dense(gate_up), _index(level))
+    return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

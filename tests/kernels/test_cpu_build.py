@@ -1,0 +1,83 @@
+"""How the CPU's kernels are compiled and found; what serves where they are not."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from kernels import ops
+from kernels.cpu import build, native
+
+# Writes its last argument's file, but knows no tiles.
+COMPILER = """#!/bin/sh
+case "$*" in *-mamx-tile*|*{refuses}*) echo "level.cpp:1: error: unknown flag" >&2; exit 1;; esac
+for target; do :; done
+while [ "$1" != -o ]; do shift; done
+echo "$*" > "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    def make(refuses: str) -> None:
+        script = tmp_path / "compiler"
+        script.write_text(COMPILER.replace("{refuses}", refuses))
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    return make
+
+
+def test_a_level_that_the_compiler_does_not_know_is_left_out(compiler, monkeypatch, capsys):
+    compiler(refuses="nothing")
+    monkeypatch.setitem(build.LEVELS, "amx", "-mamx-tile")
+    assert build.main() == 0
+    said = capsys.readouterr().out
+    assert "Left out amx: " in said and "level.cpp:1: error: unknown flag" in said
+    assert [file.name for file in build.BUILT.iterdir()] == [build.library().name]
+    assert build.main() == 0
+    assert capsys.readouterr().out == "", "compiled again"
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_failed_build_says_why_and_leaves_nothing(compiler, monkeypatch, capsys, missing):
+    compiler(refuses="binding.cpp")
+    if missing:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 1
+    reason = "no C++ compiler: none of no-such-compiler is on PATH" if missing else "gave 1: level.cpp:1: error"
+    assert reason in capsys.readouterr().err
+    assert not build.library().exists()
+
+
+def test_other_sources_are_another_library(tmp_path, monkeypatch):
+    before = build.library()
+    for source in build.SOURCES.iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert build.library() == before
+    (tmp_path / "level.cpp").write_text("// changed")
+    assert build.library() != before
+
+
+def test_without_them_pytorch_serves_and_the_log_says_how_to_mend_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(native, "library", lambda: tmp_path / "none.so")
+    monkeypatch.setattr(native, "levels", native.levels.__wrapped__)
+    with caplog.at_level(logging.WARNING):
+        attend = ops._implementation.__wrapped__("paged_attention", "paged_attention", True)
+    assert attend.__module__ == "kernels.cpu.paged_attention"
+    assert ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "kernels.cpu.between_attentions"
+    assert "they were not compiled): PyTorch serves, slower. Mend: python -m kernels.cpu.build" in caplog.text
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+def test_a_level_is_chosen_by_name(compiled_environment, monkeypatch):
+    script = "from kernels.cpu import native; print(native.level())"
+    asked = compiled_environment | {native.LEVEL: "plain"}
+    said = subprocess.run([sys.executable, "-c", script], check=True, env=asked, capture_output=True, text=True)
+    assert said.stdout.strip() == "plain"
+    monkeypatch.setenv(native.LEVEL, "sse9")
+    with pytest.raises(ValueError, match=r"PAGED_CPU_LEVEL=sse9: this machine has .*plain"):
+        native.levels.__wrapped__()
