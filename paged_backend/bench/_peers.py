@@ -7,8 +7,8 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,27 +18,13 @@ from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
+    StoppingCriteriaList,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from paged_backend.bench._workload import Job
+from paged_backend.bench._workload import Contestant, Job, Run
 from paged_backend.config import EngineConfig
 from paged_backend.model_loader import LoadedModel
-
-
-@dataclass(frozen=True)
-class Run:
-    """One contestant's pass over the requests."""
-
-    seconds: float
-    requests: int  # that it served: of the first ones, as many as it has memory for
-    stamps: list[list[float]] = field(default_factory=list)  # of each sequence's tokens, seconds from its arrival
-    peak_slots: int = 0  # key/value slots held at once at the most
-    peak_tokens: int = 0  # tokens that were in them
-    settings: Mapping[str, str | float] = field(default_factory=dict)  # what was chosen for it
-
-
-Contestant = Callable[[Sequence[Job]], Run]
 
 
 def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:
@@ -73,12 +59,12 @@ def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
         jobs = jobs[: max(1, int(min(len(jobs), memory // _row_bytes(model, jobs))))]
         _release()
         started = time.perf_counter()
-        _generate(model, jobs)
+        stamps, outputs = _generate(model, jobs)
         seconds = time.perf_counter() - started
         slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
-        return Run(
-            seconds, len(jobs), peak_slots=slots, peak_tokens=sum(len(job.prompt) + job.output - 1 for job in jobs)
-        )  # fmt: skip
+        tokens = sum(len(job.prompt) + job.output - 1 for job in jobs)
+        begun = [[when - started for when in one] for one in stamps]
+        return Run(seconds, len(jobs), begun, outputs, slots, tokens)
 
     return run
 
@@ -99,11 +85,17 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
+def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> tuple[list[list[float]], list[list[int]]]:
+    """When each sequence had its tokens, and the tokens of each request's first. Beams are known at the end only."""
     width, first = max(len(job.prompt) for job in jobs), jobs[0]
     ids = torch.tensor([[0] * (width - len(job.prompt)) + job.prompt for job in jobs], device=model.device)
     mask = torch.tensor([[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs], device=model.device)
-    steps = max(job.output for job in jobs)
+    steps, ends = max(job.output for job in jobs), []
+
+    def look(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        ends.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     out = model.generate(
         ids,
         attention_mask=mask,
@@ -113,8 +105,12 @@ def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> None:
         num_beams=first.beams,
         eos_token_id=None,
         pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([look]),
     )
     assert out.shape == (len(jobs) * first.n, width + steps)
+    stamps = [ends[: job.output] for job in jobs for _ in range(first.n)] if first.beams == 1 else []
+    tokens = out[:: first.n, width:].tolist()
+    return stamps, [row[: job.output] for row, job in zip(tokens, jobs, strict=True)]
 
 
 def continuous(model: PreTrainedModel, budget: int, *, tuned: bool, sharing: bool) -> Contestant:
@@ -189,13 +185,14 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
         manager.add_request(job.prompt, request_id=str(key), max_new_tokens=job.output, record_timestamps=True)
     results = _collect(manager, rows)
     seconds = time.perf_counter() - started
-    stamps = []
+    stamps, outputs = [], [[] for _ in jobs]
     for result in results:
-        job = jobs[int(result.request_id.partition("__")[0])]
+        key = int(result.request_id.partition("__")[0])
+        job, outputs[key] = jobs[key], result.generated_tokens
         # It logs errors and goes on: what is missing would make it look fast.
         assert len(result.generated_tokens) == job.output, (result.request_id, len(result.generated_tokens))
         stamps.append([when - started - job.arrival for when in result.timestamps or ()])
-    return Run(seconds, len(jobs), stamps)
+    return Run(seconds, len(jobs), stamps, outputs)
 
 
 def _collect(manager: Any, count: int) -> list[Any]:

@@ -1,11 +1,11 @@
-"""What the benchmarks ask of an engine: prompts, outputs and arrivals, the same for every contestant."""
+"""What benchmarks ask of an engine, the same for every contestant, and what they get: prompts, outputs, arrivals."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,22 @@ class Job:
         return self.n * self.output
 
 
+@dataclass(frozen=True)
+class Run:
+    """One contestant's pass over the requests."""
+
+    seconds: float
+    requests: int  # that it served: of the first ones, as many as it has memory for
+    stamps: list[list[float]] = field(default_factory=list)  # of each sequence's tokens, seconds from its arrival
+    outputs: list[list[int]] = field(default_factory=list)  # tokens of each request's first sample
+    peak_slots: int = 0  # key/value slots held at once at the most
+    peak_tokens: int = 0  # tokens that were in them
+    settings: Mapping[str, str | float] = field(default_factory=dict)  # what was chosen for it
+
+
+Contestant = Callable[[Sequence[Job]], Run]
+
+
 def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
     """Log-normal, cut at LONGEST, and scaled so that the mean holds after the cut."""
     drawn = [rnd.lognormvariate(0, 1) for _ in range(count)]
@@ -54,6 +70,12 @@ def _mixed(count: int, draw: Draw, limit: int) -> list[Job]:
         return max(4, min(most, round(rnd.lognormvariate(0, 0.8) * median)))
 
     return [Job(draw(length(64, 400)), length(32, 160)) for _ in range(count)]
+
+
+def _even(count: int, draw: Draw, limit: int) -> list[Job]:
+    """Any length as likely as another: with 32 requests 4,609 tokens in and 3,260 out."""
+    rnd = random.Random(158)
+    return [Job(draw(rnd.randint(32, 255)), rnd.randint(16, 191)) for _ in range(count)]
 
 
 def _dataset(name: str, **sampling: int) -> Callable[[int, Draw, int], list[Job]]:
@@ -90,6 +112,7 @@ def _nano(count: int, draw: Draw, limit: int) -> list[Job]:
 
 WORKLOADS = {
     "mixed": _mixed,
+    "even": _even,
     "sharegpt": _dataset("ShareGPT"),
     "alpaca": _dataset("Alpaca"),
     "system-prompt": _system_prompt,

@@ -21,7 +21,6 @@ import torch
 
 from paged_backend.bench import _peers
 from paged_backend.bench._engine import serve
-from paged_backend.bench._peers import Contestant, Run
 from paged_backend.bench._report import (
     NO_GPU,
     Record,
@@ -35,7 +34,7 @@ from paged_backend.bench._report import (
     rate,
     ratio,
 )
-from paged_backend.bench._workload import WORKLOADS, Job, model_names, model_options, workload
+from paged_backend.bench._workload import WORKLOADS, Contestant, Job, Run, model_names, model_options, workload
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.service import Assembly, assemble
@@ -64,6 +63,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     started = time.monotonic()
     requests = requests_of(jobs, assembly)
     stamps: dict[tuple[int, int], list[float]] = {}
+    outputs: list[list[int]] = [[] for _ in jobs]
     peak = (0, 0)
     held = [len(job.prompt) for job in jobs]
     arrivals = [job.arrival for job in jobs] if jobs[-1].arrival else None
@@ -71,6 +71,8 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
         for delta in output.deltas:
             when = output.when - started - jobs[delta.key].arrival
             stamps.setdefault((delta.key, delta.sample), []).extend([when] * len(delta.token_ids))
+            if delta.sample == 0:
+                outputs[delta.key] += delta.token_ids
             held[delta.key] = 0 if delta.last else held[delta.key] + len(delta.token_ids)
         if output.stats.waiting == 0 and output.stats.running == len(jobs):
             # The newest token of a sequence is not in the pool yet.
@@ -79,7 +81,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     seconds = time.monotonic() - started
     assert all(len(stamps[key, 0]) == job.output for key, job in enumerate(jobs))
     assert sum(map(len, stamps.values())) == sum(job.tokens for job in jobs)
-    return Run(seconds, len(jobs), list(stamps.values()), *peak)
+    return Run(seconds, len(jobs), list(stamps.values()), outputs, *peak)
 
 
 def latencies(what: str, runs: Sequence[Run]) -> Iterator[Record]:

