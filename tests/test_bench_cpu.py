@@ -130,6 +130,15 @@ def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target
     assert (another.value, another.unit, another.target) == (None, "not measured: no wheel", 2.0)
 
 
+def test_a_run_without_a_steady_moment_is_listed_with_the_reason():
+    there = Field({who: lambda jobs: run_of([1]) for who in (OURS, THEIRS)})
+    scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {THEIRS: 1.3}, 28.0)
+    records = {one.name: one for one in measure(scenario, there, 10, rounds=1, exact=False)}
+    why = "Unsteady: no step in which all 1 sequences decode"
+    assert (records["words"].unit, records["words"].target) == (f"not measured: {why}", 28.0)
+    assert records[f"words: times {THEIRS}"].unit.startswith("not measured: ")
+
+
 @pytest.mark.parametrize(("figure", "unit"), [(output_rate, "tokens/s"), (step_ms, "ms")])
 def test_ratios_above_one_are_in_our_favour(figure, unit):
     there = Field({OURS: lambda jobs: run_of([1, 2, 3]), THEIRS: lambda jobs: run_of([1, 2, 4], gap=2.0)})
@@ -191,7 +200,7 @@ def test_the_scenarios_are_those_of_the_targets():
     found = {one.name: one for one in scenarios(1000, 2048, 8.0, quick=False)}
     assert found[DECODE].target == 28.0
     assert list(found[DECODE].ratios.values()) == [1.5, 2.5, 10.0]
-    assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 64)] * 16
+    assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 128)] * 16
     even = [
         found[f"even lengths{how}"] for how in ("", ", 8 requests/s", ", 4 samples", " behind 512 tokens in common")
     ]
@@ -226,9 +235,9 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
     parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
     assert all(part > 0 for part in parts)
-    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 16 tokens
+    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 128 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]
-    assert kept == pytest.approx(16 * (240 + 8) * 3 * 2 * 2 * 16 * 4 / 1e6)
+    assert kept == pytest.approx(16 * (128 + 64) * 3 * 2 * 2 * 16 * 4 / 1e6)
     shown = capsys.readouterr().out
     assert "paged: dtype=float32, block_size=16, enable_prefix_caching=True" in shown
     assert f"not measured     {DECODE}: times {THEIRS}: not among --peers (generate)" in shown
