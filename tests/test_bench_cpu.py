@@ -92,13 +92,24 @@ def test_a_child_sleeps_between_two_commands_with_its_whole_group(fake):
     assert fake([Job([5], 1)]).outputs == [[5]]
 
 
+def test_a_child_that_is_closed_ends_by_itself_first(tmp_path):
+    script, end = tmp_path / "fake_child.py", tmp_path / "end"
+    after = f"open({str(end)!r}, 'w').close()"
+    script.write_text(FAKE.format(children=str(CHILDREN)) + after)
+    child = Child([sys.executable, script], tmp_path / "log")
+    child.load(first=1)
+    child.close()
+    assert end.exists()
+
+
 def test_a_child_goes_with_the_process_that_started_it(tmp_path):
     script = tmp_path / "fake_child.py"
     script.write_text(FAKE.format(children=str(CHILDREN)))
     parent = (
         "import os, sys; from pathlib import Path; from paged_backend.bench._child import Child;"
         f"child = Child([sys.executable, {str(script)!r}], Path({str(tmp_path / 'log')!r}));"
-        "print(child.load(first=1)['pid'], flush=True); sys.stdin.readline(); os._exit(1)"
+        "pid = child.load(first=1)['pid']; os.waitpid(pid, os.WUNTRACED); print(pid, flush=True);"
+        "sys.stdin.readline(); os._exit(1)"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
         watched = os.pidfd_open(int(started.stdout.readline()))

@@ -16,7 +16,7 @@ from paged_backend.bench._workload import Job, Run
 
 CHILDREN = Path(__file__).parent / "_children"
 OURS_ALONE = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")
-LOAD_SECONDS, RUN_SECONDS = 600.0, 900.0  # which only bound a hang
+LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # which only bound a hang
 
 
 class ChildError(RuntimeError):
@@ -51,13 +51,17 @@ class Child:
         return Run(requests=len(jobs), **self._ask("run", {"jobs": asked}, RUN_SECONDS))
 
     def close(self) -> None:
+        """Let it end by itself, which takes its shared memory along; all of its group that does not is killed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # of a command that it never read
+            self._process.stdin.close()
+        self._signal(signal.SIGCONT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.kill()  # where it had no group yet
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):  # of a command that it never read
-                pipe.close()
+        self._process.stdout.close()
 
     def _ask(self, what: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         with self._awake():
