@@ -211,7 +211,7 @@ def test_the_scenarios_are_those_of_the_targets():
     found = {one.name: one for one in scenarios(1000, 2048, 8.0, quick=False)}
     assert found[DECODE].target == 28.0
     assert list(found[DECODE].ratios.values()) == [1.5, 2.5, 10.0]
-    assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 128)] * 16
+    assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 64)] * 16
     even = [
         found[f"even lengths{how}"] for how in ("", ", 8 requests/s", ", 4 samples", " behind 512 tokens in common")
     ]
@@ -246,9 +246,9 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
     parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
     assert all(part > 0 for part in parts)
-    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 128 tokens
+    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 64 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]
-    assert kept == pytest.approx(16 * (128 + 64) * 3 * 2 * 2 * 16 * 4 / 1e6)
+    assert kept == pytest.approx(16 * (192 + 32) * 3 * 2 * 2 * 16 * 4 / 1e6)
     shown = capsys.readouterr().out
     assert "paged: dtype=float32, block_size=16, enable_prefix_caching=True" in shown
     assert f"not measured     {DECODE}: times {THEIRS}: not among --peers (generate)" in shown
