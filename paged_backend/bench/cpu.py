@@ -51,6 +51,7 @@ from paged_backend.bench.kernels import machine
 from paged_backend.bench.server import compare, texts_of
 from paged_backend.config import EngineConfig
 from paged_backend.kv_cache import GIB, bytes_per_block
+from paged_backend.machine import usable_cores
 from paged_backend.scheduler import Scheduler
 from paged_backend.service import Assembly, assemble
 from paged_backend.serving.tritonserver import TritonServer
@@ -444,7 +445,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     made = parser("cpu", __doc__.partition("\n")[0])
     add = made.add_argument
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     add("--model", default="demo", help="a Hugging Face directory (default: demo)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights (default: bfloat16)")
     add("--peers", type=_peer_names, default=list(PEERS), metavar="A,B", help=f"of {', '.join(PEERS)} (default: all)")
