@@ -2,7 +2,8 @@
 
 A step's time depends on the machine, on what else runs there, and on how long the contexts have become, so it is not
 computed but observed: a step that took too long makes the next chunk smaller in proportion, one that had time left
-makes it larger.
+makes it larger. Where decoding by itself takes more than half of the time that a step should take, prompts get as much
+as decoding does: to starve them would help nobody.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ class Pace:
         self._seconds = seconds
         self._most = most
         self._least = min(LEAST, most)
+        self._decoding = 0.0  # seconds of the last step without prompts
         self.tokens = self._within(seconds / seconds_per_token)
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step beside decoding took so long, with so many tokens of prompts in it."""
-        change = min(AT_ONCE, max(1 / AT_ONCE, self._seconds / max(seconds, 1e-9)))
+        """A step in which sequences decode took so long, with so many tokens of prompts in it."""
+        if tokens == 0:
+            self._decoding = seconds
+            return
+        aim = max(self._seconds, 2 * self._decoding)
+        change = min(AT_ONCE, max(1 / AT_ONCE, aim / max(seconds, 1e-9)))
         if change < 1 or tokens == self.tokens:  # fewer tokens, the end of a prompt, say nothing of more
             self.tokens = self._within(self.tokens * change)
 

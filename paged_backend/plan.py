@@ -62,7 +62,7 @@ class Plan:
     copies: tuple[Copy, ...] = ()
     entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
     began: float = 0.0  # when it was planned, by the scheduler's clock
-    fed: int = 0  # tokens of prompts, where sequences decode beside them
+    fed: int | None = None  # tokens of prompts beside sequences that decode; None where none does
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +75,7 @@ class Draft:
 
     budget: int
     began: float = 0.0
-    fed: int = 0
+    fed: int | None = None
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     ins: dict[int, list[Move]] = field(default_factory=dict)

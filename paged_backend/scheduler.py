@@ -211,13 +211,14 @@ class Scheduler:
         preempted = self._recomputed + self._swapped
         decoding, feeding = self._running_in_order()
         self._extend_all(decoding, draft)
-        kept = max(0, draft.budget - self._pace.tokens) if self._pace and draft.chunks else 0
+        decodes = bool(draft.chunks)
+        kept = max(0, draft.budget - self._pace.tokens) if self._pace and decodes else 0
         draft.budget -= kept
-        left = draft.budget if draft.chunks else 0
+        left = draft.budget
         self._extend_all(feeding, draft)
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
-        draft.fed = max(0, left - draft.budget)
+        draft.fed = max(0, left - draft.budget) if decodes else None
         draft.budget += kept  # guesses are no prompts
         if self._guess:
             self._speculate(draft, self._guess)
@@ -268,7 +269,7 @@ class Scheduler:
         self._in_flight -= 1
         if self._pace:
             before, self._committed = self._committed, self._clock()
-            if plan.fed:
+            if plan.fed is not None:
                 self._pace.took(plan.fed, self._committed - max(before, plan.began))
         self.blocks.finish_outs(plan.outs)
         self.blocks.finish_ins(plan.ins)

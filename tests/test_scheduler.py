@@ -337,6 +337,16 @@ def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
     assert [len(chunk.guesses) for chunk in sched.schedule().chunks] == [7] * 16
 
 
+def test_where_decoding_takes_long_prompts_get_as_much_of_a_step():
+    pace = Pace(0.1, 0.001, 512)
+    pace.took(0, 0.2)  # decoding by itself
+    pace.took(100, 0.3)
+    assert pace.tokens == 133
+    pace.took(0, 0.01)
+    pace.took(133, 0.2)
+    assert pace.tokens == 66
+
+
 def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
     pace = Pace(0.1, 0.001, 512)
     pace.took(30, 0.04)
