@@ -248,9 +248,9 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
     parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
     assert all(part > 0 for part in parts)
-    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 64 tokens
+    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 16 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]
-    assert kept == pytest.approx(16 * (192 + 32) * 3 * 2 * 2 * 16 * 4 / 1e6)
+    assert kept == pytest.approx(16 * (240 + 8) * 3 * 2 * 2 * 16 * 4 / 1e6)
     shown = capsys.readouterr().out
     assert "paged: dtype=float32, block_size=16, enable_prefix_caching=True" in shown
     assert f"not measured     {DECODE}: times {THEIRS}: not among --peers (generate)" in shown

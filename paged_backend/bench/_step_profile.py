@@ -16,7 +16,11 @@ from typing import Any
 from paged_backend.plan import Plan
 
 PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
-    "linears": ("torch.nn.functional.linear",),
+    "linears": (
+        "torch.nn.functional.linear",
+        "paged_backend.linear.Linear.__call__",
+        "paged_backend.linear.Int8.__call__",
+    ),
     "attention": ("kernels.ops.paged_attention",),
     "rotate and write": ("kernels.ops.rope_kv_write", "kernels.ops.kv_write"),
     "norms": ("kernels.ops.add_rms_norm",),
