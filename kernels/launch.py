@@ -234,7 +234,8 @@ def read_entry(entry: dict[str, Any]) -> Entry:
         rows = tuple(m for m in LIMITS[Tile]["block_m"] if m >= facts.rows)
         return facts, _checked(Tile, entry["tile"], block_m=rows)
     facts = _checked(RowFacts, entry["for"], **({"rows": ROWS[-1:]} if kind in ANY_ROWS else {}))
-    within = _powers(facts.width if kind == "add_rms_norm" else 1, facts.width)
+    least = {"add_rms_norm": facts.width, "block_copy": min(4, facts.width)}.get(kind, 1)  # a whole row; a whole word
+    within = _powers(least, facts.width)
     return facts, _checked(Piece, entry["tile"], elements=within)
 
 

@@ -69,15 +69,18 @@ def pack(
 ) -> PackedBatch:
     """Pack a plan, on the host. draft: its guesses are yet to be made. group: query heads of a KV head, where attention
     can read a prefix that several sequences share once for all of them. uniform: what steps with guesses are brought to
-    that are no larger, by rows of tokens that were computed before, which write nothing and give nothing."""
+    that are no larger and share nothing, by rows of tokens that were computed before, which write nothing and give
+    nothing."""
     chunks = plan.chunks
     firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
-    lengths = _lengths(firsts, ends, uniform)
+    tables, lengths = _block_tables(chunks), ends - firsts
+    shared = shared_prefixes(tables, ends, lengths, block_size=block_size, group=group) if group is not None else None
+    if shared is None:  # only decode rows share
+        lengths = _lengths(firsts, ends, uniform)
     starts = ends - lengths
     query_starts = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
-    tables = _block_tables(chunks)
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     slots[positions < firsts[owner]] = -1
@@ -101,9 +104,7 @@ def pack(
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             max_query_len=int(lengths.max()),
             max_context_len=int(ends.max()),
-            shared=shared_prefixes(tables, ends, lengths, block_size=block_size, group=group)
-            if group is not None
-            else None,
+            shared=shared,
         ),
         sample_rows=torch.from_numpy(np.fromiter((row for row, _ in last), np.int64, len(last))),
         draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,

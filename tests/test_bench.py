@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from client.cli import main
 from paged_backend.bench import kernels
@@ -24,6 +24,7 @@ from paged_backend.bench._lines import LINES
 from paged_backend.bench._peers import padded
 from paged_backend.bench._report import arguments, parser
 from paged_backend.bench._workload import MODELS, WORKLOADS, Job, model_names, workload
+from tests.in_process import save_tiny
 
 
 def records_of(file):
@@ -250,6 +251,14 @@ def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
         assert value[f"{kind}: accepted (3 by a model)"] > 95  # it guesses itself
         assert value[f"{kind}: tokens_per_step (3 by a model)"] > 3
         assert value[f"{kind}: throughput_ratio (3 looked up)"] > 0
+
+
+def test_a_prompt_that_is_more_than_the_others_together_has_room(tmp_path, capsys):
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=320)
+    save_tiny(LlamaConfig(**shape, max_position_embeddings=8192), tmp_path)
+    arguments = ["--model", str(tmp_path), "--quick", "--workload", "long", "--alone"]
+    assert main(["bench", "engine", *arguments]) == 0
+    assert "4096 prompt and 128 output tokens" in capsys.readouterr().out
 
 
 def test_what_is_named_beside_quick_holds():

@@ -15,6 +15,10 @@ from transformers import LlamaConfig
 from kernels import cascade
 from paged_backend import drafter, graphs, runner, warm_up
 from paged_backend import engine as engine_module
+from paged_backend.batch import Uniform, pack
+from paged_backend.plan import Chunk, Plan
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.sequence import Group
 from tests.in_process import WAIT, running, save_tiny, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
@@ -89,6 +93,26 @@ def test_samples_seeds_penalties_and_beams_through_replays(tiny, prompts, record
     assert recorder.replays
     monkeypatch.setattr(warm_up, "recorder", lambda device: None)
     assert replayed == outputs()
+
+
+@pytest.mark.parametrize("prompt", [300, 200])
+def test_a_guess_of_one_sequence_leaves_the_others_their_shared_prefix(prompt, monkeypatch):
+    """Rows beside those that guess get more rows only where they do not share: that is for single rows alone."""
+    monkeypatch.setattr(cascade, "LEAST_SAVED", 256)
+    chunks = []
+    for key, guesses in enumerate([(1, 2, 3), (), (), ()]):
+        sampling = SamplingParams(max_tokens=9)
+        sequence = Group.of(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
+        sequence.blocks = [*range(18), 20 + key]
+        sequence.tokens.extend(guesses)
+        chunks.append(Chunk(sequence, prompt - 1, 1 + len(guesses), (sequence,), (), guesses))
+    packed = pack(Plan(tuple(chunks)), block_size=16, group=4, uniform=Uniform(queries=4, seqs=8))
+    if prompt > cascade.LEAST_SHARED:
+        assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
+        assert packed.paging.query_starts.tolist() == [0, 4, 5, 6, 7]
+    else:
+        assert packed.paging.shared is None
+        assert packed.paging.query_starts.tolist() == [0, 4, 8, 12, 16]
 
 
 def test_rows_of_padding_write_nothing(tiny, recorder):

@@ -140,6 +140,10 @@ NORM_ENTRY = {
     "for": {"kind": "add_rms_norm", "width": 4096, "rows": ROWS[-1]},
     "tile": {"elements": 4096, "num_warps": 8},
 }
+COPY_ENTRY = {
+    "for": {"kind": "block_copy", "width": 32768, "rows": ROWS[-1]},
+    "tile": {"elements": 4, "num_warps": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,7 @@ NORM_ENTRY = {
         (NORM_ENTRY, "for", "width", 5000), (NORM_ENTRY, "for", "rows", 4),  # would be the order of a row's sum
         (NORM_ENTRY, "tile", "elements", 2048),  # has to be the row
         (NORM_ENTRY, "tile", "num_warps", 3), (NORM_ENTRY, "tile", "num_warps", True), (NORM_ENTRY, "tile", "warps", 4),
+        (COPY_ENTRY, "tile", "elements", 2),  # has to hold a word
     ],
 )  # fmt: skip
 def test_a_table_with_a_field_out_of_range_is_refused(entry, part, field, value, tmp_path):
