@@ -232,7 +232,12 @@ def bench(args: argparse.Namespace) -> int:
         found = "".join(f"\n  {name}" for name in names) or " none found"
         raise UsageError(f"{args.name or 'which one'}? There are:{found}")
     module = importlib.import_module(f"paged_backend.bench.{args.name}")
-    return int(module.main(args.rest))
+    from paged_backend.config import ConfigError
+
+    try:
+        return int(module.main(args.rest))
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _benchmarks() -> list[str]:

@@ -215,13 +215,18 @@ LIMITS: dict[type, dict[str, tuple[Any, ...]]] = {  # what a field of a table ma
 def _checked(made: type, fields: dict[str, Any], **narrower: tuple[Any, ...]) -> Any:
     """An object of these fields. Raises ValueError for one that is missing, unknown or out of range."""
     limits = LIMITS[made] | narrower
+    _only(fields, tuple(limits))
     for name, value in {**dict.fromkeys(limits), **fields}.items():
-        if name not in limits:
-            raise ValueError(f"{name}={value!r}: must be one of the fields {tuple(limits)}")
         allowed = limits[name]
         if type(value) is not type(allowed[0]) or value not in allowed:
             raise ValueError(f"{name}={value!r}: must be one of {allowed}")
     return made(**fields)
+
+
+def _only(fields: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"{name}={value!r}: must be one of the fields {known}")
 
 
 def read_entry(entry: dict[str, Any]) -> Entry:
@@ -244,7 +249,15 @@ def read_table(file: Path) -> Table:
     theirs."""
     try:
         content = json.loads(file.read_text())
-        return table_of(content["chip"], content["measured"], [read_entry(entry) for entry in content["entries"]])
+        _only(content, ("chip", "measured", "entries"))
+        if content["chip"] != file.stem:
+            raise ValueError(f"chip={content['chip']!r}: must be {file.stem!r}, as the file's name")
+        if not isinstance(content["measured"], str | None):
+            raise ValueError(f"measured={content['measured']!r}: must be a text, or null")
+        entries = content["entries"]
+        for entry in entries:
+            _only(entry, ("for", "tile"))
+        return table_of(content["chip"], content["measured"], [read_entry(entry) for entry in entries])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
 

@@ -215,6 +215,19 @@ def test_a_window_longer_than_a_sequence_can_be_is_refused(tiny, capsys):
     assert "argument --length: 100000: must be at most" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine", "--model", "/nope"], "paged bench: model='/nope': must be 'demo'"),
+        (["speculation", "--draft", "/nope"], 'paged bench: speculative_model="/nope": '),
+    ],
+)
+def test_what_the_engine_refuses_is_told_in_a_line(tiny, arguments, message, capsys):
+    name, *rest = arguments
+    assert main(["bench", name, "--quick", "--model", str(tiny[0]), *rest]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--windows", "2", "--length", "40", "--json", str(file)]

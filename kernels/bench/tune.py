@@ -88,15 +88,21 @@ def candidates(facts: Facts | RowFacts) -> Iterator[Shape]:
 
 
 def read_journal(file: Path) -> dict[tuple[Any, Any], float | None]:
-    """Of a run that was stopped. A last line that was not written to its end is cut off."""
+    """Of a run that was stopped. A last line that was not written to its end is cut off. Raises ValueError for
+    another that is damaged, naming file and line."""
     text = file.read_text() if file.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         file.write_text(whole)
     timed = {}
-    for line in whole.splitlines():
-        entry = json.loads(line)
-        timed[launch.read_entry(entry)] = entry["us"]
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            timed[launch.read_entry(entry)] = entry["us"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file}, line {number}: not a timing ({error!r}); delete it to time that again"
+            ) from error
     return timed
 
 

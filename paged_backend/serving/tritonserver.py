@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from paged_backend.config import HUB_NAME, EngineConfig
+from paged_backend.config import HUB_NAME, ConfigError, EngineConfig
 from paged_backend.serving import demo_model
 from paged_backend.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_backend.serving.server_log import ServerLog
@@ -286,14 +286,14 @@ def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def resolve_model(model: str | Path, option: str = "model") -> str:
-    """The value of the engine's option `option`. Raises ValueError for files that do not exist."""
+    """The value of the engine's option `option`. Raises ConfigError for files that do not exist."""
     if model == "demo":
         return str(demo_model.prepare())
     if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
         return str(Path(model).absolute())
     if isinstance(model, str) and HUB_NAME.fullmatch(model):
         return model
-    raise ValueError(
+    raise ConfigError(
         f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
         " (owner/model)"
     )

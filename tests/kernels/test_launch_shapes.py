@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -166,6 +167,31 @@ def test_a_table_with_a_field_out_of_range_is_refused(entry, part, field, value,
         file.write_text(json.dumps({"chip": "sm_77", "measured": None, "entries": [{**entry, **changes}]}))
     with pytest.raises(ValueError, match=rf"sm_77\.json: .*{field}={value!r}: must be one of"):
         launch.read_table(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chip": "sm_78"}, "chip='sm_78': must be 'sm_77'"),
+        ({"measured": 3}, "measured=3: must be a text, or null"),
+        ({"chips": 1}, "chips=1: must be one of the fields"),
+        ({"entries": [{**NORM_ENTRY, "us": 3.0}]}, "us=3.0: must be one of the fields"),
+    ],
+)
+def test_a_table_that_is_another_chips_or_has_other_fields_is_refused(change, message, tmp_path):
+    file = tmp_path / "sm_77.json"
+    file.write_text(json.dumps({"chip": "sm_77", "measured": None, "entries": [NORM_ENTRY], **change}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launch.read_table(file)
+
+
+def test_a_damaged_line_of_the_tuners_journal_is_named(tmp_path):
+    file = tmp_path / "sm_77.journal"
+    whole = json.dumps({**NORM_ENTRY, "us": 3.0})
+    for damaged in ('{"for"', json.dumps(NORM_ENTRY)):
+        file.write_text(f"{whole}\n{damaged}\n{whole}\n")
+        with pytest.raises(ValueError, match=r"sm_77\.journal, line 2: not a timing"):
+            tuner.read_journal(file)
 
 
 def test_a_table_without_a_field_is_refused(tmp_path):
