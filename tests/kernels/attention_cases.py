@@ -41,7 +41,7 @@ class Case:
 AXES = {
     "batch": list(BATCHES),
     "num_kv_heads": [1, 2, 3],
-    "group": [1, 3, 4, 8],
+    "group": [1, 2, 3, 4, 8],
     "head_dim": [8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256],
     "block_size": [1, 2, 8, 16, 32, 64, 256],
     "sliding_window": [None, 1, 13, 64],

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from kernels import ops
 from kernels.cpu import native
 from kernels.cpu import paged_attention as cpu
+from kernels.layer_cache import FORMATS
 from kernels.paged_attention import paged_attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,6 +32,16 @@ def test_matches_reference(case, dtype):
         actual = attend(*inputs.arrays, **inputs.settings)
         close = torch.isclose(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])  # not where it is NaN
         assert close.all(), f"{name}: off by {(actual - expected).abs().max()}"
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 77, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 13])
+def test_rows_of_one_group_match_reference(group, head_dim, format):
+    """From one to more than are read in place: 128 keys and 2 are a tile and less than a vector of another."""
+    dtype = torch.bfloat16 if head_dim == 64 else torch.float32
+    for batch in ("decode", "padded"):
+        test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
 
 
 @pytest.fixture

@@ -5,32 +5,21 @@
 //                            values -> panel [key units][head_dim]
 //     for each strip of rows:  scores = query x panel; weights; out += weights x panel
 //
-// Units are those of tiles.h: pairs of bf16 where the query is bf16 and the level multiplies them, else fp32. A panel of
-// values has its columns by pairs: of 2 W elements first the even ones, then the odd ones. So packing takes no shuffle.
+// Units are those of tiles.h: pairs of bf16 where tiles multiply them, else fp32. A panel of values has its columns by
+// pairs: of 2 W elements first the even ones, then the odd ones. So packing takes no shuffle.
+//
+// Packing pays where many rows share it. Few rows, as of a decode step, take keys and values from where they lie.
 #pragma once
 #include "tiles.h"
 
 namespace paged {
 namespace {
 
-#if defined(__AVX512BF16__) || PAGED_HAS_TILES
-constexpr bool has_pairs = true;
-#else
-constexpr bool has_pairs = false;
-#endif
+enum class Way { direct, panels, tiles };
 
-#if PAGED_HAS_TILES
-constexpr int strip_rows = 32, fewest_tile_rows = PAGED_EMULATE_AMX ? 1 : 8;  // below, vectors are faster
-#else
-constexpr int strip_rows = 24;
-#endif
-
-// AVX512-BF16 multiplies as fast as fp32 does at best, and half as fast on Sapphire Rapids: it saves memory traffic and
-// packing, which is what few rows spend their time on.
-INLINE bool uses_pairs(const Attention& call, const Item& item) {
-  const int rows = item.queries * (call.num_heads / call.cache.num_kv_heads);
-  return has_pairs && call.type == Type::bf16 && (PAGED_HAS_TILES || rows < 12);
-}
+// Few rows are multiplied directly. On Sapphire Rapids panels pay from 16 rows on; where tiles do was not measured.
+constexpr int few_rows = PAGED_HAS_TILES ? 7 : 12;
+constexpr int strip_rows = PAGED_HAS_TILES ? 32 : 24;
 
 constexpr float infinity = __builtin_inff();
 
@@ -148,6 +137,127 @@ Packers packers(Type type) {
   __builtin_unreachable();
 }
 
+// --- few rows: each key and value is widened once for up to 4 of them ------------------------------------------------
+
+constexpr int sums_kept = W == 16 ? 24 : 12;  // in registers, beside what is added to them
+
+// 2 W elements from element d on, those past head_dim as 0; of bf16 the even ones, then the odd ones.
+template <Type T>
+INLINE void widen_two(const void* row, int d, int head_dim, vf (&to)[2]) {
+  if constexpr (T == Type::bf16) {
+    const vu pairs = units<true, T>(row, d, head_dim);
+    to[0] = as_float(pairs << 16), to[1] = as_float(pairs & 0xFFFF0000u);
+  } else {
+    to[0] = as_float(units<false, T>(row, d, head_dim));
+    to[1] = d + W < head_dim ? as_float(units<false, T>(row, d + W, head_dim)) : vf{};
+  }
+}
+
+// Calls `body` with the number of rows as a constant, at most 4.
+#define WITH_ROWS(rows, ROWS, ...)                           \
+  switch (rows) {                                            \
+    case 1: { constexpr int ROWS = 1; __VA_ARGS__; } break;  \
+    case 2: { constexpr int ROWS = 2; __VA_ARGS__; } break;  \
+    case 3: { constexpr int ROWS = 3; __VA_ARGS__; } break;  \
+    default: { constexpr int ROWS = 4; __VA_ARGS__; } break; \
+  }
+
+// Scores of W keys. The sums over lanes are made of all W at once; past the last key it stands in for those missing.
+template <Type T, int ROWS>
+INLINE void score_some(const void* const* keys, int count, int head_dim, const float* query, int stride, float* scores, Ahead& ahead) {
+  constexpr int several = ROWS == 1 ? 8 : ROWS * 4 <= sums_kept ? 4 : 2, step = several < W ? several : W;
+  const int pace = larger(1, step * 2 * W / head_dim);
+  vf products[ROWS][W];
+  for (int n = 0; n < W; n += step) {
+    vf sums[ROWS][step] = {};
+    const void* key[step];
+    for (int i = 0; i < step; i++) key[i] = keys[smaller(n + i, count - 1)];
+    for (int d = 0; d < head_dim; d += 2 * W) {
+      ahead.bring(pace);
+#pragma GCC unroll 8
+      for (int i = 0; i < step; i++) {
+        vf elements[2];
+        widen_two<T>(key[i], d, head_dim, elements);
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++) {
+          sums[row][i] = fma(elements[0], load<vf>(query + row * stride + d), sums[row][i]);
+          sums[row][i] = fma(elements[1], load<vf>(query + row * stride + d + W), sums[row][i]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+      for (int i = 0; i < step; i++) products[row][n + i] = sums[row][i];
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++) store(scores + row * key_tile, sums_of(products[row]));
+}
+
+template <Type T>
+void score_keys(const void* const* keys, int count, int head_dim, const float* query, int stride, float* scores, int rows, Ahead& ahead) {
+  for (int n = 0; n < count; n += W)
+    for (int row = 0; row < rows; row += 4)
+      WITH_ROWS(rows - row, ROWS, score_some<T, ROWS>(keys + n, count - n, head_dim, query + row * stride, stride, scores + row * key_tile + n, ahead));
+}
+
+// sums += weights x values, in 2 W * CHUNKS columns.
+template <Type T, int ROWS, int CHUNKS>
+INLINE void add_columns(const void* const* values, int count, int head_dim, int d, const float* weights, float* sums, int stride, Ahead& ahead) {
+  vf total[ROWS][2 * CHUNKS];
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * CHUNKS; i++) total[row][i] = load<vf>(sums + row * stride + d + i * W);
+  for (int n = 0; n < count; n++) {
+    ahead.bring();
+#pragma GCC unroll 2
+    for (int c = 0; c < CHUNKS; c++) {
+      vf elements[2];
+      widen_two<T>(values[n], d + c * 2 * W, head_dim, elements);
+#pragma GCC unroll 4
+      for (int row = 0; row < ROWS; row++) {
+        const vf weight = splat(weights[row * key_tile + n]);
+        total[row][2 * c] = fma(weight, elements[0], total[row][2 * c]);
+        total[row][2 * c + 1] = fma(weight, elements[1], total[row][2 * c + 1]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * CHUNKS; i++) store(sums + row * stride + d + i * W, total[row][i]);
+}
+
+template <Type T>
+void add_values(const void* const* values, int count, int head_dim, const float* weights, float* sums, int stride, int rows, Ahead& ahead) {
+  for (int row = 0; row < rows; row += 4, weights += 4 * key_tile, sums += 4 * stride)
+    WITH_ROWS(rows - row, ROWS, {
+      constexpr int chunks = ROWS * 4 <= sums_kept ? 2 : 1;
+      int d = 0;
+      for (; d + chunks * 2 * W <= head_dim; d += chunks * 2 * W)
+        add_columns<T, ROWS, chunks>(values, count, head_dim, d, weights, sums, stride, ahead);
+      for (; d < head_dim; d += 2 * W) add_columns<T, ROWS, 1>(values, count, head_dim, d, weights, sums, stride, ahead);
+    });
+}
+
+struct Direct {
+  void (*score)(const void* const*, int, int, const float*, int, float*, int, Ahead&);
+  void (*add)(const void* const*, int, int, const float*, float*, int, int, Ahead&);
+};
+
+Direct direct(Type type) {
+  switch (type) {
+    case Type::bf16: return {score_keys<Type::bf16>, add_values<Type::bf16>};
+    case Type::f16: return {score_keys<Type::f16>, add_values<Type::f16>};
+    case Type::int8: return {score_keys<Type::int8>, add_values<Type::int8>};
+    case Type::fp8: return {score_keys<Type::fp8>, add_values<Type::fp8>};
+    default: return {score_keys<Type::f32>, add_values<Type::f32>};
+  }
+}
+
+// --- a tile of keys -------------------------------------------------------------------------------------------------
+
 // Addresses of the keys and values from position `start` on, as many as a tile takes.
 INLINE int find_rows(const Attention& call, const Item& item, int start, const void** rows) {
   const Cache& cache = call.cache;
@@ -229,6 +339,14 @@ INLINE void weigh(const Attention& call, Scratch& s, int row, float* scores, uin
 
 // --- out ------------------------------------------------------------------------------------------------------------
 
+INLINE void by_pairs(float* row, int width) {  // elements as a panel's columns
+  for (int d = 0; d < width; d += 2 * W) {
+    vf first = load<vf>(row + d), second = load<vf>(row + d + W);
+    deal(first, second);
+    store(row + d, first), store(row + d + W, second);
+  }
+}
+
 INLINE void in_order(float* row, int width) {  // a panel's columns as the elements they are
   for (int d = 0; d < width; d += 2 * W) {
     vf first = load<vf>(row + d), second = load<vf>(row + d + W);
@@ -278,41 +396,47 @@ INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int 
     }
 }
 
-template <bool PAIRS>
-void attend_units(const Attention& call, const Item& item, char* memory) {
+template <Way WAY>
+void attend_by(const Attention& call, const Item& item, const Item* following, char* memory) {
+  constexpr bool PAIRS = WAY == Way::tiles;
   Scratch& s = *(Scratch*)memory;
   const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads;
   const int rows = item.queries * group;
   lay_out(&s, memory, rows, head_dim);
-  const int width = round_up(head_dim, PAIRS ? 2 * W : W);
-  const int depth = PAIRS ? (head_dim + 1) / 2 : head_dim;
+  const int width = round_up(head_dim, WAY == Way::panels ? W : 2 * W);
   const bool scaled = call.cache.keys.scales != nullptr;
   const int row_bytes = head_dim * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
+  const Direct few = direct(call.cache.type);
+  const bool paired = PAIRS || (WAY == Way::direct && call.cache.type == Type::bf16);  // how columns of `sums` lie
   pack_query<PAIRS>(call, item, s, group);
-  for (int row = 0; row < round_up(rows, strip_rows); row++) {
+  for (int row = 0; row < (PAIRS ? round_up(rows, strip_rows) : rows); row++) {  // tiles add to whole strips
     s.maxima[row] = -infinity, s.denominators[row] = 0;
     for (int d = 0; d < s.out_stride; d += W) store(s.sums + (int64_t)row * s.out_stride + d, vf{});
   }
+  if (WAY == Way::direct && paired)
+    for (int row = 0; row < rows; row++) by_pairs((float*)s.query + (int64_t)row * s.query_stride, width);
 #if PAGED_HAS_TILES
-  const bool in_tiles = PAIRS && rows >= fewest_tile_rows;
-  if (in_tiles) {
+  if constexpr (WAY == Way::tiles) {
     const TileConfig config;
     tile_config(config);
-    for (int u = depth; u < s.query_stride; u++)  // what no element of a key fills is multiplied, too
+    for (int u = (head_dim + 1) / 2; u < s.query_stride; u++)  // what no element of a key fills is multiplied, too
       for (int n = 0; n < key_tile; n += W) store(s.key_panel + u * key_tile + n, vu{});
   }
-#else
-  const bool in_tiles = false;
 #endif
   int turn = 0, count = find_rows(call, item, item.begin, s.rows[0]);
   for (int start = item.begin; start < item.end; start += key_tile, turn ^= 1) {
     const int next = start + key_tile;
-    const int next_count = next < item.end ? find_rows(call, item, next, s.rows[!turn]) : 0;
+    const int next_count = next < item.end ? find_rows(call, item, next, s.rows[!turn])
+                           : following     ? find_rows(call, *following, following->begin, s.rows[!turn])
+                                           : 0;
     const int wide = round_up(count, 32);
+    const void* const* keys = s.rows[turn];
     Ahead ahead{s.rows[!turn], s.rows[!turn] + 2 * next_count, row_bytes};
-    pack.keys(s.rows[turn], count, head_dim, s.key_panel, ahead);
-    pack.values(s.rows[turn] + count, count, head_dim, s.out_stride, s.value_panel, ahead);
+    if constexpr (WAY != Way::direct) {
+      pack.keys(keys, count, head_dim, s.key_panel, ahead);
+      pack.values(keys + count, count, head_dim, s.out_stride, s.value_panel, ahead);
+    }
     if (scaled) find_scales(call, item, start, count, s.key_scales, s.value_scales);
     for (int row = 0; row < rows; row += strip_rows) {
       const int strip = smaller(strip_rows, rows - row);
@@ -321,30 +445,37 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
       const uint32_t* query = s.query + (int64_t)row * s.query_stride;
       float* sums = s.sums + (int64_t)row * s.out_stride;
       const int stride = PAIRS ? key_tile / 2 : key_tile;
+      if constexpr (WAY == Way::direct)
+        few.score(keys, count, head_dim, (const float*)query, s.query_stride, s.scores, strip, ahead);
+      if constexpr (WAY == Way::panels)
+        product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, head_dim, false, ahead);
 #if PAGED_HAS_TILES
-      const int tile_rows = round_up(strip, 16);
-      if (in_tiles) tile_product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, tile_rows, wide, s.query_stride, false);
+      if constexpr (WAY == Way::tiles)
+        tile_product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, round_up(strip, 16), wide, s.query_stride, false);
 #endif
-      if (!in_tiles) product<PAIRS>(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, depth, false, ahead);
       for (int i = 0; i < strip; i++) {
         const int position = item.position + (row + i) / group;
         const int low = call.window ? larger(0, position - call.window + 1 - start) : 0;
         const int high = smaller(count, position + 1 - start);
         weigh<PAIRS>(call, s, row + i, s.scores + i * key_tile, s.weights + i * stride, low, high, wide, width);
       }
+      if constexpr (WAY == Way::direct)
+        few.add(keys + count, count, head_dim, (const float*)s.weights, sums, s.out_stride, strip, ahead);
+      if constexpr (WAY == Way::panels)
+        product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, wide, true, ahead);
 #if PAGED_HAS_TILES
-      if (in_tiles) tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, tile_rows, s.out_stride, wide / 2, true);
+      if constexpr (WAY == Way::tiles)
+        tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, round_up(strip, 16), s.out_stride, wide / 2, true);
 #endif
-      if (!in_tiles) product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true, ahead);
     }
     count = next_count;
   }
 #if PAGED_HAS_TILES
-  if (in_tiles) tile_release();
+  if constexpr (WAY == Way::tiles) tile_release();
 #endif
   for (int row = 0; row < rows; row++) {
     float* sums = s.sums + (int64_t)row * s.out_stride;
-    if constexpr (PAIRS) in_order(sums, width);
+    if (paired) in_order(sums, width);
     if (item.partial) {
       __builtin_memcpy(item.partial + (int64_t)row * head_dim, sums, 4 * head_dim);
       item.partial[(int64_t)rows * head_dim + row] = s.maxima[row];
@@ -355,10 +486,13 @@ void attend_units(const Attention& call, const Item& item, char* memory) {
   }
 }
 
-void attend(const Attention& call, const Item& item, void* scratch) {
-  if constexpr (has_pairs)
-    if (uses_pairs(call, item)) return attend_units<true>(call, item, (char*)scratch);
-  attend_units<false>(call, item, (char*)scratch);
+void attend(const Attention& call, const Item& item, const Item* following, void* scratch) {
+  if (item.queries * (call.num_heads / call.cache.num_kv_heads) <= few_rows)
+    return attend_by<Way::direct>(call, item, following, (char*)scratch);
+#if PAGED_HAS_TILES
+  if (call.type == Type::bf16) return attend_by<Way::tiles>(call, item, following, (char*)scratch);
+#endif
+  attend_by<Way::panels>(call, item, following, (char*)scratch);
 }
 
 void merge(const Attention& call, const Merge& merge) {

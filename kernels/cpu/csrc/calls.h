@@ -99,7 +99,8 @@ struct SwiGlu {
 struct Level {
   const char* name;
   size_t (*scratch)(const Attention&, int max_rows);  // bytes that attend needs, aligned to 64
-  void (*attend)(const Attention&, const Item&, void* scratch);
+  // `following`: the one that this thread attends to next, whose first keys and values are prefetched; or null.
+  void (*attend)(const Attention&, const Item&, const Item* following, void* scratch);
   void (*merge)(const Attention&, const Merge&);
   void (*write)(const Write&, int64_t begin, int64_t end);  // of tokens
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);

@@ -194,7 +194,10 @@ void run_attention(const Level& level, const Attention& call, int threads, const
   std::atomic<size_t> next{0};
   pool(std::min<size_t>(threads, plan.pieces.size()), [&] {
     void* scratch = thread_scratch(bytes);
-    for (size_t i; (i = next++) < plan.pieces.size();) level.attend(call, plan.pieces[i].item, scratch);
+    for (size_t i = next++, following; i < plan.pieces.size(); i = following) {
+      following = next++;
+      level.attend(call, plan.pieces[i].item, following < plan.pieces.size() ? &plan.pieces[following].item : nullptr, scratch);
+    }
   });
   for (const Merge& merge : plan.merges) level.merge(call, merge);
 }

@@ -300,6 +300,16 @@ struct Lanes {
     b = __builtin_shufflevector(a, b, ((L & S) ? W + L : L + S)...);
     a = low;
   }
+  template <int S>
+  static INLINE vf fold(vf a, vf b) {  // sums of two lanes each: of a where a lane's number lacks the bit S, else of b
+    vf kept = __builtin_shufflevector(a, b, ((L & S) ? W + L : L)...);
+    return kept + __builtin_shufflevector(a, b, ((L & S) ? W + L - S : L + S)...);
+  }
+  static INLINE void deal(vf& first, vf& second) {
+    vf even = __builtin_shufflevector(first, second, (2 * L)...);
+    second = __builtin_shufflevector(first, second, (2 * L + 1)...);
+    first = even;
+  }
   static INLINE void interleave(vf& even, vf& odd) {
     vf low = __builtin_shufflevector(even, odd, (L / 2 + (L & 1) * W)...);
     odd = __builtin_shufflevector(even, odd, (W / 2 + L / 2 + (L & 1) * W)...);
@@ -316,6 +326,7 @@ using All = Lanes<0, 1, 2, 3>;
 
 // The elements 0, 2, 4 ... and 1, 3, 5 ... of a row become its first W and its last W.
 INLINE void interleave(vf& even, vf& odd) { All::interleave(even, odd); }
+INLINE void deal(vf& first, vf& second) { All::deal(first, second); }  // and back
 
 template <int S = W / 2>
 INLINE void transpose(vu (&rows)[W]) {  // by quarters: lanes whose number has the bit S change places over S rows
@@ -323,6 +334,15 @@ INLINE void transpose(vu (&rows)[W]) {  // by quarters: lanes whose number has t
   for (int i = 0; i < W; i++)
     if (!(i & S)) All::exchange<S>(rows[i], rows[i + S]);
   if constexpr (S > 1) transpose<S / 2>(rows);
+}
+
+// Lane i of the result: the sum of rows[i].
+template <int S = W / 2>
+INLINE vf sums_of(vf (&rows)[W]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < S; i++) rows[i] = All::fold<S>(rows[i], rows[i + S]);
+  if constexpr (S > 1) return sums_of<S / 2>(rows);
+  else return rows[0];
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ struct Ahead {
   }
 };
 
-template <bool PAIRS, int ROWS, int VECTORS>
+template <int ROWS, int VECTORS>
 INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
                           int depth, bool add, Ahead& ahead) {
   vf sums[ROWS][VECTORS];
@@ -48,7 +48,7 @@ INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, in
       vu left = vu{} + a[i * a_stride + k];
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++)
-        sums[i][j] = PAIRS ? dot_bf16(left, right[j], sums[i][j]) : fma(as_float(left), as_float(right[j]), sums[i][j]);
+        sums[i][j] = fma(as_float(left), as_float(right[j]), sums[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -60,32 +60,31 @@ INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, in
 constexpr int row_block = 6;                // with `column_block` of them, as many sums as registers hold
 constexpr int column_block = W == 16 ? 4 : 2;
 
-template <bool PAIRS, int VECTORS>
+template <int VECTORS>
 void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                      int depth, bool add, Ahead& ahead) {
   int i = 0;
   for (; i + row_block <= rows; i += row_block)
-    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, ahead);
+    block_product<row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, ahead);
   a += i * a_stride;
   c += i * c_stride;
   switch (rows - i) {
-    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 1: return block_product<1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 2: return block_product<2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 3: return block_product<3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 4: return block_product<4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 5: return block_product<5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
   }
 }
 
-// c = a b, or c += a b. columns: a multiple of W.
-template <bool PAIRS>
+// c = a b, or c += a b, of units of fp32. columns: a multiple of W.
 INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                     int columns, int depth, bool add, Ahead& ahead) {
   int j = 0;
   for (; j + column_block * W <= columns; j += column_block * W)
-    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+    columns_product<column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
   for (; j < columns; j += W)
-    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+    columns_product<1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
 }
 
 #if PAGED_HAS_TILES
@@ -135,7 +134,7 @@ void tile_dot(int c, int a, int b) {
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// As `product` of pairs. rows, columns and depth: multiples of 16.
+// The same of pairs. rows, columns and depth: multiples of 16.
 void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                   int columns, int depth, bool add) {
   const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
