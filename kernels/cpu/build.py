@@ -26,12 +26,10 @@ TORCH_ABI = "0x020b000000000000"  # of 2.11: the oldest torch that pyproject.tom
 
 _AVX2 = "-mavx2 -mfma -mf16c"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-_BF16 = f"{_AVX512} -mavx512bf16"
 # Best first. The last one is for tests: what tile instructions do, in plain C++.
 LEVELS = {
     "x86_64": {
-        "amx": f"{_BF16} -mamx-tile -mamx-bf16",
-        "avx512_bf16": _BF16,
+        "amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
         "avx512": _AVX512,
         "avx2": _AVX2,
     }

@@ -39,11 +39,9 @@ bool runs(const std::string& level) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (level == "avx2") return avx2;
   if (level == "avx512") return avx512;
-  if (level == "avx512_bf16") return bf16;
-  if (level == "amx") return bf16 && has_amx();
+  if (level == "amx") return avx512 && __builtin_cpu_supports("avx512bf16") && has_amx();
   return true;
 }
 #else
