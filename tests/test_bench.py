@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from client.cli import main
+from kernels.cpu import native
 from paged_backend.bench import kernels
 from paged_backend.bench._attention import (
     BY_EACH,
@@ -134,6 +135,9 @@ def test_kernels_writes_its_records_and_a_picture(tmp_path, capsys):
     for record in errors.values():
         assert all(value < record["limit"] for value in (record["value"], *record["peers"].values()))
         assert "SDPA, contiguous" in record["peers"]
+        if native.levels() and not torch.cuda.is_available():
+            lower = {*native.levels(), "PyTorch"} - {native.level(), "amx_emulated"}
+            assert {f"paged, {one}" for one in lower} <= record["peers"].keys()
     assert all(records[f"{name}, 16 tokens"]["value"] > 0 for name in LINES)
     if not torch.cuda.is_available():
         (cell,) = (name for name in records if name.startswith("decode") and ":" not in name)
@@ -178,8 +182,9 @@ def test_every_target_of_attention_is_held_against_somebody():
     assert aimed.keys() <= CONTESTANTS.keys()
     assert aimed[WIDE] == 1.8
     for cell in cells:
-        assert (WIDE in contestants(cell)) == (cell.pool != cell.dtype)
-        assert (BY_EACH in contestants(cell)) == (cell.shared > 0)
+        who = contestants(cell, torch.device("cuda"))
+        assert (WIDE in who) == (cell.pool != cell.dtype)
+        assert (BY_EACH in who) == (cell.shared > 0)
     (one,) = (cell for cell in cells if cell.shared and cell.batch == 64)
     assert targets(one)[BY_EACH] == pytest.approx(0.7 * 8.0)  # the formula's 8 for 64 rows of 2,048 + 256
     long = [cell for cell in cells if cell.batch == 1 and cell.context == 32768 and cell.kind == "decode"]

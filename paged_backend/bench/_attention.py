@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cascade import gain
+from kernels.cpu import native
+from kernels.cpu import paged_attention as in_pytorch
 from kernels.layer_cache import LayerCache, dequantize
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
@@ -236,10 +238,13 @@ def paged_wide(prepared: Prepared) -> Call:
     return _paged(wide, [wide.paging(index) for index in range(wide.count)])
 
 
-def _paged(prepared: Prepared, pagings: list[Paging]) -> Call:
-    return lambda index: paged_attention(
-        prepared.query, prepared.cache, pagings[index % len(pagings)], scale=prepared.scale
-    )
+def paged_by(prepared: Prepared, attend: Callable[..., Tensor]) -> Call:
+    """Another implementation of ours."""
+    return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)], attend)
+
+
+def _paged(prepared: Prepared, pagings: list[Paging], attend: Callable[..., Tensor] = paged_attention) -> Call:
+    return lambda index: attend(prepared.query, prepared.cache, pagings[index % len(pagings)], scale=prepared.scale)
 
 
 def sdpa(prepared: Prepared) -> Call:
@@ -364,6 +369,16 @@ def _installed(name: str) -> Any:
         raise Missing("not installed") from None
 
 
+def _lower() -> dict[str, Callable[[Prepared], Call]]:
+    """What would serve on this CPU if it had fewer instructions, and what if nothing was compiled."""
+    if not native.levels():
+        return {}  # it serves
+    levels = [level for level in native.levels() if level not in (native.level(), "amx_emulated")]
+    attend = {level: partial(native.paged_attention, level=level) for level in levels}
+    every = {**attend, "PyTorch": in_pytorch.paged_attention}
+    return {f"paged, {name}": partial(paged_by, attend=one) for name, one in every.items()}
+
+
 WIDE, BY_EACH = "paged, pool as the query", "paged, prefix read by each"
 CONTESTANTS: dict[str, Callable[[Prepared], Call]] = {
     OURS: paged,
@@ -377,11 +392,13 @@ CONTESTANTS: dict[str, Callable[[Prepared], Call]] = {
 }
 
 
-def contestants(cell: Cell) -> dict[str, Callable[[Prepared], Call]]:
-    """Who computes such a cell; where it has a pool of one byte, or a shared prefix, ourselves without, too."""
+def contestants(cell: Cell, device: torch.device) -> dict[str, Callable[[Prepared], Call]]:
+    """Who computes such a cell; where it has a pool of one byte, or a shared prefix, ourselves without, too; on a CPU
+    ourselves with fewer instructions."""
     absent = {WIDE} if cell.pool == cell.dtype else set()
     absent |= set() if cell.shared else {BY_EACH}
-    return {who: make for who, make in CONTESTANTS.items() if who not in absent}
+    lower = _lower() if device.type == "cpu" else {}
+    return {who: make for who, make in (CONTESTANTS | lower).items() if who not in absent}
 
 
 def targets(cell: Cell) -> dict[str, float]:

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from paged_backend.bench._attention import (
-    CONTESTANTS,
     OURS,
     WIDE,
     Cell,
@@ -79,15 +78,18 @@ def grid(device: torch.device, quick: bool) -> list[Cell]:
 
 
 def _small_grid(quick: bool) -> list[Cell]:
-    """The demo model's heads."""
-    full = torch.float32
+    """The demo model's heads, and Llama's."""
+    full, half = torch.float32, torch.bfloat16
     base = Cell("decode", 16, 512, 1, 9, 3, 64, full, full)
+    llama = Cell("decode", 8, 1024, 1, 32, 8, 128, half, half)
     prefill = Cell("prefill", 1, 512, 512, 9, 3, 64, full, full)
     if quick:
         return [replace(base, batch=4, context=256), replace(prefill, context=256, query=256)]
     cells = [replace(base, batch=b, context=c) for b, c in ((1, 4096), (16, 512), (16, 2048), (64, 512))]
-    cells += [replace(base, mixed=True, context=2048), replace(base, dtype=torch.bfloat16, pool=torch.bfloat16)]
-    cells += [replace(base, pool=pool) for pool in (torch.float8_e4m3fn, torch.int8)]
+    cells += [replace(base, mixed=True, context=2048), llama]
+    bytewise = (torch.float8_e4m3fn, torch.int8)
+    cells += [replace(base, pool=pool) for pool in bytewise]
+    cells += [replace(base, dtype=half, pool=pool) for pool in (half, *bytewise)]
     cells += [replace(base, context=1024 + 64, shared=1024)]
     return [*cells, prefill, replace(prefill, context=2048, query=256)]
 
@@ -119,7 +121,7 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
     timers: dict[str, Callable[[], float]] = {}
     errors: dict[str, float] = {}
     records: list[Record] = []
-    for who, make in contestants(cell).items():
+    for who, make in contestants(cell, on.device).items():
         try:
             call = make(prepared)
             if who != WIDE:  # which has keys and values of its own
@@ -207,7 +209,7 @@ def _parser() -> ArgumentParser:
 
 def table(points: Sequence[Point]) -> None:
     """Microseconds of one call, a row for each cell."""
-    present = [who for who in CONTESTANTS if any(point.who == who for point in points)]
+    present = dict.fromkeys(point.who for point in points)
     width = max((len(point.cell.name) for point in points), default=0)
     print(f"{'us':{width}}  " + "  ".join(f"{who:>16}" for who in present))
     for name in dict.fromkeys(point.cell.name for point in points):
@@ -224,13 +226,12 @@ def draw(points: Sequence[Point], on: Machine, file: Path, caption: str) -> None
     intensities = [point.cell.flops / point.cell.nbytes for point in points] or [1.0]
     line = [min(intensities) / 2, on.flops / on.read, max(*intensities, on.flops / on.read) * 2]
     axes.plot(line, [min(one * on.read, on.flops) / 1e12 for one in line], color="black", label="measured limit")
-    for who in CONTESTANTS:
+    for who in dict.fromkeys(point.who for point in points):
         mine = [point for point in points if point.who == who]
-        if mine:
-            x = [point.cell.flops / point.cell.nbytes for point in mine]
-            y = [point.cell.flops / point.seconds / 1e12 for point in mine]
-            colour = "#76b900" if who == OURS else None
-            axes.plot(x, y, "o" if who == OURS else "x", color=colour, label=who, markersize=5)
+        x = [point.cell.flops / point.cell.nbytes for point in mine]
+        y = [point.cell.flops / point.seconds / 1e12 for point in mine]
+        colour = "#76b900" if who == OURS else None
+        axes.plot(x, y, "o" if who == OURS else "x", color=colour, label=who, markersize=5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte")

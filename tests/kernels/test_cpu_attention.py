@@ -38,7 +38,7 @@ def test_matches_reference(case, dtype):
 @pytest.mark.parametrize("head_dim", [32, 64, 77, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 13])
 def test_rows_of_one_group_match_reference(group, head_dim, format):
-    """From one to more than are read in place: 128 keys and 2 are a tile and less than a vector of another."""
+    """From one to more than are read in place; among the contexts are less than a vector, and a tile and two keys."""
     dtype = torch.bfloat16 if head_dim == 64 else torch.float32
     for batch in ("decode", "padded"):
         test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
