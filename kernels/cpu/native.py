@@ -78,7 +78,7 @@ def paged_attention(
     """As `kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros. Raises
     RuntimeError for more queries than context, or a block that the pool does not have."""
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
-    out = torch.zeros(query.shape, dtype=query.dtype)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     _operator("paged_attention")(
         out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
         paging.block_tables, paging.context_lens, paging.query_starts,
@@ -113,7 +113,7 @@ def rope_kv_write(
 ) -> Tensor:
     """As `kernels.rope_kv_write.rope_kv_write`."""
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = _like(query)
     _operator("rope_kv_write")(
         out, _dense(query), _dense(key), _dense(value), _dense(cos), _dense(sin.to(cos.dtype)),
         cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(),
@@ -128,8 +128,8 @@ def add_rms_norm(
     """As `kernels.add_rms_norm.add_rms_norm`."""
     check_add_rms_norm(x, residual, weight)
     x = _dense(x)
-    normed = torch.empty(x.shape, dtype=x.dtype)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    normed = _like(x)
+    total = None if residual is None else _like(x)
     residual = None if residual is None else _dense(residual)
     _operator("add_rms_norm")(normed, total, x, residual, weight.contiguous(), eps, _index(level))
     return normed, x if total is None else total
@@ -138,9 +138,13 @@ def add_rms_norm(
 def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     """As `kernels.swiglu.swiglu`."""
     check_swiglu(gate_up)
-    out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
     _operator("swiglu")(out, _dense(gate_up), _index(level))
     return out
+
+
+def _like(x: Tensor) -> Tensor:  # half the time of `empty` with a shape and a type: a step asks for hundreds
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _dense(x: Tensor) -> Tensor:
