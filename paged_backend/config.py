@@ -132,9 +132,9 @@ class EngineConfig:
     max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
     target_step_ms: float | None = option(
         _above_zero,
-        "milliseconds that a step should take while sequences decode, or twice what decoding takes, if that is more: the"
-        " chunks of prompts beside them are made to fit, as steps turn out, which costs some throughput; default: 100 on"
-        " a CPU, none with a GPU",
+        "milliseconds that a step should take while sequences decode, or twice what decoding takes, if that is more:"
+        " the chunks of prompts beside them are made to fit, as steps turn out, which costs some throughput; default:"
+        " 100 on a CPU, none with a GPU",
         None,
         optional=True,
     )
