@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
+OPENMP = ("libgomp", "libomp", "libiomp5")
+OMP_PAUSE_SOFT = 1
 
 
 def available_memory() -> int:
@@ -30,6 +33,22 @@ def use_cores(processes: int = 1) -> None:
     how many. By itself it counts the machine's, whatever a container may use of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // processes))
+
+
+def release_threads() -> None:
+    """End the threads that compute for the calling one, before another thread computes: OpenMP keeps a team for each
+    thread that ever asked for one, and where teams have more threads than there are cores, none waits awake for its
+    next piece of work. A decode step then took half as long again. (`omp_pause_resource_all` of OpenMP 5.0; the next
+    one who computes gets new threads.)"""
+    for path in _openmp_libraries():
+        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+        if pause is not None:
+            pause(OMP_PAUSE_SOFT)
+
+
+def _openmp_libraries() -> set[str]:
+    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    return {path for path in mapped if Path(path).name.startswith(OPENMP)}
 
 
 def _rooms() -> Iterator[int]:

@@ -80,3 +80,23 @@ def test_pytorch_computes_with_the_cores_there_are_unless_told(asked, threads):
     asked_for = {"OMP_NUM_THREADS": asked} if asked else {}
     ran = subprocess.run([sys.executable, "-c", code], env=environment | asked_for, capture_output=True, text=True)
     assert ran.stdout.strip() == threads, ran.stderr
+
+
+def test_threads_that_computed_for_another_one_end():
+    code = """
+import os, torch
+from paged_backend.machine import release_threads
+def count(): return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+before = count()
+torch.ones(1 << 20).sum()
+computing = count()
+release_threads()
+print(before, computing, count(), torch.ones(1 << 20).sum().item())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    before, computing, after, total = ran.stdout.split()
+    assert int(computing) == int(before) + 1, ran.stderr
+    assert after == before
+    assert float(total) == 1 << 20

@@ -75,6 +75,10 @@ class RawStream:
             responses.append(self.next())
         return responses
 
+    def close(self) -> None:
+        """End it as a client does that has all it asked for."""
+        self.client.stop_stream()
+
     def cancel(self) -> None:
         self.client.stop_stream(cancel_requests=True)
 

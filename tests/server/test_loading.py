@@ -99,7 +99,7 @@ def test_streams_that_are_open_at_sigterm_still_end(tiny):
         assert not stream.next().error
         server.terminate()
         assert stream.all()[-1].final
-        stream.cancel()
+        stream.close()
         assert server.wait(60) == 0
 
 
