@@ -227,13 +227,13 @@ def serve(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     import importlib
 
+    from paged_backend.config import ConfigError
+
     names = _benchmarks()
     if args.name not in names:
         found = "".join(f"\n  {name}" for name in names) or " none found"
         raise UsageError(f"{args.name or 'which one'}? There are:{found}")
     module = importlib.import_module(f"paged_backend.bench.{args.name}")
-    from paged_backend.config import ConfigError
-
     try:
         return int(module.main(args.rest))
     except ConfigError as error:

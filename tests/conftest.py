@@ -31,3 +31,15 @@ def tiny(tmp_path_factory):
         max_position_embeddings=256,
     )
     return directory, save_tiny(config, directory)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory):
+    """Another tiny model of the same tokens, which guesses badly."""
+    directory = tmp_path_factory.mktemp("draft")
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256,
+    )  # fmt: skip
+    save_tiny(config, directory)
+    return directory

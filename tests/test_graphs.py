@@ -10,7 +10,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
 
 from kernels import cascade
 from paged_backend import drafter, graphs, runner, warm_up
@@ -19,7 +18,7 @@ from paged_backend.batch import Uniform, pack
 from paged_backend.plan import Chunk, Plan
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sequence import Group
-from tests.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.in_process import WAIT, running, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
 
@@ -225,18 +224,6 @@ def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
 SAMPLINGS = [{}, {"temperature": 0.8, "seed": 7}]
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    """Another tiny model of the same tokens, which guesses badly."""
-    directory = tmp_path_factory.mktemp("draft")
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256,
-    )  # fmt: skip
-    save_tiny(config, directory)
-    return directory
 
 
 def arriving(engine, prompts):

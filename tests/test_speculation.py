@@ -16,18 +16,6 @@ REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    """Another tiny model of the same tokens, which guesses badly."""
-    directory = tmp_path_factory.mktemp("draft")
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256,
-    )  # fmt: skip
-    save_tiny(config, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def prompts():
     rnd = random.Random(3)
     return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 40)] + [REPEATING, REPEATING[:9]]
