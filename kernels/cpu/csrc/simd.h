@@ -281,13 +281,9 @@ INLINE vu pack_bf16(vf first, vf second) {  // 2 W elements in order
 #endif
 }
 
-INLINE vf dot_bf16(vu a, vu b, vf sum) {  // both products of each lane's pair
-#if defined(__AVX512BF16__)
-  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
+INLINE vf dot_bf16(vu a, vu b, vf sum) {  // both products of each lane's pair, as a tile instruction adds them
   sum = fma(as_float(a << 16), as_float(b << 16), sum);
   return fma(as_float(a & 0xFFFF0000u), as_float(b & 0xFFFF0000u), sum);
-#endif
 }
 
 // --- transposition of W x W lanes -----------------------------------------------------------------------------------
