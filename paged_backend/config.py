@@ -101,8 +101,8 @@ class EngineConfig:
     )
     quantization: str | None = option(
         _one_of("int8"),
-        "on a CPU with AVX512-VNNI, `int8`: weights of linear layers are rounded to 8 bits when the model is loaded,"
-        " and what they are multiplied by at each step; half the memory of 16 bits, and faster",
+        "on a CPU, `int8`: weights of linear layers are rounded to 8 bits when the model is loaded; half the memory of"
+        " 16 bits, and faster with few sequences",
         None,
         optional=True,
     )

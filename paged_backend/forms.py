@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,14 +12,23 @@ from transformers import PreTrainedModel
 from paged_backend.attention import AttentionSpec
 from paged_backend.compilation import compile_parts
 from paged_backend.fusion import Fused, Parts, fuse
-from paged_backend.linear import Packer, Weight, linears, quantize, quantize_all, replace
+from paged_backend.linear import Packer, Quantizer, Weight, linears, release, replace
 
 log = logging.getLogger("paged_llm")
 
 
+class Form(NamedTuple):
+    name: str
+    unused: Sequence[Tensor] = ()  # weights that something else stands for
+
+    def settle(self, model: PreTrainedModel) -> None:
+        """The model stays in this form: let go of what it does not use."""
+        release(model, self.unused)
+
+
 def forms(
     model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantized: bool
-) -> Iterator[str]:
+) -> Iterator[Form]:
     """Puts the model into one form after the other, and says which; it stays in the one at which the caller stops.
     `quantized`: there is one only, with weights of 8 bits in the place of its own."""
     fused = fuse(model, specs)
@@ -29,33 +39,40 @@ def forms(
             type(model).__name__,
             fused,
         )
-    if quantized:
+
+    def use(make: Callable[[Tensor], Weight]) -> Callable[[], None]:
         if isinstance(fused, Fused):
-            fused.use(Parts(), quantize)
-        quantize_all(model)
-        yield f"{'as it comes' if isinstance(fused, str) else 'fused'}, its weights in 8 bits"
+            fused.use(Parts(), make)
+        return replace(list(linears(model)), make)
+
+    shape = "as it comes" if isinstance(fused, str) else "fused"
+    if quantized:
+        rounded = Quantizer()
+        use(rounded)
+        yield Form(f"{shape}, its weights in 8 bits", rounded.replaced)
         return
     if isinstance(fused, Fused):
         parts = compile_parts(fused) if compile_level else None
         if parts is not None:
             fused.use(parts)
-            yield "compiled"
-        if model.device.type == "cpu":
-            yield from _packed(model, lambda make: fused.use(Parts(), make), "fused")
+            yield Form("compiled")
+        yield from _packed(model, use, shape)
         fused.use(Parts())
-        yield "fused"
+        yield Form(shape)
         fused.undo()
-    if model.device.type == "cpu":
-        yield from _packed(model, lambda make: None, "as it comes")
-    yield "as it comes"
+        shape = "as it comes"
+    yield from _packed(model, lambda make: replace(list(linears(model)), make), shape)
+    yield Form(shape)
 
 
-def _packed(model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], None], form: str) -> Iterator[str]:
-    """The form with the weights that `use` puts into it, and those of the model's other linear layers, packed; none
-    where that is no faster."""
-    make = Packer()
-    use(make)
-    undo = replace(list(linears(model)), make)
-    if make.changed:
-        yield f"{form}, its weights packed"
+def _packed(
+    model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]], shape: str
+) -> Iterator[Form]:
+    """The form with faster copies of its weights, on a CPU; none where there are no faster ones."""
+    if model.device.type != "cpu":
+        return
+    packer = Packer()
+    undo = use(packer)
+    if packer.changed:
+        yield Form(f"{shape}, its weights packed", packer.replaced)
     undo()

@@ -1,15 +1,13 @@
 """Linear layers on a CPU, where one way of multiplying is not the fastest for every number of rows.
 
     plain     F.linear over the weight as it is
-    packed    oneDNN over a copy in its own blocked layout, which F.linear would have to make at each call
-    widened   for weights of 16 bits: in pieces that fit a cache, made float32 and multiplied as that
+    onednn    over a copy in oneDNN's own layout, which F.linear would have to make at each call
+    groups    our kernel, over a copy in groups of outputs: 16 bits are widened in registers and summed in float32
 
-A decode step has few rows, and there reading the weight is all the work: packed wins. With many rows it is arithmetic,
-and a CPU with AVX512-BF16 but no AMX multiplies float32 nearly twice as fast as bfloat16. Which way is the fastest for
-a shape and a number of rows is measured, once in a process, and the packed copies that win are kept beside the weights.
+Which way is the fastest for a shape and a number of rows is measured, once in a process. The copy that wins is kept,
+and the weight itself let go where the copy is the fastest for every number of rows.
 
-Or weights of 8 bits, in their place (`quantization`): the scheme that torchao calls int8 dynamic activation and int8
-weight, through the operation that torch.compile has for it on x86, oneDNN's.
+Or weights of 8 bits, in their place (`quantization`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kernels.cpu import native
 from paged_backend.kv_cache import GIB
 from paged_backend.machine import available_memory
 
@@ -36,9 +35,8 @@ SMALLEST = 1 << 16  # elements: with fewer, a product costs what a call costs
 SAMPLE = 1 << 20  # elements of a weight that is measured: a part of the rows of a larger one
 SAMPLES = 12  # weights in turn, as layers are: few would stay in a cache
 TURNS = 4  # at the least, with many rows
-PIECE = 1 << 20  # elements that are widened at a time, at the most
 GAIN = 0.95  # of the time of the plain way: another has to be that fast, so that noise does not choose
-SHARE = 0.25  # of the memory that is available, for packed copies
+SHARE = 0.5  # of the memory that is available, for copies
 
 Weight = Tensor | Callable[[Tensor, Tensor | None], Tensor]  # [out_features, in_features], or what stands for one
 
@@ -48,67 +46,48 @@ def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
 
+class OneDnn:
+    """A copy in oneDNN's layout. It does not depend on the number of rows, as long as that is more than one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+    @staticmethod
+    def multiplies(dtype: torch.dtype) -> bool:
+        return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Groups:
+    """A copy as our kernel reads it (`native.linear`)."""
+
+    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
+        self.packed = native.pack_linear(weight, scales)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return native.linear(x, self.packed, bias)
+
+    @staticmethod
+    def multiplies(dtype: torch.dtype) -> bool:
+        return bool(native.levels()) and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+COPIES: Mapping[str, type[OneDnn | Groups]] = {"onednn": OneDnn, "groups": Groups}
+
+
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A weight that is multiplied in the way that is fastest for the number of rows."""
+    """A weight and a copy, of which one is faster for some numbers of rows and the other for the rest."""
 
     weight: Tensor  # [out_features, in_features]
-    packed: Tensor | None
-    ways: tuple[str, ...]  # by number of rows, as `ROWS`
+    copy: OneDnn | Groups
+    copied: tuple[bool, ...]  # whether the copy is the faster one, by number of rows as `ROWS`
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        way = self.ways[min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)]
-        if way == "packed":
-            return multiply_packed(x, self.packed, bias)
-        return F.linear(x, self.weight, bias) if way == "plain" else multiply_widened(x, self.weight, bias)
-
-
-class Int8:
-    """A weight of 8 bits with a scale for each output. Rows are rounded to 8 bits as they come, each with a scale of
-    its own, so that what a row gives does not depend on the others."""
-
-    def __init__(self, weight: Tensor) -> None:  # [out_features, in_features]
-        codes, scales = _rounded(weight)
-        self.codes = torch.ops.onednn.qlinear_prepack(codes.to(torch.int8), None)
-        self.scales, self.zeros = scales[:, 0].contiguous(), torch.zeros(len(weight), dtype=torch.int32)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        codes, scales = _rounded(x.flatten(0, -2))
-        codes = codes.add_(128).to(torch.uint8)  # the instruction multiplies unsigned numbers by signed ones
-        weights, result = (self.codes, self.scales, self.zeros), (1.0, 0, torch.float32)
-        out = torch.ops.onednn.qlinear_pointwise(codes, 1.0, 128, *weights, None, *result, "none", [], "").mul_(scales)
-        out = out if bias is None else out.add_(bias)
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127, as float32, and what each row of them is to be multiplied by, [len(rows), 1]."""
-    rows = rows.float()
-    scales = rows.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-    return (rows / scales).round_(), scales
-
-
-def quantize(weight: Tensor) -> Weight:
-    """In 8 bits, or as it is where it is so small that this saves nothing: the router of a mixture of experts."""
-    return weight if weight.numel() < SMALLEST else Int8(weight)
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A copy in oneDNN's layout. It does not depend on the number of rows, as long as that is more than one."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-
-def multiply_packed(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-def multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide, out = x.float(), x.new_empty((*x.shape[:-1], len(weight)))
-    rows = -(-len(weight) // -(-weight.numel() // PIECE))
-    for start in range(0, len(weight), rows):
-        piece = slice(start, start + rows)
-        out[..., piece] = F.linear(wide, weight[piece].float(), None if bias is None else bias[piece].float())
-    return out
+        copied = self.copied[min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)]
+        return self.copy(x, bias) if copied else F.linear(x, self.weight, bias)
 
 
 @cache
@@ -120,61 +99,87 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> tuple[M
     rows, columns = shape
     rows = min(rows, max(1, SAMPLE // columns))
     weights = [torch.full((rows, columns), 0.01, dtype=dtype) for _ in range(SAMPLES)]
-    ways: dict[str, Callable[[Tensor, int], Tensor]] = {"plain": lambda x, turn: F.linear(x, weights[turn])}
-    if dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        copies = [pack(weight) for weight in weights]
-        ways["packed"] = lambda x, turn: multiply_packed(x, copies[turn], None)
-    if dtype.itemsize == 2:
-        ways["widened"] = lambda x, turn: multiply_widened(x, weights[turn], None)
+    ways: dict[str, list[Weight]] = {"plain": [*weights]}
+    ways |= {name: [made(one) for one in weights] for name, made in COPIES.items() if made.multiplies(dtype)}
     found = []
     for count in ROWS:
         x, taken = torch.full((count, columns), 0.01, dtype=dtype), {name: list[float]() for name in ways}
         for turn in range(max(TURNS, 64 // count)):
-            for name, way in ways.items():
+            for name, those in ways.items():
                 started = time.thread_time()
-                way(x, turn % SAMPLES)
+                project(x, those[turn % SAMPLES], None)
                 taken[name].append(time.thread_time() - started)
         found.append({name: statistics.median(every) for name, every in taken.items()})
     return tuple(found)
 
 
-def choose(times: tuple[Mapping[str, float], ...], without: str | None = None) -> tuple[str, ...]:
-    """The way for each number of rows: the fastest, if it is clearly faster than the plain one."""
+def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...]] | None:
+    """The copy that saves the most time, with equal weight for every number of rows, and for which of them it is used:
+    those for which it is clearly faster than the weight itself. None where no copy is."""
 
-    def one(seconds: Mapping[str, float]) -> str:
-        name = min((name for name in seconds if name != without), key=seconds.__getitem__)
-        return name if seconds[name] < GAIN * seconds["plain"] else "plain"
+    def share(name: str) -> float:
+        return sum(min(1.0, seconds[name] / seconds["plain"]) for seconds in times)
 
-    return tuple(map(one, times))
+    best = min(times[0].keys() - {"plain"}, key=share, default="plain")
+    copied = tuple(seconds[best] < GAIN * seconds["plain"] for seconds in times)
+    return (best, copied) if any(copied) else None
 
 
 class Packer:
-    """Makes `Linear`s of weights, as long as there is memory for copies."""
+    """Makes copies of weights that are faster, as long as there is memory for them."""
 
     def __init__(self) -> None:
-        self.room = SHARE * available_memory()
+        self.replaced: list[Tensor] = []  # weights that are not used any more
         self.changed = False  # whether any weight became another
+        self._room = SHARE * available_memory()
 
     def __call__(self, weight: Tensor) -> Weight:
-        """The weight itself where no other way is faster."""
+        """The weight itself where no copy is faster."""
         if weight.numel() < SMALLEST:
             return weight
-        times = measure(tuple(weight.shape), weight.dtype, torch.get_num_threads())
-        ways = choose(times)
-        if "packed" in ways and weight.nbytes > self.room:
+        choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
+        if choice is None:
+            return weight
+        if weight.nbytes > self._room:
             log.warning(
-                "a weight of %s stays as it is: a packed copy, of %.2f GiB, is more than what is left of the %.0f%% of"
+                "a weight of %s stays as it is: a faster copy, of %.2f GiB, is more than what is left of the %.0f%% of"
                 " the available memory that copies may take",
                 list(weight.shape), weight.nbytes / GIB, 100 * SHARE,
             )  # fmt: skip
-            ways = choose(times, without="packed")
-        if set(ways) == {"plain"}:
             return weight
+        self._room -= weight.nbytes
         self.changed = True
-        if "packed" not in ways:
-            return Linear(weight, None, ways)
-        self.room -= weight.nbytes
-        return Linear(weight, pack(weight), ways)
+        name, copied = choice
+        copy = COPIES[name](weight)
+        if not all(copied):
+            return Linear(weight, copy, copied)
+        self.replaced.append(weight)
+        return copy
+
+
+class Quantizer:
+    """Rounds weights to 8 bits with a scale for each output."""
+
+    def __init__(self) -> None:
+        self.replaced: list[Tensor] = []
+
+    def __call__(self, weight: Tensor) -> Weight:
+        """The weight itself where that would save nothing: the router of a mixture of experts."""
+        if weight.numel() < SMALLEST:
+            return weight
+        self.replaced.append(weight)
+        rows = weight.float()
+        scales = rows.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
+        return Groups((rows / scales[:, None]).round_().to(torch.int8), scales)
+
+
+def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> None:
+    """Let the linear layers let go of those weights, or of parts of them; an embedding keeps what it shares."""
+    embedded = {one.weight.untyped_storage().data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
+    gone = {weight.untyped_storage().data_ptr() for weight in weights} - embedded
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.untyped_storage().data_ptr() in gone:
+            module.weight.data = module.weight.data.new_empty(0)
 
 
 def linears(model: nn.Module) -> Iterator[nn.Linear]:
@@ -192,18 +197,6 @@ def linears(model: nn.Module) -> Iterator[nn.Linear]:
 def changed(module: nn.Module) -> bool:
     """Something was put around or in the place of its forward pass."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
-
-def quantize_all(model: PreTrainedModel) -> None:
-    """Every plain linear layer in 8 bits, those inside fused layers already, and their weights let go; but the head,
-    whose rounding costs the most accuracy for its size, is packed only."""
-    head = model.get_output_embeddings()
-    called = list(linears(model))
-    replace([module for module in called if module is not head], quantize)
-    replace([module for module in called if module is head], Packer())
-    for module in model.modules():
-        if type(module) is nn.Linear and module is not head and module.weight.numel() >= SMALLEST:
-            module.weight.data = module.weight.data.new_empty(0)
 
 
 def replace(modules: list[nn.Linear], make: Callable[[Tensor], Weight]) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from kernels.cpu import native
 from paged_backend import rope
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
 from paged_backend.kv_cache import LayerShape
@@ -125,8 +126,8 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, place:
     reason = None
     if device.type != "cpu":
         reason = 'is for a CPU only; leave it out, or give device="cpu"'
-    elif not torch.cpu._is_vnni_supported():
-        reason = "needs a CPU with AVX512-VNNI: without it, sums of products of 8 bits overflow"
+    elif not native.levels():
+        reason = "needs the CPU's kernels, which were not compiled: python -m kernels.cpu.build"
     elif getattr(hf_config, "quantization_config", None) and not _is_widened(hf_config, place):
         reason = "the model's weights are quantized already; leave it out"
     if reason:

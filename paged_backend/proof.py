@@ -122,11 +122,12 @@ def prove(
         for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
             try:
                 _compare(model, expected, layers, block_size, kv_dtype, rounded)
-                log.info("%s runs %s", type(model).__name__, form)
+                log.info("%s runs %s", type(model).__name__, form.name)
+                form.settle(model)
                 return layers
             except UnsupportedModel as error:
                 failure = error
-                log.warning("%s, %s: %s", type(model).__name__, form, error)
+                log.warning("%s, %s: %s", type(model).__name__, form.name, error)
         assert failure is not None
         raise failure
     except UnsupportedModel as error:

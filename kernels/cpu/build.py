@@ -34,6 +34,8 @@ LEVELS = {
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
+# Levels whose linear layers are those of another: only their attention has instructions of its own.
+LINEAR = {"amx": "avx512", "amx_emulated": "plain"}
 
 
 class BuildFailed(Exception):
@@ -57,29 +59,34 @@ def build() -> tuple[Path, list[str]]:
     BUILT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
-        levels = [
-            (name, pool.submit(_compile, compiler, "level.cpp", place / f"{name}.o", flags.split(), name))
-            for name, flags in LEVELS.items()
-        ]
         binding = pool.submit(_compile, compiler, "binding.cpp", place / "binding.o", _torch_flags())
-        objects, left_out = [binding.result()], []
-        for name, job in levels:
+        jobs = {}
+        for name, flags in LEVELS.items():
+            level = [*flags.split(), f"-DPAGED_LEVEL={name}", f"-DPAGED_LINEAR={LINEAR.get(name, name)}"]
+            sources = ["linear.cpp", "level.cpp"][name in LINEAR :]
+            jobs[name] = [pool.submit(_compile, compiler, one, place / f"{name}-{one}.o", level) for one in sources]
+        objects, built, left_out = [binding.result()], list[str](), []
+        for name in sorted(LEVELS, key=LINEAR.__contains__):
             try:
-                objects.append(job.result())
+                made = [job.result() for job in jobs[name]]
+                if LINEAR.get(name, name) not in [*built, name]:
+                    raise BuildFailed(f"needs {LINEAR[name]}")
             except BuildFailed as error:
                 if name == "plain":
                     raise
                 left_out.append(f"{name}: {error}")
-        names = " ".join(f"LEVEL({one.stem})" for one in objects[1:])
+                continue
+            objects += made
+            built.append(name)
+        names = " ".join(f"LEVEL({one})" for one in LEVELS if one in built)
         objects.append(_compile(compiler, "schedule.cpp", place / "schedule.o", [f"-DPAGED_LEVELS={names}"]))
         _run([compiler, "-shared", "-o", str(place / "whole.so"), *map(str, objects), *_libraries()])
         os.replace(place / "whole.so", target)
     return target, left_out
 
 
-def _compile(compiler: str, source: str, target: Path, flags: Sequence[str], level: str = "") -> Path:
-    named = [f"-DPAGED_LEVEL={level}"] if level else []
-    _run([compiler, *FLAGS, *flags, *named, "-c", str(SOURCES / source), "-o", str(target)])
+def _compile(compiler: str, source: str, target: Path, flags: Sequence[str]) -> Path:
+    _run([compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(target)])
     return target
 
 

@@ -7,8 +7,10 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.arguments import (
@@ -25,6 +27,7 @@ from kernels.paging import Paging
 log = logging.getLogger("paged_llm.kernels")
 
 LEVEL = "PAGED_CPU_LEVEL"
+GROUP = 16  # outputs of a linear layer's weight that lie together
 
 
 @cache
@@ -58,9 +61,9 @@ def _index(name: str | None) -> int:
 
 
 @cache
-def _operator(name: str) -> Callable[..., None]:
+def _operator(name: str) -> Callable[..., Any]:
     assert levels(), "not compiled"
-    found: Callable[..., None] = getattr(torch.ops.paged_cpu, name).default
+    found: Callable[..., Any] = getattr(torch.ops.paged_cpu, name).default
     return found
 
 
@@ -141,6 +144,32 @@ def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
     _operator("swiglu")(out, _dense(gate_up), _index(level))
     return out
+
+
+class PackedLinear(NamedTuple):
+    """The weight of a linear layer as `linear` reads it: in groups of 16 outputs, by input [groups, in_features, 16],
+    or in bfloat16 by pairs of inputs [groups, in_features / 2, 16, 2]. Zeros fill up."""
+
+    groups: Tensor
+    out_features: int
+    scales: Tensor | None  # [out_features], float32, of codes in int8
+
+
+def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
+    """weight: [out_features, in_features], float32, float16, bfloat16, or int8 with a scale for each output."""
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    padded = F.pad(weight, (0, weight.shape[1] % 2, 0, -weight.shape[0] % GROUP))
+    groups = padded.view(-1, GROUP, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
+    return PackedLinear(groups, len(weight), scales)
+
+
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
+    """x [..., in_features] of the weight's dtype, or of any with codes: [..., out_features]. Sums are float32. Raises
+    RuntimeError for a weight of another type or number of inputs."""
+    x = _dense(x) if x.dim() == 2 else x.contiguous()
+    groups, out_features, scales = weight
+    product: Tensor = _operator("linear")(x, groups, scales, bias, out_features, _index(level))
+    return product
 
 
 def _like(x: Tensor) -> Tensor:  # half the time of `empty` with a shape and a type: a step asks for hundreds

@@ -19,7 +19,8 @@ PARTS = {  # functions and methods by where they are defined; what none of them 
     "linears": (
         "torch.nn.functional.linear",
         "paged_backend.linear.Linear.__call__",
-        "paged_backend.linear.Int8.__call__",
+        "paged_backend.linear.OneDnn.__call__",
+        "paged_backend.linear.Groups.__call__",
     ),
     "attention": ("kernels.ops.paged_attention",),
     "rotate and write": ("kernels.ops.rope_kv_write", "kernels.ops.kv_write"),

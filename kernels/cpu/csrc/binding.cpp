@@ -19,8 +19,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t worth_a_thread = 1 << 15;  // elements
-
 Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float: return Type::f32;
@@ -139,6 +137,26 @@ void swiglu(Tensor out, Tensor gate_up, int64_t level) {
   over_tokens(level_of(level).swiglu, call, out.size(0), gate_up.size(1));
 }
 
+Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_features, int64_t level) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  Linear call{};
+  call.type = type_of(x);
+  call.in_features = sizes.back(), call.out_features = out_features;
+  call.rows = call.in_features ? x.numel() / call.in_features : 0;
+  sizes.back() = out_features;
+  Tensor out = torch::stable::new_empty(x, sizes);
+  call.x = x.data_ptr(), call.x_stride = x.dim() == 2 ? x.stride(0) : call.in_features;
+  call.weight = weight.data_ptr();
+  call.scales = scales ? (const float*)scales->data_ptr() : nullptr;
+  call.bias = bias ? bias->data_ptr() : nullptr;
+  call.out = out.data_ptr();
+  if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight is of another type than x");
+  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * ceil_div<int64_t>(call.in_features, 2) * 2)
+    throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(call.in_features) + " inputs and " + std::to_string(out_features) + " outputs");
+  run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
+  return out;
+}
+
 }  // namespace
 }  // namespace paged
 
@@ -167,6 +185,7 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "add_rms_norm(Tensor(a!) normed, Tensor(b!)? total, Tensor x, Tensor? residual, Tensor weight, float eps, "
       "int level) -> ()");
   m.def("swiglu(Tensor(a!) out, Tensor gate_up, int level) -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features, int level) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
@@ -175,4 +194,5 @@ STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
   m.impl("rope_kv_write", TORCH_BOX(&paged::rope_kv_write));
   m.impl("add_rms_norm", TORCH_BOX(&paged::add_rms_norm));
   m.impl("swiglu", TORCH_BOX(&paged::swiglu));
+  m.impl("linear", TORCH_BOX(&paged::linear));
 }

@@ -7,8 +7,12 @@ namespace paged {
 
 enum class Type : int { f32, f16, bf16, int8, fp8 };  // fp8: e4m3fn
 
+static constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
+
 inline constexpr int key_tile = 128;  // keys of a step of the running softmax; whole tiles of every instruction set
 inline constexpr int max_head_dim = 256;
+inline constexpr int linear_group = 16;  // outputs of a weight that lie together
+inline constexpr int linear_rows = 64;  // of x, that a thread works on at a time: widened, they fit its cache
 
 struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; strides in elements
   const void* data;
@@ -95,6 +99,15 @@ struct SwiGlu {
   int64_t width;
 };
 
+struct Linear {
+  Type type;  // of x, bias and out, and of the weight, or that is int8
+  const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null
+  const float* scales;  // [out_features] of a weight in int8, or null
+  int64_t x_stride;
+  void* out;  // [rows, out_features], dense
+  int64_t rows, in_features, out_features;
+};
+
 // The kernels for one instruction set. Each works on what it is given in the calling thread.
 struct Level {
   const char* name;
@@ -106,6 +119,9 @@ struct Level {
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
+  // of the products of `linear_rows` rows by a group; scratch: in_features rounded up to 2, fp32, for each of these rows,
+  // and a group
+  void (*multiply)(const Linear&, int64_t begin, int64_t end, void* scratch);
 };
 
 }  // namespace paged

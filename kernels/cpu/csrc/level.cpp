@@ -1,15 +1,15 @@
-// The kernels for one instruction set: compiled once for each, with its flags and its name in PAGED_LEVEL.
+// The kernels for one instruction set: compiled once for each, with its flags and its name in PAGED_LEVEL; linear layers
+// are those of PAGED_LINEAR.
 #include "attention.h"
 #include "between.h"
-
-#define NAMED(name) NAMED_(name)
-#define NAMED_(name) level_##name
-#define QUOTED(name) QUOTED_(name)
-#define QUOTED_(name) #name
+#include "names.h"
 
 namespace paged {
 
-extern const Level NAMED(PAGED_LEVEL);
-const Level NAMED(PAGED_LEVEL) = {QUOTED(PAGED_LEVEL), scratch_bytes, attend, merge, write, rotate, norm, swiglu};
+void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, void* scratch);
+
+extern const Level NAMED(level, PAGED_LEVEL);
+const Level NAMED(level, PAGED_LEVEL) = {QUOTED(PAGED_LEVEL), scratch_bytes, attend, merge, write, rotate, norm, swiglu,
+                                         NAMED(multiply, PAGED_LINEAR)};
 
 }  // namespace paged

@@ -147,7 +147,15 @@ INLINE vu extend_u8(const void* from) {
 #endif
 }
 
-INLINE vi extend_i8(const void* from) { return (vi)(extend_u8(from) << 24) >> 24; }
+INLINE vi extend_i8(const void* from) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<vi8>(from), vi);
+#endif
+}
 
 INLINE vf widen_f16(const void* from) {
 #if defined(__AVX512F__)
@@ -208,8 +216,6 @@ INLINE vf widen_fp8(const void* from) {  // no code is NaN: `quantize` makes non
 
 template <Type T>
 constexpr int bytes_of = T == Type::f32 ? 4 : T == Type::f16 || T == Type::bf16 ? 2 : 1;
-
-inline constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
 
 template <Type T>
 INLINE vf widen(const void* from) {  // W elements
