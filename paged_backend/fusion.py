@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from kernels.cpu import native
 from kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
 from paged_backend.attention import AttentionMeta, AttentionSpec, attend_pages, refuse
-from paged_backend.linear import Weight, changed, project
+from paged_backend.linear import Groups, Weight, changed, project
 
 log = logging.getLogger("paged_llm")
 
@@ -48,7 +50,7 @@ class Stream(NamedTuple):
     """What goes from layer to layer: the stream of the model is their sum, taken by whoever needs it normalised."""
 
     output: Tensor  # [num_tokens, hidden] of the last block
-    residual: Tensor  # [num_tokens, hidden]
+    residual: Tensor | None  # [num_tokens, hidden]; none before the first layer
 
 
 def pre(
@@ -113,12 +115,30 @@ class FusedLayer:
         **rest: Any,
     ) -> Stream:
         refuse(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
+        if self._in_one_call:
+            stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states[0], None)
+            cache = paged.kv.layers[self.attention.layer_idx]
+            return Stream(*self._in_one_call(*stream, *position_embeddings, cache, paged.paging))
         if isinstance(hidden_states, Stream):
             qkv, residual = self.parts.pre(*hidden_states, *self.before)
         else:  # nothing to add yet: another function to a compiler, and not worth its time for one layer
             qkv, residual = pre(hidden_states[0], None, *self.before)
         attended = self._attend(qkv, position_embeddings, paged)
         return Stream(*self.parts.post(attended.flatten(1), residual, *self.after))
+
+    @cached_property
+    def _in_one_call(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The whole layer as one operation, on a CPU whose kernels multiply all of its weights."""
+        norm, eps, qkv, qkv_bias = self.before
+        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.after
+        if not all(isinstance(one, Groups) for one in (qkv, o, gate_up, down)) or self.spec.sinks is not None:
+            return None
+        return native.DecoderLayer(
+            norm, eps, qkv.packed, qkv_bias, self.sizes[0], getattr(self.attention, "use_rope", True),
+            self.head_norms.get("query_weight"), self.head_norms.get("key_weight"), self.head_norms.get("eps", 0.0),
+            self.spec.scale, self.spec.sliding_window, self.spec.softcap,
+            o.packed, o_bias, post_norm, post_eps, gate_up.packed, gate_up_bias, down.packed, down_bias,
+        ).bind()  # fmt: skip
 
     def _attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor], paged: AttentionMeta) -> Tensor:
         cache, slots = paged.kv.layers[self.attention.layer_idx], paged.paging.slots

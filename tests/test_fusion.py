@@ -8,7 +8,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from paged_backend import fusion, proof
+from kernels.cpu import native
+from paged_backend import fusion, linear, proof
 from paged_backend.attention import AttentionSpec, UnsupportedModel
 from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import COMMON, FAMILIES
@@ -46,6 +47,20 @@ def test_layers_of_a_plain_shape_are_fused_and_give_the_models_own_logits(name, 
     model = made(CONFIGS[name]())
     prove(model)
     assert is_fused(model)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_whose_weights_our_kernel_multiplies_are_one_call_and_give_the_models_own_logits(
+    name, monkeypatch, caplog
+):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
+    model = made(CONFIGS[name]())
+    prove(model)
+    assert is_fused(model)
+    assert all(vars(layer)["forward"]._in_one_call for layer in model.model.layers)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

@@ -27,6 +27,7 @@ from kernels.paging import Paging
 log = logging.getLogger("paged_llm.kernels")
 
 LEVEL = "PAGED_CPU_LEVEL"
+KINDS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # of which the time is kept
 GROUP = 16  # outputs of a linear layer's weight that lie together
 
 
@@ -48,6 +49,20 @@ def levels() -> tuple[str, ...]:
         raise ValueError(f"{LEVEL}={asked}: this machine has {', '.join(found)}")
     log.info("kernels for this CPU: %s", asked or found[0])
     return found
+
+
+@cache
+def _kept_seconds() -> Callable[[Any], None]:
+    found: Callable[[Any], None] = ctypes.CDLL(library()).paged_seconds
+    return found
+
+
+def seconds() -> dict[str, float]:
+    """What this thread spent until now on each kind of operation, also where one call is several of them. Something
+    must be compiled."""
+    spent = (ctypes.c_double * len(KINDS))()
+    _kept_seconds()(spent)
+    return dict(zip(KINDS, spent, strict=True))
 
 
 def level() -> str:
@@ -130,19 +145,15 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.add_rms_norm.add_rms_norm`."""
     check_add_rms_norm(x, residual, weight)
-    x = _dense(x)
-    normed = _like(x)
-    total = None if residual is None else _like(x)
     residual = None if residual is None else _dense(residual)
-    _operator("add_rms_norm")(normed, total, x, residual, weight.contiguous(), eps, _index(level))
-    return normed, x if total is None else total
+    normed, total = _operator("add_rms_norm")(_dense(x), residual, weight.contiguous(), eps, _index(level))
+    return normed, x if residual is None else total
 
 
 def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     """As `kernels.swiglu.swiglu`."""
     check_swiglu(gate_up)
-    out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-    _operator("swiglu")(out, _dense(gate_up), _index(level))
+    out: Tensor = _operator("swiglu")(_dense(gate_up), _index(level))
     return out
 
 
@@ -170,6 +181,56 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
     groups, out_features, scales = weight
     product: Tensor = _operator("linear")(x, groups, scales, bias, out_features, _index(level))
     return product
+
+
+class DecoderLayer(NamedTuple):
+    """A plain decoder layer, all of it in one call: what `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`),
+    `paged_attention`, `linear`, `add_rms_norm`, `linear`, `swiglu` and `linear` give one after the other."""
+
+    norm: Tensor
+    eps: float
+    qkv: PackedLinear
+    qkv_bias: Tensor | None
+    num_heads: int
+    rotates: bool
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    head_eps: float
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    o: PackedLinear
+    o_bias: Tensor | None
+    post_norm: Tensor
+    post_eps: float
+    gate_up: PackedLinear
+    gate_up_bias: Tensor | None
+    down: PackedLinear
+    down_bias: Tensor | None
+
+    def bind(self, *, level: str | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
+        """(output [num_tokens, hidden] of the layer before, residual stream or None, cos and sin [1, num_tokens,
+        head_dim], cache, paging) -> output, residual stream. All are dense."""
+        operator = _operator("decoder_layer")
+        constants = (
+            self.norm.contiguous(), self.eps, self.qkv.groups, self.qkv.scales, self.qkv_bias, self.num_heads,
+            self.rotates, self.query_norm, self.key_norm, self.head_eps,
+            self.scale, self.sliding_window or 0, self.softcap or 0.0,
+            self.o.groups, self.o.scales, self.o_bias, self.post_norm.contiguous(), self.post_eps,
+            self.gate_up.groups, self.gate_up.scales, self.gate_up_bias, self.gate_up.out_features,
+            self.down.groups, self.down.scales, self.down_bias, _index(level),
+        )  # fmt: skip
+
+        def call(
+            output: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: LayerCache, paging: Paging
+        ) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = operator(
+                output, residual, cos, sin, cache.keys, cache.values, cache.key_scales, cache.value_scales,
+                paging.slots, paging.block_tables, paging.context_lens, paging.query_starts, *constants,
+            )  # fmt: skip
+            return result
+
+        return call
 
 
 def _like(x: Tensor) -> Tensor:  # half the time of `empty` with a shape and a type: a step asks for hundreds

@@ -13,15 +13,11 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any
 
+from kernels.cpu import native
 from paged_backend.plan import Plan
 
 PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
-    "linears": (
-        "torch.nn.functional.linear",
-        "paged_backend.linear.Linear.__call__",
-        "paged_backend.linear.OneDnn.__call__",
-        "paged_backend.linear.Groups.__call__",
-    ),
+    "linears": ("torch.nn.functional.linear", "paged_backend.linear.OneDnn.__call__"),
     "attention": ("kernels.ops.paged_attention",),
     "rotate and write": ("kernels.ops.rope_kv_write", "kernels.ops.kv_write"),
     "norms": ("kernels.ops.add_rms_norm",),
@@ -32,6 +28,13 @@ PARTS = {  # functions and methods by where they are defined; what none of them 
         "paged_backend.scheduler.Scheduler.commit",
         "paged_backend.batch.pack",
     ),
+}
+KEPT = {  # operations in C++ keep their time themselves: one call may be several of them
+    "linear": "linears",
+    "paged_attention": "attention",
+    "rope_kv_write": "rotate and write",
+    "add_rms_norm": "norms",
+    "swiglu": "activation",
 }
 REST = "rest"
 BOUNDARY = "paged_backend.scheduler.Scheduler.schedule"  # which every step begins with
@@ -45,6 +48,12 @@ class Step:
     sequences: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # by part, without what other parts took inside
+    before: dict[str, float] = field(default_factory=dict)  # what C++ had taken when it began, by part
+
+    def by_part(self, later: Step) -> dict[str, float]:
+        """With the step after it, before which C++ had taken more."""
+        inside = {part: later.before[part] - seconds for part, seconds in self.before.items()}
+        return {part: inside.get(part, 0.0) + self.seconds.get(part, 0.0) for part in PARTS}
 
 
 def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
@@ -53,13 +62,13 @@ def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
     with _timed() as steps:
         run()
     kept = [
-        (one, later.began - one.began)
+        (one.by_part(later), later.began - one.began)
         for one, later in pairwise(steps)
         if one.sequences == one.tokens == sequences and later.sequences
     ]
     if not kept:
         raise ValueError(f"no step decodes {sequences} sequences and nothing else")
-    medians = {part: statistics.median(one.seconds.get(part, 0.0) for one, _ in kept) for part in PARTS}
+    medians = {part: statistics.median(one[part] for one, _ in kept) for part in PARTS}
     if silent := [part for part, seconds in medians.items() if not seconds]:
         raise ValueError(f"never called in a decode step: {', '.join(silent)}; PARTS names them no longer")
     return medians | {REST: max(0.0, statistics.median(whole for _, whole in kept) - sum(medians.values()))}
@@ -76,7 +85,8 @@ def _timed() -> Iterator[list[Step]]:
         def call(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             if name == BOUNDARY:
-                steps.append(Step(began))
+                inside = native.seconds() if compiled else {}
+                steps.append(Step(began, before={KEPT[kind]: seconds for kind, seconds in inside.items()}))
             inner.append(0.0)
             result = function(*args, **options)
             whole = time.perf_counter() - began
@@ -91,8 +101,11 @@ def _timed() -> Iterator[list[Step]]:
 
         return call
 
+    compiled = bool(native.levels())
     for part, names in PARTS.items():
         for name in names:
+            if compiled and name.startswith("kernels.ops."):
+                continue
             for place, attribute, function in _bindings(name):
                 changed.append((place, attribute, function))
                 setattr(place, attribute, timed(part, name, function))

@@ -5,10 +5,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "schedule.h"
 
@@ -69,92 +72,177 @@ void over_tokens(void (*kernel)(const Call&, int64_t, int64_t), const Call& call
   torch::stable::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 
-void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales,
-                     Tensor block_tables, Tensor context_lens, Tensor query_starts, double scale, int64_t window,
-                     double softcap, Maybe sinks, int64_t level) {
+// Seconds that this thread spent on each kind of operation: one call may be several of them.
+enum Part { products, norms, activations, rotations, attentions, parts };
+thread_local double seconds[parts];
+
+struct Clock {
+  using Now = std::chrono::steady_clock;
+  Part part;
+  Now::time_point began = Now::now();
+  ~Clock() { seconds[part] += std::chrono::duration<double>(Now::now() - began).count(); }
+};
+
+struct Settings {
+  double scale;
+  int64_t window;
+  double softcap;
+  Maybe sinks;
+};
+
+void attend(void* out, Type type, Rows query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Tensor& block_tables,
+            const Tensor& context_lens, const Tensor& query_starts, const Settings& settings, int64_t level) {
+  const Clock clock{attentions};
   Attention call{};
-  call.type = type_of(query);
-  call.query = rows_of(query);
-  call.out = out.data_ptr();
-  call.num_heads = (int)query.size(1);
-  call.num_tokens = (int)query.size(0);
-  call.cache = cache_of(keys, values, key_scales, value_scales);
+  call.type = type;
+  call.query = query;
+  call.out = out;
+  call.num_heads = (int)num_heads;
+  call.num_tokens = (int)num_tokens;
+  call.cache = cache;
   call.block_tables = (const int32_t*)block_tables.data_ptr();
   call.table_stride = block_tables.stride(0);
   call.max_blocks = (int)block_tables.size(1);
   call.context_lens = (const int32_t*)context_lens.data_ptr();
   call.query_starts = (const int32_t*)query_starts.data_ptr();
   call.num_seqs = (int)context_lens.size(0);
-  call.scale = (float)scale;
-  call.window = (int)std::min<int64_t>(window, INT32_MAX);
-  call.softcap = (float)softcap;
-  call.sinks = sinks ? sinks->data_ptr() : nullptr;
+  call.scale = (float)settings.scale;
+  call.window = (int)std::min<int64_t>(settings.window, INT32_MAX);
+  call.softcap = (float)settings.softcap;
+  call.sinks = settings.sinks ? settings.sinks->data_ptr() : nullptr;
+  std::memset(out, 0, num_tokens * num_heads * cache.head_dim * bytes(type));  // rows of no sequence stay so
   run_attention(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
 }
 
-Write write_of(const Tensor& key, const Tensor& value, Cache cache, const Tensor& slots) {
-  return {type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
+void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales,
+                     Tensor block_tables, Tensor context_lens, Tensor query_starts, double scale, int64_t window,
+                     double softcap, Maybe sinks, int64_t level) {
+  attend(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1), cache_of(keys, values, key_scales, value_scales),
+         block_tables, context_lens, query_starts, {scale, window, softcap, sinks}, level);
+}
+
+void write(const Write& call, int64_t tokens, int64_t level) {
+  const Clock clock{rotations};
+  over_tokens(level_of(level).write, call, tokens, 2 * call.cache.num_kv_heads * call.cache.head_dim);
 }
 
 void kv_write(Tensor key, Tensor value, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales, Tensor slots,
               int64_t level) {
-  const Write call = write_of(key, value, cache_of(keys, values, key_scales, value_scales), slots);
-  over_tokens(level_of(level).write, call, slots.size(0), 2 * key.size(1) * key.size(2));
+  const Cache cache = cache_of(keys, values, key_scales, value_scales);
+  write({type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()}, slots.size(0), level);
+}
+
+struct HeadNorms {
+  Maybe query, key;
+  double eps;
+};
+
+// cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].
+void rotate(void* out, Rows query, int64_t num_heads, const Write& write, int64_t tokens, const Tensor& cos, const Tensor& sin,
+            const HeadNorms& norms, int64_t level) {
+  const Clock clock{rotations};
+  if (type_of(sin) != type_of(cos)) throw std::runtime_error("cos and sin are of different types");
+  Rotation call{};
+  call.query = query;
+  call.write = write;
+  call.out = out;
+  call.num_heads = (int)num_heads;
+  call.angles = type_of(cos);
+  call.cos = cos.data_ptr(), call.sin = sin.data_ptr();
+  call.cos_stride = cos.stride(cos.dim() - 2), call.sin_stride = sin.stride(sin.dim() - 2);
+  call.query_weight = norms.query ? norms.query->data_ptr() : nullptr;
+  call.key_weight = norms.key ? norms.key->data_ptr() : nullptr;
+  call.eps = (float)norms.eps;
+  over_tokens(level_of(level).rotate, call, tokens, (num_heads + 2 * write.cache.num_kv_heads) * write.cache.head_dim);
 }
 
 void rope_kv_write(Tensor out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor keys,
                    Tensor values, Maybe key_scales, Maybe value_scales, Tensor slots, Maybe query_weight,
                    Maybe key_weight, double eps, int64_t level) {
-  Rotation call{};
-  call.query = rows_of(query);
-  call.write = write_of(key, value, cache_of(keys, values, key_scales, value_scales), slots);
-  call.out = out.data_ptr();
-  call.num_heads = (int)query.size(1);
-  call.angles = type_of(cos);
-  call.cos = cos.data_ptr(), call.sin = sin.data_ptr();
-  call.cos_stride = cos.stride(0), call.sin_stride = sin.stride(0);
-  call.query_weight = query_weight ? query_weight->data_ptr() : nullptr;
-  call.key_weight = key_weight ? key_weight->data_ptr() : nullptr;
-  call.eps = (float)eps;
-  over_tokens(level_of(level).rotate, call, slots.size(0), (query.size(1) + 2 * key.size(1)) * key.size(2));
+  const Cache cache = cache_of(keys, values, key_scales, value_scales);
+  const Write write{type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
+  rotate(out.data_ptr(), rows_of(query), query.size(1), write, slots.size(0), cos, sin, {query_weight, key_weight, eps}, level);
 }
 
-void add_rms_norm(Tensor normed, Maybe total, Tensor x, Maybe residual, Tensor weight, double eps, int64_t level) {
+Tensor rows_like(const Tensor& x, int64_t width) {  // dense, of x's type
+  const int64_t sizes[] = {x.size(0), width};
+  return torch::stable::new_empty(x, sizes);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Maybe residual, Tensor weight, double eps, int64_t level) {
+  const Clock clock{norms};
+  Tensor normed = rows_like(x, x.size(1)), total = residual ? rows_like(x, x.size(1)) : x;
   Norm call{};
   call.type = type_of(x);
   call.x = x.data_ptr(), call.x_stride = x.stride(0);
-  if (residual) call.residual = residual->data_ptr(), call.residual_stride = residual->stride(0);
+  if (residual) call.residual = residual->data_ptr(), call.residual_stride = residual->stride(0), call.total = total.data_ptr();
   call.weight = weight.data_ptr();
   call.normed = normed.data_ptr();
-  call.total = total ? total->data_ptr() : nullptr;
   call.width = x.size(1);
   call.eps = (float)eps;
   over_tokens(level_of(level).norm, call, x.size(0), x.size(1));
+  return {normed, total};
 }
 
-void swiglu(Tensor out, Tensor gate_up, int64_t level) {
+Tensor swiglu(Tensor gate_up, int64_t level) {
+  const Clock clock{activations};
+  Tensor out = rows_like(gate_up, gate_up.size(1) / 2);
   const SwiGlu call{type_of(out), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.size(1)};
   over_tokens(level_of(level).swiglu, call, out.size(0), gate_up.size(1));
+  return out;
 }
 
 Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_features, int64_t level) {
+  const Clock clock{products};
+  const int64_t in_features = x.size(x.dim() - 1), rows = in_features ? x.numel() / in_features : 0;
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  Linear call{};
-  call.type = type_of(x);
-  call.in_features = sizes.back(), call.out_features = out_features;
-  call.rows = call.in_features ? x.numel() / call.in_features : 0;
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
-  call.x = x.data_ptr(), call.x_stride = x.dim() == 2 ? x.stride(0) : call.in_features;
+  Linear call{};
+  call.type = type_of(x);
+  call.x = x.data_ptr(), call.x_stride = x.dim() == 2 ? x.stride(0) : in_features;
   call.weight = weight.data_ptr();
   call.scales = scales ? (const float*)scales->data_ptr() : nullptr;
   call.bias = bias ? bias->data_ptr() : nullptr;
   call.out = out.data_ptr();
+  call.rows = rows, call.in_features = in_features, call.out_features = out_features;
   if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight is of another type than x");
-  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * ceil_div<int64_t>(call.in_features, 2) * 2)
-    throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(call.in_features) + " inputs and " + std::to_string(out_features) + " outputs");
+  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * ceil_div<int64_t>(in_features, 2) * 2)
+    throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
   run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
   return out;
+}
+
+// All of a decoder layer (`kernels.cpu.native.DecoderLayer`) in one call: a dozen of them cost more than its norms do.
+std::tuple<Tensor, Tensor> decoder_layer(
+    Tensor output, Maybe residual, Tensor cos, Tensor sin, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales,
+    Tensor slots, Tensor block_tables, Tensor context_lens, Tensor query_starts,  // of the step
+    Tensor norm, double eps, Tensor qkv, Maybe qkv_scales, Maybe qkv_bias, int64_t num_heads, bool rotates, Maybe query_norm,
+    Maybe key_norm, double head_eps, double scale, int64_t window, double softcap, Tensor o, Maybe o_scales, Maybe o_bias,
+    Tensor post_norm, double post_eps, Tensor gate_up, Maybe gate_up_scales, Maybe gate_up_bias, int64_t gate_up_features,
+    Tensor down, Maybe down_scales, Maybe down_bias, int64_t level) {  // of the layer
+  const Cache cache = cache_of(keys, values, key_scales, value_scales);
+  const int64_t hidden = output.size(1), tokens = output.size(0), head_dim = cache.head_dim;
+  auto [normed, stream] = add_rms_norm(output, residual, norm, eps, level);
+  const Tensor projected = linear(normed, qkv, qkv_scales, qkv_bias, (num_heads + 2 * cache.num_kv_heads) * head_dim, level);
+  const Type type = type_of(projected);
+  const auto heads_from = [&](int64_t head) {
+    return Rows{(const char*)projected.data_ptr() + head * head_dim * bytes(type), projected.stride(0), head_dim};
+  };
+  Rows query = heads_from(0);
+  const Write call{type, heads_from(num_heads), heads_from(num_heads + cache.num_kv_heads), cache, (const int64_t*)slots.data_ptr()};
+  Tensor rotated = rows_like(projected, num_heads * head_dim), attended = rows_like(projected, num_heads * head_dim);
+  if (rotates) {
+    rotate(rotated.data_ptr(), query, num_heads, call, slots.size(0), cos, sin, {query_norm, key_norm, head_eps}, level);
+    query = {rotated.data_ptr(), num_heads * head_dim, head_dim};
+  } else {
+    write(call, slots.size(0), level);
+  }
+  attend(attended.data_ptr(), type, query, tokens, num_heads, cache, block_tables, context_lens, query_starts,
+         {scale, window, softcap, {}}, level);
+  auto [again, total] = add_rms_norm(linear(attended, o, o_scales, o_bias, hidden, level), stream, post_norm, post_eps, level);
+  const Tensor inner = swiglu(linear(again, gate_up, gate_up_scales, gate_up_bias, gate_up_features, level), level);
+  return {linear(inner, down, down_scales, down_bias, hidden, level), total};
 }
 
 }  // namespace
@@ -169,6 +257,10 @@ extern "C" __attribute__((visibility("default"))) const char* paged_levels() {
   return names.c_str();
 }
 
+extern "C" __attribute__((visibility("default"))) void paged_seconds(double* to) {
+  std::copy_n(paged::seconds, (int)paged::parts, to);
+}
+
 STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor keys, Tensor values, Tensor? key_scales, "
@@ -181,11 +273,17 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "rope_kv_write(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
       "Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, Tensor slots, Tensor? query_weight, "
       "Tensor? key_weight, float eps, int level) -> ()");
-  m.def(
-      "add_rms_norm(Tensor(a!) normed, Tensor(b!)? total, Tensor x, Tensor? residual, Tensor weight, float eps, "
-      "int level) -> ()");
-  m.def("swiglu(Tensor(a!) out, Tensor gate_up, int level) -> ()");
+  m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int level) -> (Tensor, Tensor)");
+  m.def("swiglu(Tensor gate_up, int level) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features, int level) -> Tensor");
+  m.def(
+      "decoder_layer(Tensor output, Tensor? residual, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+      "Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor slots, Tensor block_tables, Tensor context_lens, "
+      "Tensor query_starts, Tensor norm, float eps, Tensor qkv, Tensor? qkv_scales, Tensor? qkv_bias, int num_heads, "
+      "bool rotates, Tensor? query_norm, Tensor? key_norm, float head_eps, float scale, int window, float softcap, "
+      "Tensor o, Tensor? o_scales, Tensor? o_bias, Tensor post_norm, float post_eps, Tensor gate_up, "
+      "Tensor? gate_up_scales, Tensor? gate_up_bias, int gate_up_features, Tensor down, Tensor? down_scales, "
+      "Tensor? down_bias, int level) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
@@ -195,4 +293,5 @@ STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&paged::add_rms_norm));
   m.impl("swiglu", TORCH_BOX(&paged::swiglu));
   m.impl("linear", TORCH_BOX(&paged::linear));
+  m.impl("decoder_layer", TORCH_BOX(&paged::decoder_layer));
 }

@@ -119,9 +119,9 @@ struct Level {
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
-  // of the products of `linear_rows` rows by a group; scratch: in_features rounded up to 2, fp32, for each of these rows,
-  // and a group
-  void (*multiply)(const Linear&, int64_t begin, int64_t end, void* scratch);
+  // Of the products of `linear_rows` rows by a group. panels: fp32, in_features rounded up to 2 for each of these rows,
+  // and a group; `widened`: which rows it holds, or -1.
+  void (*multiply)(const Linear&, int64_t begin, int64_t end, float* panels, int64_t& widened);
 };
 
 }  // namespace paged

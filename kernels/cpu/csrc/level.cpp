@@ -6,7 +6,7 @@
 
 namespace paged {
 
-void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, void* scratch);
+void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, float* panels, int64_t& widened);
 
 extern const Level NAMED(level, PAGED_LEVEL);
 const Level NAMED(level, PAGED_LEVEL) = {QUOTED(PAGED_LEVEL), scratch_bytes, attend, merge, write, rotate, norm, swiglu,

@@ -141,15 +141,16 @@ INLINE void multiply_rows(const Linear& call, int64_t begin, int64_t end, const 
 
 }  // namespace
 
-// Products are numbered by blocks of rows, and inside them by groups.
-void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, void* scratch) {
+// Products are numbered by blocks of rows, and inside them by groups. Every thread widens for itself: rows that another
+// core has written take longer to come than to widen.
+void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, float* panels, int64_t& widened) {
   const int64_t groups = (call.out_features + linear_group - 1) / linear_group;
-  float* panels = (float*)scratch;
   while (begin < end) {
     const int64_t block = begin / groups, group = begin % groups;
     const int64_t last = end - block * groups < groups ? end - block * groups : groups;
     const int64_t row = block * linear_rows, until = row + linear_rows < call.rows ? row + linear_rows : call.rows;
-    widen_rows(call, row, until, panels);
+    if (widened != block) widen_rows(call, row, until, panels);
+    widened = block;
     multiply_rows(call, row, until, panels, group, last);
     begin += last - group;
   }

@@ -195,29 +195,19 @@ void run_attention(const Level& level, const Attention& call, int threads, const
   for (const Merge& merge : plan.merges) level.merge(call, merge);
 }
 
-namespace {
-
-// work(begin, end) over [0, total): large parts first, small ones at the end, each to the thread that is free.
-void share(int64_t total, int threads, const Pool_of_threads& pool, const std::function<void(int64_t, int64_t)>& work) {
-  if (threads < 2) return work(0, total);
-  std::atomic<int64_t> next{0};
-  pool((int)std::min<int64_t>(threads, total), [&] {
-    for (int64_t begin = next; begin < total;) {
-      const int64_t end = begin + std::max<int64_t>(1, (total - begin) / (2 * threads));
-      if (!next.compare_exchange_weak(begin, end)) continue;
-      work(begin, end);
-      begin = next;
-    }
-  });
-}
-
-}  // namespace
-
 void run_linear(const Level& level, const Linear& call, int threads, const Pool_of_threads& pool) {
   const int64_t inputs = ceil_div<int64_t>(call.in_features, 2) * 2, rows = std::min<int64_t>(call.rows, linear_rows);
   const int64_t products = ceil_div<int64_t>(call.rows, linear_rows) * ceil_div<int64_t>(call.out_features, linear_group);
-  share(products, threads, pool, [&](int64_t begin, int64_t end) {
-    level.multiply(call, begin, end, thread_scratch((rows * inputs + linear_group) * sizeof(float)));
+  std::atomic<int64_t> next{0};
+  pool((int)std::min<int64_t>(threads, products), [&] {
+    float* panels = (float*)thread_scratch((rows * inputs + linear_group) * sizeof(float));
+    int64_t widened = -1;
+    for (int64_t begin = next; begin < products;) {  // large parts first, small ones at the end
+      const int64_t end = begin + std::max<int64_t>(1, (products - begin) / (2 * threads));
+      if (!next.compare_exchange_weak(begin, end)) continue;
+      level.multiply(call, begin, end, panels, widened);
+      begin = next;
+    }
   });
 }
 
