@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from client.cli import main
 from paged_backend.bench._child import CHILDREN, Child, ChildError
@@ -251,6 +252,9 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 16 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]
     assert kept == pytest.approx(16 * (240 + 8) * 3 * 2 * 2 * 16 * 4 / 1e6)
+    own = AutoModelForCausalLM.from_pretrained(tiny[0])
+    weights = sum(one.numel() * 4 for name, one in own.named_parameters() if name != "model.embed_tokens.weight")
+    assert records[f"{DECODE}: least for weights"]["peers"]["MB"] == pytest.approx(weights / 1e6)
     shown = capsys.readouterr().out
     assert "paged: dtype=float32, block_size=16, enable_prefix_caching=True" in shown
     assert f"not measured     {DECODE}: times {THEIRS}: not among --peers (generate)" in shown

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paged_backend.bench import _peers
 from paged_backend.bench._child import CHILDREN, Child
@@ -364,15 +365,14 @@ def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, quick: boo
 
 
 def step_bytes(assembly: Assembly, jobs: Sequence[Job]) -> dict[str, int]:
-    """That a decode step in the middle of the outputs must read. An embedding that is not also the output projection
-    gives a row a token: nothing."""
+    """That a decode step in the middle of the outputs must read. An embedding gives a row a token: nothing."""
     model, spec = assembly.loaded.model, assembly.loaded.spec
-    weights = {one.data_ptr(): one.nbytes for one in model.parameters()}
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if table.data_ptr() != head.data_ptr():
-        weights.pop(table.data_ptr())
+    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    apart = {id(one.weight) for one in (*linears, model.get_input_embeddings())}
+    weights = sum(one.in_features * one.out_features for one in linears) * spec.dtype.itemsize  # copies stand for them
+    weights += sum(one.nbytes for one in model.parameters() if id(one) not in apart)
     tokens = sum(len(job.prompt) + job.output // 2 for job in jobs)
-    return {"weights": sum(weights.values()), "keys and values": tokens * bytes_per_block(
+    return {"weights": weights, "keys and values": tokens * bytes_per_block(
         assembly.loaded.layers, 1, spec.kv_dtype)}  # fmt: skip
 
 
