@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paged_backend.config import EngineConfig
 from paged_backend.content import Entry, Key, chain_key
+from paged_backend.machine import compute_alone
 
 log = logging.getLogger("paged_llm")
 
@@ -175,6 +176,7 @@ class DiskTier:
                 self._ours -= name.startswith(self._fingerprint)
 
     def _write_all(self) -> None:
+        compute_alone()
         while (item := self._queue.get()) is not None:
             if self.lacks(item[0].key):
                 try:

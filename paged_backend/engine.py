@@ -25,6 +25,7 @@ from paged_backend.batch import pack
 from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.content import Entry, extend_chain, new_chain
 from paged_backend.disk import DiskTier
+from paged_backend.machine import compute_alone
 from paged_backend.plan import Drawn, Plan
 from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.runner import Launched, Runner, RunnerDied
@@ -137,7 +138,7 @@ class Engine:
         self._runner = runner
         self._emit = emit
         self._disk = disk
-        self._fetcher = ThreadPoolExecutor(1, "fetch") if disk else None
+        self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
         self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | Die | None] = SimpleQueue()

@@ -40,15 +40,20 @@ def release_threads() -> None:
     thread that ever asked for one, and where teams have more threads than there are cores, none waits awake for its
     next piece of work. A decode step then took half as long again. (`omp_pause_resource_all` of OpenMP 5.0; the next
     one who computes gets new threads.)"""
-    for path in _openmp_libraries():
-        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
-        if pause is not None:
-            pause(OMP_PAUSE_SOFT)
+    _tell_openmp("omp_pause_resource_all", OMP_PAUSE_SOFT)
 
 
-def _openmp_libraries() -> set[str]:
-    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    return {path for path in mapped if Path(path).name.startswith(OPENMP)}
+def compute_alone() -> None:
+    """Have the calling thread compute by itself, without a team: one that only copies, beside the one that computes."""
+    torch.get_num_threads()  # else PyTorch would set the number later, when this thread first computes
+    _tell_openmp("omp_set_num_threads", 1)
+
+
+def _tell_openmp(function: str, argument: int) -> None:
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    for path in mapped:
+        if Path(path).name.startswith(OPENMP) and (found := getattr(ctypes.CDLL(path), function, None)):
+            found(argument)
 
 
 def _rooms() -> Iterator[int]:

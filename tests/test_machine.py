@@ -100,3 +100,24 @@ print(before, computing, count(), torch.ones(1 << 20).sum().item())
     assert int(computing) == int(before) + 1, ran.stderr
     assert after == before
     assert float(total) == 1 << 20
+
+
+def test_a_thread_that_computes_alone_gets_no_team_and_the_others_keep_theirs():
+    code = """
+import os, threading, torch
+from paged_backend.machine import compute_alone
+torch.set_num_threads(2)
+def copy():
+    compute_alone()
+    before = len(os.listdir("/proc/self/task"))
+    torch.ones(1 << 20).sum()
+    print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+before = len(os.listdir("/proc/self/task"))
+torch.ones(1 << 20).sum()
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.split() == ["0", "1", "1", "2"], ran.stderr
