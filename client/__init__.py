@@ -2,6 +2,16 @@
 
 from client.async_client import AsyncClient, AsyncStream
 from client.sync_client import Client, Stream
-from client.types import Completion, Delta, PagedError, PoolMap
+from client.types import Completion, Delta, PagedError, PoolMap, TokenLogprob
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Delta", "PagedError", "PoolMap", "Stream"]
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Completion",
+    "Delta",
+    "PagedError",
+    "PoolMap",
+    "Stream",
+    "TokenLogprob",
+]

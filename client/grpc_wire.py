@@ -80,8 +80,8 @@ def read_fields(response: Any) -> Fields:
     return {name: [_element_of(value) for value in array.flat] for name, array in arrays.items() if array is not None}
 
 
-def _element_of(value: Any) -> str | int:
-    return value.decode() if isinstance(value, bytes) else int(value)
+def _element_of(value: Any) -> str | int | float:
+    return value.decode() if isinstance(value, bytes) else value.item()
 
 
 def rpc_error(error: grpc.RpcError) -> PagedError:

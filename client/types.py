@@ -10,6 +10,19 @@ _ERROR_CLASS = re.compile(r"\s*([A-Z][A-Z_]+): *(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token under the model's own distribution: before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    rank: int  # 1: no token is likelier
+    decoded_token: str  # its text by itself
+
+
+Logprobs = tuple[TokenLogprob, ...]  # of a generated token, then of the likeliest others, the first first
+
+
+@dataclass(frozen=True)
 class Delta:
     """One streamed piece of one sample. A piece may hold several tokens, or none that are printable yet."""
 
@@ -17,6 +30,8 @@ class Delta:
     num_output_tokens: int  # of this piece
     finish_reason: str | None  # "stop", "length" or "timeout" on the sample's last piece, None before
     index: int = 0  # of the sample, for n > 1
+    logprobs: tuple[Logprobs, ...] | None = None  # of each token of this piece; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # of all tokens up to here, likewise
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,8 @@ class Completion:
     others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
     # What the whole request took: tokens found in the cache, blocks, seconds in each phase.
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
+    logprobs: tuple[Logprobs, ...] | None = None  # of each token; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # of all of them, likewise
 
 
 @dataclass(frozen=True)

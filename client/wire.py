@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from client.types import Completion, Delta, PagedError, PoolMap
+from client.types import Completion, Delta, Logprobs, PagedError, PoolMap, TokenLogprob
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -35,12 +35,15 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
 }
-READ = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "receipt", "pool_map")
+READ = (
+    "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
+    "receipt", "pool_map",
+)  # fmt: skip
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Values = dict[str, "str | bool | int"]  # input name -> its one element, and Triton's own words for a session
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
-Fields = Mapping[str, "Sequence[str | int]"]  # output name -> its elements, one for each sample
+Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements, one for each sample
 
 
 def request_values(
@@ -65,6 +68,8 @@ def request_values(
         "return_num_output_tokens": True,
         "return_receipt": True,
     }
+    if sampling.get("logprobs") is not None:
+        values |= {"return_logprobs": True, "return_cumulative_logprob": True}
     for name in SEQUENCE:
         if name in sequence:
             values[name] = _sequence_value(name, sequence[name])
@@ -137,13 +142,24 @@ class Transcript:
         reasons = fields.get("finish_reason", ["None"] * len(texts))
         counts = fields.get("num_output_tokens", [0] * len(texts))
         self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
+        logprobs = fields.get("logprobs", ["null"] * len(texts))
+        sums = fields.get("cumulative_logprob", [None] * len(texts))
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
         new = []
-        for index, (text, reason, count) in enumerate(zip(texts, reasons, counts, strict=True)):
+        for index, (text, reason, count, tokens, total) in enumerate(
+            zip(texts, reasons, counts, logprobs, sums, strict=True)
+        ):
             deltas = self._samples[index]
-            delta = Delta(str(text), int(count), None if reason == "None" else str(reason), index)
+            delta = Delta(
+                text=str(text),
+                num_output_tokens=int(count),
+                finish_reason=None if reason == "None" else str(reason),
+                index=index,
+                logprobs=_read_logprobs(str(tokens)),
+                cumulative_logprob=None if total is None else float(total),
+            )
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
                 new.append(delta)
@@ -156,10 +172,24 @@ class Transcript:
                 finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
                 num_input_tokens=self._num_input_tokens,
                 num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+                logprobs=_joined(deltas),
+                cumulative_logprob=deltas[-1].cumulative_logprob if deltas else None,
             )
             for deltas in self._samples
         ]
         return replace(first, others=tuple(others), receipt=self._receipt)
+
+
+def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
+    tokens = json.loads(text)
+    if tokens is None:
+        return None
+    return tuple(tuple(TokenLogprob(int(token), **entry) for token, entry in one.items()) for one in tokens)
+
+
+def _joined(deltas: Sequence[Delta]) -> tuple[Logprobs, ...] | None:
+    parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return tuple(one for part in parts for one in part) if parts else None
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager, Copy, Move
+from paged_backend.request import Logprobs
 from paged_backend.sequence import Group, Sequence
 
-Drawn = int | list[Candidate] | None  # a token, or of a beam the likeliest ones; None: what a wrong guess led to
+
+class Scored(NamedTuple):
+    """A token whose request asked for log probabilities."""
+
+    token: int
+    logprobs: Logprobs
+
+
+# A token, or of a beam the likeliest ones; None: what a wrong guess led to.
+Drawn = int | Scored | list[Candidate] | None
 
 
 @dataclass(slots=True)

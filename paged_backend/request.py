@@ -61,10 +61,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_BYTES = 256
+MAX_LOGPROBS = 20
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "best_of": (1, None),
-    "logprobs": (None,),
     "prompt_logprobs": (None,),
     "logit_bias": (None,),
     "bad_words": (None, []),
@@ -166,6 +166,10 @@ def _samples(name: str, value: Any, limits: Limits) -> int:
     return _whole(name, value, 1, limits.max_num_seqs)
 
 
+def _logprobs(name: str, value: Any, limits: Limits) -> int | None:
+    return None if value is None else _whole(name, value, 0, MAX_LOGPROBS)
+
+
 def _priority(name: str, value: Any, limits: Limits) -> int:
     return _whole(name, value, -(2**31), 2**31 - 1)
 
@@ -212,6 +216,7 @@ class SamplingParams:
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
+    logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
     n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
     beam_width: int = _param(_samples, 1)  # above 1: beam search
     length_penalty: float = _param(_between(-10, 10), 1.0)  # a score is log-probability / length ** length_penalty
@@ -257,6 +262,8 @@ class SamplingParams:
                 if name in changed:
                     raise invalid(name, getattr(self, name), "has a meaning with beam_width above 1 only")
             return
+        if self.logprobs is not None:
+            raise invalid("logprobs", self.logprobs, f"not supported with beam_width={self.beam_width}; leave it out")
         if self.n > self.beam_width:
             raise invalid("n", self.n, f"must be 1..beam_width={self.beam_width}")
         for name in _NOT_WITH_BEAMS:
@@ -279,6 +286,7 @@ class GenerateRequest:
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
     wants_usage: bool = False
     session: Hashable = None  # whose next turn will go on from this one's blocks
+    logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -338,6 +346,17 @@ class Usage(NamedTuple):
     preempted_seconds: float  # from those until it was let in again
 
 
+class TokenLogprob(NamedTuple):
+    """What the model's own distribution, before temperature, penalties and filters, has for a token."""
+
+    token: int
+    logprob: float  # natural logarithm
+    rank: int  # 1 + how many tokens have a higher logit
+
+
+Logprobs = tuple[TokenLogprob, ...]  # of a token that was drawn, then of the likeliest others, the first first
+
+
 class TokenDelta(NamedTuple):
     """What one step gave one sample of a request. Exactly one delta of a sample has `finish` set, its last; or else
     one of the request has `error` set, which ends all its samples."""
@@ -348,6 +367,7 @@ class TokenDelta(NamedTuple):
     error: RequestError | None = None
     sample: int = 0  # which of the request's
     usage: Usage | None = None  # where the request asked for it
+    logprobs: tuple[Logprobs, ...] = ()  # of each token, where the request asked for them
 
     @property
     def last(self) -> bool:

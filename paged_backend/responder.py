@@ -21,7 +21,15 @@ from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import EngineDied, PoolMap, StepOutput
 from paged_backend.metrics import Metrics
-from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta, Usage
+from paged_backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+    RequestError,
+    TokenDelta,
+    Usage,
+)
 from paged_backend.scheduler import SchedulerStats
 from paged_backend.sessions import Sessions, Turn
 
@@ -55,6 +63,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)  # those that the text is made of
     read: int = 0  # how many of them are text by now
     said: list[str] = field(default_factory=list)  # all text so far, in pieces
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the tokens that are not sent yet
+    cumulative_logprob: float = 0.0  # of all so far
 
     @property
     def all_text(self) -> str:
@@ -74,6 +84,10 @@ class Sample:
                 self.finish = FinishReason.STOP
         self.num_tokens += count
         self.unsent_tokens += count
+        if delta.logprobs:
+            counted = delta.logprobs[:count]
+            self.logprobs += counted
+            self.cumulative_logprob += sum(drawn.logprob for drawn, *_ in counted)
         if delta.finish and not self.finish:
             self.end(delta.finish)
 
@@ -105,6 +119,7 @@ class Stream:
     samples: list[Sample]
     arrived: float  # time.monotonic()
     encode: Callable[[str], list[int]]
+    token_text: Callable[[int], str]
     turn: Turn | None = None
     error: RequestError | None = None
     usage: Usage | None = None
@@ -391,10 +406,13 @@ class Responder:
             finish_reasons=[sample.finish.value if sample.finish else None for sample in stream.samples],
             num_input_tokens=len(stream.request.prompt_token_ids),
             num_output_tokens=[sample.unsent_tokens for sample in stream.samples],
+            logprobs=None if stream.request.sampling.logprobs is None else [one.logprobs for one in stream.samples],
+            cumulative_logprobs=[sample.cumulative_logprob for sample in stream.samples],
+            token_text=stream.token_text,
             receipt=stream.receipt() if stream.finished and stream.call.return_receipt else None,
         )
         for sample in stream.samples:
-            sample.text, sample.unsent_tokens = "", 0
+            sample.text, sample.unsent_tokens, sample.logprobs = "", 0, []
         stream.channel.send(outputs, final=stream.finished)
 
     def _close(self, stream: Stream, outcome: str) -> None:

@@ -15,8 +15,8 @@ from paged_backend.batch import Check, PackedBatch, Stage, Uniform, known
 from paged_backend.drafter import Drafter, fill
 from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.kv_cache import KVCache
-from paged_backend.plan import Drawn, Plan, reached
-from paged_backend.sampler import Likeliest, follow, likeliest, sample
+from paged_backend.plan import Drawn, Plan, Scored, reached
+from paged_backend.sampler import Likeliest, Scores, follow, likeliest, sample, score
 from paged_backend.transfers import Transfers
 
 log = logging.getLogger("paged_llm")
@@ -34,6 +34,7 @@ class Launched:
 
     tokens: Tensor  # [num_draws] int64
     beams: Likeliest | None
+    scores: Scores | None
     checks: tuple[Check, ...]
     guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     arrived: torch.cuda.Event | None
@@ -50,6 +51,10 @@ class Launched:
             count = len(guesses)
             checked = slice(draw, draw + 1 + count)
             drawn[checked] = reached(drawn[checked], tokens[row : row + count] or guesses)
+        for row, logprobs in self.scores.by_row() if self.scores else ():
+            token = drawn[row]
+            if isinstance(token, int):
+                drawn[row] = Scored(token, logprobs)
         return drawn
 
 
@@ -134,14 +139,15 @@ class Runner:
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
         self._agree(tokens)
         self._drawn[: len(tokens)] = tokens
+        scores = score(logits, tokens, sampling)
         arrived, guessed = None, step.guessed
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
             guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
-            beams = beams and beams.to_host()
+            beams, scores = beams and beams.to_host(), scores and scores.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
-        return Launched(tokens, beams, packed.checks, guessed, arrived)
+        return Launched(tokens, beams, scores, packed.checks, guessed, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         graphs = self._graphs

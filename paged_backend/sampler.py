@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.draws import Draws, Filters
 from paged_backend.beam_search import Candidate, num_candidates
-from paged_backend.request import SamplingParams
+from paged_backend.request import Logprobs, SamplingParams, TokenLogprob
 from paged_backend.sequence import Sequence
 
 PADDING = 2**62  # in place of a token, beyond every vocabulary
@@ -64,6 +64,37 @@ class Likeliest:
 
 
 @dataclass(frozen=True, eq=False)
+class Asked:
+    """Rows whose log probabilities are asked for."""
+
+    rows: Tensor  # [num_rows] int64
+    counts: tuple[int, ...]  # how many of the likeliest tokens, of each row
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Log probabilities of what was drawn, and of the likeliest tokens, as many for every row as any asks for."""
+
+    rows: Tensor  # [num_rows] int64
+    counts: tuple[int, ...]  # how many of the likeliest each row asks for
+    tokens: Tensor  # [num_rows, 1 + most] int64: the one that was drawn, then the likeliest, the first first
+    log_probs: Tensor  # [num_rows, 1 + most] float32
+    ranks: Tensor  # [num_rows, 1 + most] int64
+
+    def to_host(self) -> Scores:
+        """On its way there; not to be read before the device has got that far."""
+        there = (self.rows, self.tokens, self.log_probs, self.ranks)
+        rows, *others = (one.to("cpu", non_blocking=True) for one in there)
+        return Scores(rows, self.counts, *others)
+
+    def by_row(self) -> Iterator[tuple[int, Logprobs]]:
+        lists = (one.tolist() for one in (self.rows, self.tokens, self.log_probs, self.ranks))
+        for count, row, *columns in zip(self.counts, *lists, strict=True):
+            drawn, *likeliest = map(TokenLogprob, *(column[: 1 + count] for column in columns))
+            yield row, (drawn, *(one for one in likeliest if one.token != drawn.token))
+
+
+@dataclass(frozen=True, eq=False)
 class SamplingBatch:
     """How to draw, prepared on the host; what no row of the batch asks for is None and costs nothing."""
 
@@ -71,6 +102,7 @@ class SamplingBatch:
     penalties: Penalties | None
     draws: Draws | None  # None: all rows are greedy
     beams: Beams | None
+    asked: Asked | None
 
 
 Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw: there may be later ones already
@@ -78,7 +110,7 @@ Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw
 
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
     """Gather what `sample` needs for these draws, in their order; on the host."""
-    return SamplingBatch(_banned(draws), _penalties(draws), _draws(draws), _beams(draws))
+    return SamplingBatch(_banned(draws), _penalties(draws), _draws(draws), _beams(draws), _asked(draws))
 
 
 def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
@@ -118,6 +150,22 @@ def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
         log_probs = log_probs.masked_fill(banned[rows], float("-inf"))
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
     return Likeliest(rows, best.indices, best.values)
+
+
+def score(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Scores | None:
+    """Log probabilities under the model's own distribution: log_softmax of its logits in float32, before penalties,
+    bans, temperature and filters. tokens [num_rows] int64: what was drawn."""
+    if batch.asked is None:
+        return None
+    rows, counts = batch.asked.rows, batch.asked.counts
+    logits, drawn = logits[rows].float(), tokens[rows, None]
+    best = logits.topk(min(max(counts), logits.shape[-1]), -1)
+    found = torch.cat((drawn, best.indices), -1)
+    higher = (logits > logits.gather(-1, drawn)).sum(-1, keepdim=True)
+    higher_than_best = (best.values[:, None, :] > best.values[:, :, None]).sum(-1)  # all of which are among the best
+    # JSON has no infinity, which a model may give for tokens that it never draws.
+    log_probs = logits.log_softmax(-1).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
+    return Scores(rows, counts, found, log_probs, 1 + torch.cat((higher, higher_than_best), -1))
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
@@ -160,6 +208,14 @@ def _beams(draws: Rows[Draw]) -> Beams | None:
         return None
     requests = [draws[row][0].request for row in rows]
     return Beams(_array(rows, torch.int64), max(num_candidates(one.sampling, one.stop_ids) for one in requests))
+
+
+def _asked(draws: Rows[Draw]) -> Asked | None:
+    asked = [(row, seq.request.logprobs) for row, (seq, _) in enumerate(draws)]
+    found = [(row, count) for row, count in asked if count is not None]
+    if not found:
+        return None
+    return Asked(_array([row for row, _ in found], torch.int64), tuple(count for _, count in found))
 
 
 def _filters(params: Rows[SamplingParams]) -> Filters | None:

@@ -13,7 +13,7 @@ from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pace import Pace
 from paged_backend.pins import Pins
-from paged_backend.plan import Costs, Draft, Drawn, Plan
+from paged_backend.plan import Costs, Draft, Drawn, Plan, Scored
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
 from paged_backend.speculation import Guess
@@ -292,6 +292,8 @@ class Scheduler:
                     continue
                 if isinstance(token, int):
                     deltas.append(self._append(group, sequence, token, more))
+                elif isinstance(token, Scored):
+                    deltas.append(self._append_scored(group, sequence, token, more))
                 elif token is not None:
                     deltas += self._rank(group, sequence, token)
         assert next(drawn, None) is None, "more tokens than draws"
@@ -618,6 +620,12 @@ class Scheduler:
         if finish:
             self._end(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+
+    def _append_scored(self, group: Group, sequence: Sequence, first: Scored, more: list[Drawn]) -> TokenDelta:
+        scored = [first, *(one for one in more if isinstance(one, Scored))]  # what follows a wrong guess is None
+        tokens: list[Drawn] = [one.token if isinstance(one, Scored) else one for one in more]
+        delta = self._append(group, sequence, first.token, tokens)
+        return delta._replace(logprobs=tuple(one.logprobs for one in scored[: len(delta.token_ids)]))
 
     def _accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
         """What was drawn takes the place of the guesses. Keys and values of wrong ones are overwritten in time; blocks

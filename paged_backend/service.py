@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -191,6 +192,7 @@ class Service:
         self._tokenizer = self._assembly.loaded.tokenizer
         # No text that fits is longer, so a longer one need not be tokenized, which takes seconds for megabytes.
         self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))
+        self._token_text = _token_texts(self._tokenizer)
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
@@ -256,7 +258,7 @@ class Service:
                 channel.send(outputs, final=True)
                 return None
             request = self._request(call, sampling, turn)
-            return Stream(request, call, channel, self._samples(request), arrived, self._encode, turn)
+            return Stream(request, call, channel, self._samples(request), arrived, self._encode, self._token_text, turn)
         except Exception:
             if turn:
                 turn.undo()
@@ -281,7 +283,8 @@ class Service:
         tokens = self._tokenize(call, turn)
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, self._assembly.limits)
         goes_on = turn.name if turn and not turn.is_last else None
-        return replace(request, wants_usage=call.return_receipt, session=goes_on)
+        logprobs = _wanted_logprobs(call, sampling)
+        return replace(request, wants_usage=call.return_receipt, session=goes_on, logprobs=logprobs)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -328,12 +331,28 @@ class Service:
         ]
 
 
+def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
+    """What of log probabilities is worth computing: nothing that is not sent."""
+    if call.return_cumulative_logprob and sampling.beam_width > 1:
+        raise invalid("return_cumulative_logprob", True, f"not supported with beam_width={sampling.beam_width}; leave"
+                      " it out")  # fmt: skip
+    if call.return_logprobs and sampling.logprobs is not None:
+        return sampling.logprobs
+    return 0 if call.return_cumulative_logprob else None
+
+
 def _refuse(channel: Channel, error: RequestError) -> None:
     """Whatever is in the way: what the server's `execute` raises ends other requests, too."""
     try:
         channel.fail(error)
     except Exception:
         log.exception("a request could not be answered with %s", error)
+
+
+def _token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """The text of a token by itself, remembered: the same ones come again and again."""
+    decode = _decoder(tokenizer, skip_special_tokens=False)
+    return functools.cache(lambda token: decode([token]))
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:

@@ -20,7 +20,7 @@ from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Chunk, Costs, Plan
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Group
@@ -32,7 +32,7 @@ ROWS = 4  # in decode
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties make logits float32
     kind | penalty
     for penalty in ({}, {"presence_penalty": 0.1})
-    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9})
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": MAX_LOGPROBS})
 )
 MANY = 512  # rows at the most of which room is made for logits in float32
 MOVED = 8  # blocks at a time: what each costs among others
@@ -123,7 +123,8 @@ def rehearsals(config: EngineConfig, max_model_len: int) -> Iterator[Plan]:
 
     def chunk(start: int, length: int, **sampling: Any) -> Chunk:
         tokens = (0,) * (start + length)
-        one = Group.of(GenerateRequest(0, tokens, SamplingParams(**sampling), 0, frozenset())).leader
+        params = SamplingParams(**sampling)
+        one = Group.of(GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs)).leader
         one.blocks = [0] * -(-len(tokens) // config.block_size)
         return Chunk(one, start, length, draws=(one,))
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.request import PARAMETER_NAMES, ErrorCode, RequestError, invalid, is_text
+from paged_backend.request import PARAMETER_NAMES, ErrorCode, Logprobs, RequestError, invalid, is_text
 
 
 class TensorSpec(NamedTuple):
@@ -55,7 +55,6 @@ OUTPUTS = {
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
 
 _NOT_YET = ("image", "embedding_request")
-_NOT_YET_FLAGS = ("return_cumulative_logprob", "return_logprobs")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
 MAX_SEQUENCE_ID_BYTES = 128
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
@@ -90,6 +89,8 @@ class Call:
     return_receipt: bool
     timeout_us: int
     sequence: SequenceControl | None = None
+    return_logprobs: bool = False
+    return_cumulative_logprob: bool = False
 
     @property
     def only_ends(self) -> bool:
@@ -109,9 +110,6 @@ def read(
     for name in _NOT_YET:
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
-    for name in _NOT_YET_FLAGS:
-        if _bool(tensors, name, False):
-            raise invalid(name, True, "not supported yet; leave it out")
     stream = _bool(tensors, "stream", False)
     sequence = _sequence(parameters, sequence_id, flags)
     prompt, messages = _prompt(tensors, may_lack=sequence is not None and sequence.end)
@@ -128,6 +126,8 @@ def read(
         return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
         sequence=sequence,
+        return_logprobs=_bool(tensors, "return_logprobs", False),
+        return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
     )
 
 
@@ -138,10 +138,13 @@ def write(
     finish_reasons: list[str | None],
     num_input_tokens: int,
     num_output_tokens: list[int],
+    logprobs: Sequence[Sequence[Logprobs]] | None = None,
+    cumulative_logprobs: Sequence[float] = (0.0,),
+    token_text: Callable[[int], str] = str,
     receipt: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """The output tensors of one response, an element for each sample; the optional ones only where the call asked for
-    them."""
+    them. logprobs: of each token of each sample; None where the sampling parameters do not ask for any."""
     values: dict[str, Any] = {"text_output": [text.encode() for text in texts]}
     if call.return_finish_reason:
         values["finish_reason"] = [str(reason).encode() for reason in finish_reasons]  # "None" until the last response
@@ -149,9 +152,26 @@ def write(
         values["num_input_tokens"] = [num_input_tokens]
     if call.return_num_output_tokens:
         values["num_output_tokens"] = num_output_tokens
+    if call.return_logprobs:
+        none = [b"null"] * len(texts)
+        values["logprobs"] = none if logprobs is None else [_logprobs_json(one, token_text) for one in logprobs]
+    if call.return_cumulative_logprob:
+        values["cumulative_logprob"] = cumulative_logprobs
     if receipt is not None:
         values["receipt"] = [json.dumps(receipt).encode()]
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
+
+
+def _logprobs_json(tokens: Sequence[Logprobs], token_text: Callable[[int], str]) -> bytes:
+    """A JSON list with an object for each token, its own entry first."""
+    spelled = [
+        {
+            str(one.token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token)}
+            for one in entries
+        }
+        for entries in tokens
+    ]
+    return json.dumps(spelled).encode()
 
 
 def asks_for_pool_map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.config import EngineConfig
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams
+from paged_backend.request import FinishReason, GenerateRequest, Logprobs, RequestError, SamplingParams
 from paged_backend.service import Assembly, assemble
 
 WAIT = 120  # seconds after which a step that never comes fails the test
@@ -24,6 +24,7 @@ WAIT = 120  # seconds after which a step that never comes fails the test
 @dataclass
 class Output:
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     error: RequestError | None = None
 
@@ -45,7 +46,7 @@ class InProcess:
         eos = self.assembly.loaded.spec.eos_ids
         request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, self.assembly.limits)
         self.outputs[key] = Output()
-        self.engine.submit(request)
+        self.engine.submit(replace(request, logprobs=params.logprobs))
         return key
 
     def step(self) -> StepOutput:
@@ -56,6 +57,7 @@ class InProcess:
             booked = self.outputs[delta.key]
             assert booked.finish is None and booked.error is None, "a token after the last"
             booked.tokens += delta.token_ids
+            booked.logprobs += delta.logprobs
             booked.finish, booked.error = delta.finish, delta.error
         self.history.append(output)
         return output

@@ -56,7 +56,7 @@ class Client:
         request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
         channel = Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
         sample = Sample(Detokenizer(self.decode, [120], stop=stop), False)
-        self.stream = Stream(request, call, channel, [sample], 0.0, list)
+        self.stream = Stream(request, call, channel, [sample], 0.0, list, str)
 
     def decode(self, ids):
         self.decoded.append(ids)

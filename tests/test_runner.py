@@ -27,6 +27,7 @@ SAMPLINGS = [
     {"temperature": 0, "min_tokens": 3},
     {"n": 3},
     {"beam_width": 2, "min_tokens": 2},
+    {"logprobs": 3, "n": 2},
 ]
 
 
@@ -75,12 +76,14 @@ def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
     stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
     for key in range(2):
         params = SamplingParams(max_tokens=6, **sampling)
-        scheduler.add(GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids))
+        request = GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids, logprobs=params.logprobs)
+        scheduler.add(request)
     flights = []
     for _ in range(5):  # prompts in chunks, then decode, each before it is known what the one before gave
         flights.append(scheduler.schedule())
         launched = runner.launch(pack(flights[-1], block_size=4))
         assert launched.tokens.device == META
+        assert (launched.scores is not None) == ("logprobs" in sampling and bool(len(launched.tokens)))
         while len(flights) > (not scheduler.wants_results):
             done = flights.pop(0)
             scheduler.commit(done, drawn(done))

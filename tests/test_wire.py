@@ -9,7 +9,7 @@ import pytest
 
 from client import wire as client_wire
 from paged_backend import wire
-from paged_backend.request import ErrorCode, RequestError
+from paged_backend.request import ErrorCode, RequestError, TokenLogprob
 
 CONFIG = Path(__file__).parents[1] / "model_repository/paged_llm/config.pbtxt"
 
@@ -190,8 +190,6 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
         ({"text_input": text("x"), "stream": flag(True), "exclude_input_in_output": flag(False)}, "exclude_input"),
         ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
         ({"text_input": text("x"), "embedding_request": text("{}")}, "embedding_request: not supported yet"),
-        ({"text_input": text("x"), "return_logprobs": flag(True)}, "return_logprobs=true: not supported yet"),
-        ({"text_input": text("x"), "return_cumulative_logprob": flag(True)}, "return_cumulative_logprob=true: not"),
     ],
 )
 def test_bad_tensors(tensors, reason):
@@ -226,6 +224,40 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
         read(text_input=text("x")), texts=[""], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2]
     )
     assert list(plain) == ["text_output"]
+
+
+ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
+
+
+def logprobs_of(call, count, **values):
+    outputs = wire.write(
+        call, texts=[""] * count, finish_reasons=[None] * count, num_input_tokens=3, num_output_tokens=[0] * count,
+        **values,
+    )  # fmt: skip
+    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
+
+
+def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
+    tokens = [(TokenLogprob(7, -2.5, 3), TokenLogprob(300, -0.5, 1)), (TokenLogprob(8, -0.25, 1),)]
+    told = {"logprobs": [tokens, []], "cumulative_logprobs": [-2.75, 0.0], "token_text": lambda token: f"é{token}"}
+    spelled, sums = logprobs_of(read(**ASKED), 2, **told)
+    assert spelled == [
+        [
+            {
+                "7": {"logprob": -2.5, "rank": 3, "decoded_token": "é7"},
+                "300": {"logprob": -0.5, "rank": 1, "decoded_token": "é300"},
+            },
+            {"8": {"logprob": -0.25, "rank": 1, "decoded_token": "é8"}},
+        ],
+        [],
+    ]
+    assert list(spelled[0][0]) == ["7", "300"]
+    assert sums == [-2.75, 0.0]
+
+
+def test_without_the_sampling_parameter_log_probabilities_are_null():
+    assert logprobs_of(read(**ASKED), 2, cumulative_logprobs=[-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
 
 
 def test_a_map_of_the_pool_is_asked_for_alone():
