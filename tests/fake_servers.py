@@ -103,8 +103,9 @@ def grpc_response(outputs: dict[str, Any]) -> Any:
     response = service_pb2.ModelInferResponse(model_name="paged_llm")
     for name, value in outputs.items():
         is_text = isinstance(value, str)
-        response.outputs.add(name=name, datatype="BYTES" if is_text else "UINT32", shape=[1])
-        data = value.encode() if is_text else np.uint32(value).tobytes()
+        kind = "BYTES" if is_text else "FP32" if isinstance(value, float) else "UINT32"
+        response.outputs.add(name=name, datatype=kind, shape=[1])
+        data = value.encode() if is_text else np.array(value, np.float32 if kind == "FP32" else np.uint32).tobytes()
         response.raw_output_contents.append(struct.pack("<I", len(data)) + data if is_text else data)
     return response
 

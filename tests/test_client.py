@@ -13,11 +13,23 @@ from types import SimpleNamespace
 import pytest
 from tritonclient.grpc import service_pb2
 
-from client import AsyncClient, Client, Completion, Delta, PagedError, PoolMap, grpc_wire, http_wire, sync_client
+from client import (
+    AsyncClient,
+    Client,
+    Completion,
+    Delta,
+    PagedError,
+    PoolMap,
+    TokenLogprob,
+    grpc_wire,
+    http_wire,
+    sync_client,
+)
 from client.async_http import HttpResponses
 from client.wire import Transcript, request_values
 from tests.fake_servers import SERVERS, WAIT, grpc_inputs, grpc_response
 
+NINE = {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
 EVENTS = 'data: {"a": 1}\n\ndata: {"b": "é"}\n\n'.encode()
 
 
@@ -80,6 +92,12 @@ class TestRequest:
             "return_receipt": True,
         }
 
+    @pytest.mark.parametrize(("count", "asks"), [(0, True), (5, True), (None, False)])
+    def test_log_probabilities_are_asked_for_with_their_parameter(self, count, asks):
+        values = request_values("hé", None, {"logprobs": count}, stream=True)
+        names = ("return_logprobs", "return_cumulative_logprob")
+        assert [values.get(name, False) for name in names] == [asks, asks]
+
     def test_messages_stand_in_for_the_prompt(self):
         messages = [{"role": "user", "content": "hé"}]
         values = request_values(None, messages, {}, stream=False)
@@ -115,6 +133,7 @@ class TestRequest:
 class TestResponse:
     def test_fields_of_a_grpc_response(self):
         outputs = {"text_output": "é", "finish_reason": "None", "num_input_tokens": 4, "num_output_tokens": 2}
+        outputs |= {"logprobs": "null", "cumulative_logprob": -0.5}
         response = service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
         assert grpc_wire.read_fields(response) == {name: [value] for name, value in outputs.items()}
 
@@ -160,6 +179,27 @@ class TestResponse:
         assert transcript.add(last) == [Delta("b", 1, "length", 0)]
         assert transcript.complete
         assert transcript.completion() == Completion("ab", "length", 3, 2, (Completion("c", "stop", 3, 2),))
+
+    def test_log_probabilities_of_pieces_make_those_of_the_whole(self):
+        transcript = Transcript()
+        told = [{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}, "9": NINE}, {"9": NINE}]
+        counts = {"num_output_tokens": [1], "finish_reason": ["None"]}
+        parts = [
+            counts | {"text_output": ["a"], "logprobs": [json.dumps(told[:1])], "cumulative_logprob": [-1.5]},
+            counts | {"text_output": ["b"], "logprobs": [json.dumps(told[1:])], "cumulative_logprob": [-1.75]},
+        ]
+        (first,), (second,) = map(transcript.add, parts)
+        seven, nine = TokenLogprob(7, -1.5, 2, "a"), TokenLogprob(9, -0.25, 1, "b")
+        assert (first.logprobs, first.cumulative_logprob) == (((seven, nine),), -1.5)
+        assert (second.logprobs, second.cumulative_logprob) == (((nine,),), -1.75)
+        whole = transcript.completion()
+        assert (whole.logprobs, whole.cumulative_logprob) == (((seven, nine), (nine,)), -1.75)
+
+    def test_without_being_asked_for_they_are_none(self):
+        transcript = Transcript()
+        (delta,) = transcript.add({"text_output": ["a"], "logprobs": ["null"], "num_output_tokens": [1]})
+        assert (delta.logprobs, delta.cumulative_logprob) == (None, None)
+        assert (transcript.completion().logprobs, transcript.completion().cumulative_logprob) == (None, None)
 
 
 class TestEvents:

@@ -1,5 +1,6 @@
 """The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
 
+import json
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
@@ -12,7 +13,15 @@ from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import StepOutput
 from paged_backend.metrics import Metrics
-from paged_backend.request import FinishReason, GenerateRequest, RequestError, SamplingParams, TokenDelta, Usage
+from paged_backend.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestError,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.sessions import SessionName, Sessions
 from tests import test_pool_map as fakes
@@ -176,6 +185,56 @@ def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
     assert metrics.generated_tokens._metric.value == client.stream.receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
+
+
+class Curious(Client):
+    """One that asks for log probabilities; what it gets is (tokens of them, their sum, whether it was the last)."""
+
+    def __init__(self, key, stop=()):
+        super().__init__(key, stop=stop)
+        asked = SamplingParams(max_tokens=99, logprobs=0)
+        self.stream.request = replace(self.stream.request, sampling=asked)
+        self.stream.call = replace(self.stream.call, return_logprobs=True, return_cumulative_logprob=True)
+
+    def send(self, response, flags):
+        self.sending.set()
+        assert self.may_send.wait(WAIT)
+        tensors = dict(response[0])
+        tokens = [int(token) for entries in json.loads(tensors["logprobs"][0]) for token in entries]
+        self.got.put((TOKENIZER.decode(tokens), tensors["cumulative_logprob"].tolist(), flags == 1))
+
+
+def scored(key, text, finish=None):
+    """A step whose tokens have -0.5 each."""
+    output = step(key, text, finish)
+    (delta,) = output.deltas
+    told = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
+    return replace(output, deltas=(delta._replace(logprobs=told),))
+
+
+def test_each_response_has_the_log_probabilities_of_its_own_tokens_and_the_sum_of_all(opened):
+    responder, _, _ = opened
+    client = Curious(1)
+    client.may_send.clear()
+    responder.open(client.stream)
+    responder.emit(scored(1, "a"))
+    assert client.sending.wait(WAIT)
+    for text in "bcd":
+        responder.emit(scored(1, text))
+    client.may_send.set()
+    assert client.got.get(timeout=WAIT) == ("a", [-0.5], False)
+    assert client.got.get(timeout=WAIT) == ("bcd", [-2.0], False)
+    responder.emit(scored(1, "e", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("e", [-2.5], True)
+
+
+def test_tokens_after_a_stop_string_have_no_log_probabilities(opened):
+    """Those that it is made of are counted as output, and so have theirs."""
+    responder, _, _ = opened
+    client = Curious(1, stop=["cd"])
+    responder.open(client.stream)
+    responder.emit(scored(1, "abcdef"))
+    assert client.got.get(timeout=WAIT) == ("abcd", [-2.0], True)
 
 
 class Broken(Client):
