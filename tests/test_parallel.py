@@ -91,6 +91,17 @@ def test_tokens_are_those_of_one_process(alone, shared, sampling):
     assert one == two == ahead
 
 
+def test_log_probabilities_are_those_of_one_process(alone, shared):
+    def run(engine):
+        outputs = engine.wait(*[engine.submit(prompt, max_tokens=6, logprobs=2) for prompt in PROMPTS])
+        return [one for output in outputs for entries in output.logprobs for one in entries]
+
+    one, two, ahead = both(alone, shared, run)
+    assert [entry[::2] for entry in one] == [entry[::2] for entry in two] == [entry[::2] for entry in ahead]
+    for others in (two, ahead):
+        assert [entry.logprob for entry in others] == pytest.approx([entry.logprob for entry in one], abs=1e-4)
+
+
 def test_the_tokens_that_rank_0_draws_are_those_that_count(alone, shared, monkeypatch):
     """Also where the next step is launched before the host has seen them."""
     plain = runner.sample

@@ -59,7 +59,6 @@ def test_a_stream_has_those_of_the_whole_answer_in_pieces(tiny_server):
     parts = answer(tiny_server, stream=True, logprobs=2)
     pieces = [json.loads(part.outputs["logprobs"][0]) for part in parts]
     entries = [entry for piece in pieces for entry in piece]
-    # In float32, but of other batches: the prompt may come from the cache.
     for one, other in zip(entries, json.loads(whole.outputs["logprobs"][0]), strict=True):
         assert one.keys() == other.keys()
     sums = [part.outputs["cumulative_logprob"][0] for part in parts]
@@ -80,13 +79,11 @@ def test_without_the_sampling_parameter_they_are_null_and_their_sum_is_not(tiny_
 
 def test_what_a_stop_string_cuts_off_has_none(tiny_server):
     (whole,) = answer(tiny_server, stream=False, logprobs=0)
-    tokens = told([whole])
-    # A byte is a token here; one that is a character by itself can stop.
-    place = next(index for index, (token, _) in enumerate(tokens) if index and 33 <= token < 94)
-    text = byte_tokenizer().decode([tokens[place][0]])
-    first = next(index for index, (token, _) in enumerate(tokens) if byte_tokenizer().decode([token]) == text)
-    (stopped,) = answer(tiny_server, stream=False, logprobs=0, stop=text)
-    assert [token for token, _ in told([stopped])] == [token for token, _ in tokens[: first + 1]]
+    ids = [token for token, _ in told([whole])]
+    end = next(token for token in ids[1:] if token < 94)  # a byte that is a character by itself
+    (stopped,) = answer(tiny_server, stream=False, logprobs=0, stop=byte_tokenizer().decode([end]))
+    assert [token for token, _ in told([stopped])] == ids[: ids.index(end) + 1]
+    assert len(ids) > ids.index(end) + 1
 
 
 def test_beams_have_none(tiny_server):
