@@ -2,15 +2,21 @@
 
 import random
 from collections import defaultdict
+from queue import SimpleQueue
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from paged_backend import warm_up
+from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sampler import prepare, score
 from paged_backend.sequence import Sequence
-from tests.in_process import WAIT, running, tiny_assembly
+from paged_backend.service import Service
+from tests.in_process import TINY, WAIT, running, tiny_assembly
+from tests.test_responder import PB_UTILS
 
 overlapped_too = pytest.mark.usefixtures("planning")
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
@@ -86,6 +92,35 @@ def test_nothing_is_computed_where_nobody_asks(tiny, prompts, monkeypatch):
         assert all(engine.generate(prompts, max_tokens=4))
         (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4, logprobs=1))
     assert output.error is not None  # whoever asks needs it
+
+
+class Caller(SimpleQueue):
+    """A request of the server's and its way back: whether each answer is an error."""
+
+    def __init__(self, **inputs):
+        self.tensors = [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: np.array([value]))
+            for name, value in inputs.items()
+        ]
+        self.inputs, self.get_response_sender = lambda: self.tensors, lambda: self
+        self.parameters, self.is_cancelled = lambda: "", lambda: False
+        self.timeout = self.correlation_id = self.flags = lambda: 0
+
+    def send(self, response, flags):
+        self.put(response[1] is not None)
+
+
+def test_nothing_is_computed_that_is_not_sent(tiny, monkeypatch):
+    """The sampling parameter alone sends nothing."""
+    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {})
+    monkeypatch.setattr(torch.Tensor, "log_softmax", None)
+    try:
+        for flags, fails in (({}, False), ({"return_logprobs": True}, True)):
+            caller = Caller(text_input="The sea", sampling_parameters='{"logprobs": 3}', **flags)
+            service.submit(caller)
+            assert caller.get(timeout=WAIT) == fails
+    finally:
+        service.stop()
 
 
 @overlapped_too

@@ -14,7 +14,7 @@ from kernels.paged_attention import plan_launch
 from paged_backend import graphs, warm_up
 from paged_backend.batch import pack
 from paged_backend.config import EngineConfig
-from paged_backend.plan import Chunk, Plan
+from paged_backend.plan import Chunk, Plan, Scored
 from paged_backend.request import GenerateRequest, SamplingParams
 from paged_backend.sequence import Group
 from tests.in_process import tiny_assembly
@@ -133,6 +133,9 @@ def test_what_is_rehearsed_can_be_run(tiny):
     assembly = tiny_assembly(tiny[0])
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
+    kinds = set()
     for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256):
         drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
         assert len(drawn) == len(plan.chunks)
+        kinds |= set(map(type, drawn))
+    assert kinds == {int, Scored}
