@@ -281,6 +281,20 @@ class TestLeaving:
             assert fake.left.wait(WAIT), "the server never heard of it"
 
 
+def test_a_chats_limit_is_an_option(fake):
+    with gateway(fake.url, "--default-max-tokens", "7") as front:
+        front.ask("/v1/chat/completions", CHAT)
+    assert fake.sampling[-1] == {"max_tokens": 7}
+
+
+def test_the_model_has_the_name_that_it_has_at_the_server(fake):
+    with gateway(fake.url, "--model", "other") as front:
+        assert front.ask("/v1/models")[1]["data"][0]["id"] == "other"
+        status, body = front.ask("/v1/completions", PROMPT | {"model": "other"})
+        assert status == 503, "the fake server has no such model"
+        assert "unknown model" in error_of(status, body)["message"]
+
+
 def test_requests_are_counted_by_route_and_status(fake):
     with gateway(fake.url) as front:
         front.ask("/v1/completions", PROMPT)
@@ -342,6 +356,13 @@ class TestCommand:
     def test_a_port_in_use_is_refused(self, front, capsys):
         assert cli.main(["openai", "--port", str(front.port)]) == 2
         assert f"--port {front.port}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flag", ["--max-request-bytes", "--default-max-tokens"])
+    @pytest.mark.parametrize("value", ["0", "-1", "x"])
+    def test_a_limit_is_a_positive_number(self, flag, value, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["openai", f"{flag}={value}"])
+        assert "must be a whole number, at least 1" in capsys.readouterr().err
 
     def test_a_web_address_is_refused(self, capsys):
         assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
