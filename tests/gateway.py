@@ -24,6 +24,7 @@ WAIT = 120  # seconds after which an answer that never comes fails the test
 @dataclass
 class Gateway:
     port: int
+    process: subprocess.Popen[str]
 
     @property
     def url(self) -> str:
@@ -58,7 +59,7 @@ def gateway(server_url: str, *flags: str) -> Iterator[Gateway]:
         try:
             line = process.stdout.readline()
             assert f":{port}/v1" in line, "it listens once it has said where"
-            yield Gateway(port)
+            yield Gateway(port, process)
         finally:
             process.terminate()
             process.wait(WAIT)

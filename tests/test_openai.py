@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import math
+import signal
 import socket
 from contextlib import contextmanager
 
@@ -14,6 +16,7 @@ from client import cli
 from client.openai.chat_template import ChatTemplate
 from tests.fake_servers import SERVERS
 from tests.gateway import WAIT, gateway
+from tests.server.conftest import until
 
 PROMPT = {"model": "paged_llm", "prompt": "x"}
 CHAT = {"model": "paged_llm", "messages": [{"role": "user", "content": "x"}]}
@@ -137,6 +140,7 @@ class TestRequests:
             ("/v1/completions", {"max_tokens": "3"}, "max_tokens"),
             ("/v1/completions", {"max_tokens": 1.5}, "max_tokens"),
             ("/v1/completions", {"temperature": True}, "temperature"),
+            ("/v1/completions", {"temperature": math.inf}, "temperature"),
             ("/v1/completions", {"stop": [1]}, "stop"),
             ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
             ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -153,7 +157,8 @@ class TestRequests:
         ],
     )
     def test_unknown_fields_and_wrong_types_are_refused_by_name(self, front, path, fields, named):
-        status, body = front.ask(path, BODIES[path] | fields)
+        sent = json.dumps(BODIES[path] | fields).replace("Infinity", "1e999")
+        status, body = front.ask(path, sent.encode())
         error = error_of(status, body)
         assert (status, error["param"]) == (400, named)
         assert error["message"].startswith(named)
@@ -225,13 +230,17 @@ class TestEngineErrors:
         assert body["error"]["param"] == "max_completion_tokens"
         assert body["error"]["message"] == "max_completion_tokens: max_tokens=0: must be 1..8"
 
-    def test_an_error_after_the_first_piece_is_an_event(self, front, says):
+    @pytest.mark.parametrize(
+        ("end", "message"),
+        [({"fail": "INTERNAL: out of luck"}, "out of luck"), ({"cut": True}, "the stream ended before the answer was")],
+    )
+    def test_an_error_after_the_first_piece_is_an_event(self, front, says, end, message):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-        with says(say=["a"], fail="INTERNAL: out of luck"), client.completions.create(**PROMPT, stream=True) as stream:
+        with says(say=["a"], **end), client.completions.create(**PROMPT, stream=True) as stream:
             assert next(stream).choices[0].text == "a"
             with pytest.raises(openai.APIError) as raised:
                 next(stream)
-        assert error_of(500, {"error": raised.value.body})["message"] == "out of luck"
+        assert error_of(500, {"error": raised.value.body})["message"].startswith(message)
 
     def test_no_server_is_unavailable(self):
         with gateway("localhost:1") as front:
@@ -279,6 +288,33 @@ class TestLeaving:
                 assert connection.recv(1), "the stream has begun"
             connection.close()
             assert fake.left.wait(WAIT), "the server never heard of it"
+
+    def test_a_client_that_goes_away_before_its_body_is_counted(self, fake):
+        with gateway(fake.url) as front:
+            with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+            until(lambda: front.metrics().get(gone) == 1, "the count of the request")
+
+
+def test_after_ctrl_c_open_streams_end_and_nobody_else_begins(fake, says):
+    fake.left.clear()
+    with gateway(fake.url) as front, says(say=["a"], hold=True):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            front.process.send_signal(signal.SIGINT)
+            until(lambda: refused(front.port), "the end of new connections")
+            assert not fake.left.is_set()
+            fake.left.set()  # the fake server ends the stream
+            with pytest.raises(openai.APIError, match="the stream ended"):
+                next(stream)
+        assert front.process.wait(WAIT) == 130
+
+
+def refused(port):
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_a_chats_limit_is_an_option(fake):

@@ -35,7 +35,7 @@ _DEPTH = {"messages": 3, "stream_options": 2}  # of the path to a field; in othe
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SamplingFields(_Strict):
