@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C"))
     _add_generate(commands.add_parser("generate", help="complete a prompt on a running server"))
     _add_chat(commands.add_parser("chat", help="talk to a running server"))
+    _add_openai(commands.add_parser("openai", help="OpenAI's HTTP interface to a running server, until Ctrl-C"))
     _add_map(commands.add_parser("map", help="draw the blocks of a running server's pool"))
     _add_bench(commands.add_parser("bench", help="run a benchmark"))
     _add_perf_analyzer(commands.add_parser("perf_analyzer", help="run Triton's load generator, with its own flags"))
@@ -92,6 +93,25 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=chat)
 
 
+def _add_openai(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", metavar="HOST:PORT", help=f"the server's gRPC endpoint (default {DEFAULT_URLS['grpc']})")
+    add("--model", default="paged_llm", metavar="NAME", help="the served model's name")
+    add("--tokenizer", type=Path, metavar="DIR", help="apply this one's chat template here; default: the server does")
+    add("--host", default="127.0.0.1", metavar="H", help="the address to listen at (default 127.0.0.1)")
+    add("--port", type=_port, default=9000, metavar="N", help="(default 9000)")
+    add("--api-key", action="append", default=[], metavar="K", help="ask for this key; may be repeated")
+    add("--max-request-bytes", type=_count, default=10 << 20, metavar="N", help="of a body (default 10 MiB)")
+    add(
+        "--default-max-tokens",
+        type=_count,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"of a chat request that names no limit (default {DEFAULT_MAX_TOKENS})",
+    )
+    parser.set_defaults(run=openai)
+
+
 def _add_map(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_server_options(parser)
@@ -99,7 +119,7 @@ def _add_map(parser: argparse.ArgumentParser) -> None:
     add("--once", action="store_true", help="print the picture once, without colour")
     add(
         "--samples",
-        type=_samples,
+        type=_count,
         metavar="N",
         help="look so often, and draw once (default 1; without end on a terminal)",
     )
@@ -157,7 +177,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _samples(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
     return int(text)
@@ -277,6 +297,21 @@ def chat(args: argparse.Namespace) -> int:
     else:
         session.chat_once(history, read_standard_input())
     return 0
+
+
+def openai(args: argparse.Namespace) -> int:
+    from client.openai import command
+
+    return command.run(
+        url=args.url,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        host=args.host,
+        port=args.port,
+        api_keys=args.api_key,
+        max_request_bytes=args.max_request_bytes,
+        default_max_tokens=args.default_max_tokens,
+    )
 
 
 def pool_map(args: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""A gateway with OpenAI's HTTP interface, before a server that serves one model."""

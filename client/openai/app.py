@@ -1,0 +1,175 @@
+"""The routes of the gateway. It holds counters and a connection to the server, and nothing of any request."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from client.async_client import AsyncClient
+from client.openai import metrics, schema, translation
+from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from client.openai.chat_template import ChatTemplate
+from client.openai.errors import ApiError, from_engine
+from client.openai.streaming import ClientGone, EventStream, while_connected
+from client.openai.translation import EngineRequest
+from client.types import Delta, PagedError
+
+HEALTH_TIMEOUT = 10.0  # seconds; the engine answers between two steps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one gateway was started.
+
+    Args:
+        url, model: the server's gRPC endpoint and its model's name, which is the name here, too.
+        template: of the gateway's own; without one the server applies the model's.
+        api_keys: one of which a request must bring; empty: none is asked for.
+        max_request_bytes: of a body.
+        default_max_tokens: of a chat request that names no limit.
+    """
+
+    url: str | None
+    model: str
+    template: ChatTemplate | None
+    api_keys: Sequence[str]
+    max_request_bytes: int
+    default_max_tokens: int
+
+
+class Gateway:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client = AsyncClient(settings.url, settings.model)
+        self._started = int(time.time())
+        self.metrics = metrics.Metrics()
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        async with self._client:
+            yield
+
+    async def completions(self, request: Request) -> Response:
+        body = schema.parse(schema.CompletionRequest, await self._read(request))
+        self._check_model(body.model)
+        asked = translation.from_completion(body)
+        return await self._answer(request, body, asked, CompletionAnswer(body.model))
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = schema.parse(schema.ChatRequest, await self._read(request))
+        self._check_model(body.model)
+        asked = await translation.from_chat(body, self._settings.template, self._settings.default_max_tokens)
+        return await self._answer(request, body, asked, ChatAnswer(body.model))
+
+    async def _answer(
+        self,
+        request: Request,
+        body: schema.CompletionRequest | schema.ChatRequest,
+        asked: EngineRequest,
+        answer: Answer,
+    ) -> Response:
+        try:
+            if not body.stream:
+                work = self._client.generate(request_id=answer.id, **asked.arguments)
+                return JSONResponse(answer.whole(await while_connected(request.receive, work)))
+            stream = self._client.stream(request_id=answer.id, **asked.arguments)
+            first: Delta = await while_connected(request.receive, stream.__anext__())
+        except PagedError as error:
+            raise from_engine(error, asked.names) from None
+        return EventStream(
+            first, stream, answer, include_usage=body.include_usage, names=asked.names, metrics=self.metrics
+        )
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "paged"}
+
+    async def health(self) -> dict[str, str]:
+        """A map of the pool comes from the engine's own loop: who gets one can have tokens."""
+        try:
+            await self._client.pool_map(timeout=HEALTH_TIMEOUT)
+        except PagedError as error:
+            raise ApiError(503, f"the model is not ready: {error}", code="unavailable") from None
+        return {"status": "ok"}
+
+    async def show_metrics(self) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    async def check_key(self, request: Request) -> None:
+        if not self._settings.api_keys:
+            return
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        known = [hmac.compare_digest(key.encode(), one.encode()) for one in self._settings.api_keys]
+        if kind.lower() != "bearer" or not any(known):
+            raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.model:
+            message = f"model={name[:80]!r}: there is {self._settings.model!r} alone"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _read(self, request: Request) -> bytes:
+        limit = self._settings.max_request_bytes
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    message = f"the body has more than {limit} bytes, which is the limit"
+                    raise ApiError(413, message, code="request_too_large")
+        except ClientDisconnect:
+            raise ClientGone from None
+        return bytes(body)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Raises ValueError for a URL that gRPC cannot take."""
+    gateway = Gateway(settings)
+    # Without a description of the interface: OpenAI's is the one that holds.
+    app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(metrics.CountRequests, metrics=gateway.metrics)
+    _add_error_handlers(app)
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
+    v1.add_api_route("/models", gateway.models, methods=["GET"])
+    v1.add_api_route("/models/{name}", gateway.model, methods=["GET"])
+    v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
+    v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
+    app.include_router(v1)
+    app.add_api_route("/health", gateway.health, methods=["GET"])
+    app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"], response_model=None)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        return JSONResponse(error.body, error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=metrics.GONE)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)

@@ -1,0 +1,49 @@
+"""What `paged openai` does."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from client.openai.app import Settings, create_app
+from client.openai.chat_template import ChatTemplate
+from client.session import UsageError
+from client.sync_client import DEFAULT_URLS
+
+SHUTDOWN_SECONDS = 30  # that open streams get to end in, as at `paged serve`
+
+
+def run(
+    *,
+    url: str | None,
+    model: str,
+    tokenizer: Path | None,
+    host: str,
+    port: int,
+    api_keys: Sequence[str],
+    max_request_bytes: int,
+    default_max_tokens: int,
+) -> int:
+    """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
+    try:
+        template = ChatTemplate(tokenizer) if tokenizer else None
+    except ValueError as error:
+        raise UsageError(f"--tokenizer {error}") from None
+    try:
+        app = create_app(Settings(url, model, template, api_keys, max_request_bytes, default_max_tokens))
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
+    print(f"OpenAI's interface to {model} at {url or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1", flush=True)
+    config = uvicorn.Config(
+        app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+    )
+    with listener:
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0

@@ -1,0 +1,47 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from client.types import PagedError
+
+# The status of each class that PagedError knows; any other is 500.
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 503,  # the server has no such model: the caller named the one that the gateway is there for
+    "UNAVAILABLE": 503,
+    "CANCELLED": 503,  # by the server: a client that goes away gets no answer
+    "RESOURCE_EXHAUSTED": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_FIELD = re.compile(r"\w+(?=[=:\[])")
+
+
+class ApiError(Exception):
+    """Ends one request. `param` is the field that is wrong, `code` OpenAI's own word for what happened."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
+    """What the engine says of a request. `names` are the caller's own for fields that the engine calls otherwise."""
+    status = _STATUS.get(error.code, 500)
+    message, param = error.message, None
+    field = _FIELD.match(message)
+    if status == 400 and field:
+        param = names.get(field[0], field[0])
+        message = message if param == field[0] else f"{param}: {message}"
+    return ApiError(status, message, param=param, code=error.code.lower())

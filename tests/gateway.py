@@ -1,0 +1,65 @@
+"""`paged openai` as a process of its own, and plain HTTP to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paged_backend.serving.tritonserver import choose_ports
+
+ROOT = Path(__file__).parents[1]
+WAIT = 120  # seconds after which an answer that never comes fails the test
+
+
+@dataclass
+class Gateway:
+    port: int
+    process: subprocess.Popen[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, path: str, body: dict[str, Any] | bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """(status, what the body's JSON holds) of a POST, or without a body of a GET."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers or {})
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def metrics(self) -> dict[str, float]:
+        """By name and labels, as they are written."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=WAIT) as reply:
+            return {name: float(value) for name, value in re.findall(r"^(\w\S*) (\S+)$", reply.read().decode(), re.M)}
+
+
+@contextmanager
+def gateway(server_url: str, *flags: str) -> Iterator[Gateway]:
+    (port,) = choose_ports(port=0)
+    command = [sys.executable, "-m", "client", "openai", "--url", server_url, "--port", str(port), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            line = process.stdout.readline()
+            assert f":{port}/v1" in line, "it listens once it has said where"
+            yield Gateway(port, process)
+        finally:
+            process.terminate()
+            process.wait(WAIT)

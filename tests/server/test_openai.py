@@ -1,0 +1,245 @@
+"""OpenAI's own package against the gateway before a real server: the engine's tokens, in OpenAI's shapes."""
+
+import asyncio
+import socket
+
+import openai
+import pytest
+
+from client import Client
+from tests.gateway import gateway
+from tests.server.conftest import WAIT, idle, metrics, until
+
+MODEL = "paged_llm"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+LONG = {"temperature": 0, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def front(server):
+    with gateway(server.grpc_url, "--api-key", "key") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def own_template(server, demo_model):
+    with gateway(server.grpc_url, "--tokenizer", str(demo_model)) as made:
+        yield made
+
+
+@pytest.fixture
+def client(front):
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="key", max_retries=0, timeout=WAIT) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(server):
+    with Client(server.grpc_url) as made:
+        yield made
+
+
+def run(front, scenario):
+    """What `scenario` returns, with an asynchronous client of the gateway."""
+
+    async def whole():
+        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="key", max_retries=0) as client:
+            return await scenario(client)
+
+    return asyncio.run(asyncio.wait_for(whole(), WAIT))
+
+
+def test_a_completion_is_the_engines(client, engine):
+    expected = engine.generate("The sea is", temperature=0, max_tokens=24)
+    answer = client.completions.create(model=MODEL, prompt="The sea is", temperature=0, max_tokens=24)
+    assert [(one.index, one.text, one.finish_reason) for one in answer.choices] == [(0, expected.text, "length")]
+    assert answer.usage.prompt_tokens == expected.num_input_tokens
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == expected.num_input_tokens + 24
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+
+
+def test_a_chat_is_the_engines(client, engine):
+    expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    (choice,) = answer.choices
+    assert "Paris" in choice.message.content
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert (choice.finish_reason, answer.usage.prompt_tokens) == ("stop", expected.num_input_tokens)
+
+
+def test_the_gateways_template_gives_the_same_prompt(own_template, engine):
+    expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
+
+    async def scenario(client):
+        return await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+
+    answer = run(own_template, scenario)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.num_input_tokens
+
+
+def test_an_answer_goes_on_as_the_next_turn(client):
+    """The message that came back may be sent as it is."""
+    first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
+    turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]
+    second = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=16)
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_streamed_completion_is_the_whole_one(client, include_usage):
+    asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(**asked)
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    chunks = list(client.completions.create(**asked, stream=True, **options))
+    last = [chunks.pop()] if include_usage else []
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len(chunks) > 1
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+    for chunk in last:
+        assert chunk.choices == []
+        assert chunk.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_streamed_chat_is_the_whole_one(front):
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 32}
+
+    async def scenario(client):
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        return whole, [chunk async for chunk in stream]
+
+    whole, (*chunks, last) = run(front, scenario)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content for delta in deltas) == whole.choices[0].message.content
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_two_samples_are_those_of_two_seeds(client, engine):
+    asked = {"temperature": 1, "max_tokens": 12, "seed": 5, "n": 2}
+    expected = [engine.generate("The sea is", temperature=1, max_tokens=12, seed=seed).text for seed in (5, 6)]
+    whole = client.completions.create(model=MODEL, prompt="The sea is", **asked)
+    assert [choice.text for choice in whole.choices] == expected
+    assert expected[0] != expected[1]
+    assert whole.usage.completion_tokens == 24
+    texts = ["", ""]
+    for chunk in client.completions.create(model=MODEL, prompt="The sea is", stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
+def test_two_streamed_chats_have_a_role_each(client):
+    roles = [0, 0]
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "seed": 1, "n": 2}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        roles[chunk.choices[0].index] += chunk.choices[0].delta.role == "assistant"
+    assert roles == [1, 1]
+
+
+def test_the_same_seed_gives_the_same_text(client):
+    def text(seed):
+        asked = {"model": MODEL, "prompt": "Once", "temperature": 1, "max_tokens": 16}
+        return client.completions.create(**asked, seed=seed).choices[0].text
+
+    assert text(3) == text(3) != text(4)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client, many):
+    asked = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(**asked).choices[0].text
+    word = whole.split()[2]
+    (choice,) = client.completions.create(**asked, stop=["zebra", word] if many else word).choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(word)], "stop")
+
+
+def test_penalties_and_filters_reach_the_engine(client, engine):
+    sampling = {"temperature": 1, "seed": 2, "top_p": 0.9, "frequency_penalty": 1.5, "presence_penalty": 0.5}
+    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}
+    expected = engine.generate("The sea is", max_tokens=24, **sampling, **more)
+    asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 24}
+    assert client.completions.create(**asked, **sampling, extra_body=more).choices[0].text == expected.text
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "param"), [({"max_tokens": 0}, "max_tokens"), ({"top_p": 2}, "top_p"), ({"n": 1000}, "n")]
+)
+def test_what_the_engine_refuses_is_a_bad_request(client, sampling, param, stream):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model=MODEL, prompt="x", stream=stream, **sampling)
+    assert raised.value.param == param
+    assert raised.value.body["message"].startswith(f"{param}=")
+    assert (raised.value.type, raised.value.code) == ("invalid_request_error", "invalid_argument")
+
+
+def test_an_unknown_model_and_a_wrong_key_have_their_errors(client, front):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{front.url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_health_says_that_the_model_answers(front):
+    assert front.ask("/health") == (200, {"status": "ok"})
+
+
+def test_leaving_a_stream_cancels_the_request(front, client, server):
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+    stream = client.completions.create(model=MODEL, prompt="Once", stream=True, **LONG)
+    assert next(stream).choices[0].text
+    assert front.metrics()["paged_openai_open_streams"] == 1
+    stream.close()
+    idle(server)
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    until(lambda: front.metrics()["paged_openai_open_streams"] == 0, "the end of the stream")
+
+
+def test_leaving_while_the_whole_answer_is_awaited_cancels_the_request(front, server):
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+
+    async def scenario(client):
+        lost = asyncio.create_task(client.completions.create(model=MODEL, prompt="Once", **LONG))
+        await asyncio.to_thread(until, lambda: metrics(server)["paged_requests{running}"] == 1, "the request")
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        return lost.cancelled()
+
+    assert run(front, scenario)
+    idle(server)
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+    until(lambda: front.metrics().get(gone) == 1, "the count of the request")
+
+
+def test_many_asynchronous_clients_are_served_together(front, engine):
+    expected = engine.generate("The sea is", temperature=0, max_tokens=8).text
+
+    async def scenario(client):
+        asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 8}
+        return await asyncio.gather(*(client.completions.create(**asked) for _ in range(16)))
+
+    assert {answer.choices[0].text for answer in run(front, scenario)} == {expected}
+
+
+def test_a_stream_ends_with_done(front):
+    """As the specification of the interface has it, which the package hides."""
+    body = b'{"model": "paged_llm", "prompt": "Once", "max_tokens": 2, "stream": true}'
+    head = f"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+        connection.sendall(head.encode() + body)
+        with connection.makefile("rb") as reply:
+            text = reply.read().decode()
+    assert "content-type: text/event-stream" in text.lower()
+    assert text.endswith("data: [DONE]\n\n")

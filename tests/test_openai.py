@@ -1,0 +1,409 @@
+"""The OpenAI gateway before a server without a model: what it refuses, how errors look, who may ask, who has left."""
+
+import http.client
+import json
+import math
+import signal
+import socket
+from contextlib import contextmanager
+
+import openai
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from client import cli
+from client.openai.chat_template import ChatTemplate
+from tests.fake_servers import SERVERS
+from tests.gateway import WAIT, gateway
+from tests.server.conftest import until
+
+PROMPT = {"model": "paged_llm", "prompt": "x"}
+CHAT = {"model": "paged_llm", "messages": [{"role": "user", "content": "x"}]}
+BODIES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with SERVERS["grpc"]() as seen:
+        seen.asked_for = {"say": ["Hello", " there"]}
+        seen.sampling = []
+        own = seen.script
+
+        def script(inputs, request_id):
+            if "pool_map" in inputs:
+                return own(inputs, request_id)
+            seen.requests.append({**inputs, "request_id": request_id})
+            seen.sampling.append(json.loads(inputs["sampling_parameters"]))
+            seen.asked.set()
+            return seen.asked_for
+
+        seen.script = script
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def front(fake):
+    with gateway(fake.url, "--max-request-bytes", "4096") as made:
+        yield made
+
+
+@pytest.fixture
+def says(fake):
+    """Lets the server answer by a script of tests/fake_servers.py."""
+
+    @contextmanager
+    def answering(**script):
+        before, fake.asked_for = fake.asked_for, script
+        yield
+        fake.asked_for = before
+
+    return answering
+
+
+def error_of(status, body):
+    """Checks the shape that OpenAI's errors have."""
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return body["error"]
+
+
+class TestRequests:
+    @pytest.mark.parametrize("path", BODIES)
+    def test_every_sampling_field_reaches_the_engine_under_its_name(self, front, fake, path):
+        fields = {
+            "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 7,
+            "stop": ["a", "b"], "stop_token_ids": [1], "ignore_eos": True, "repetition_penalty": 1.5,
+            "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
+            "include_stop_str_in_output": True, "n": 1, "beam_width": 2, "length_penalty": 2.0,
+            "early_stopping": "never", "priority": 3, "cache_salt": "s",
+        }  # fmt: skip
+        assert front.ask(path, BODIES[path] | fields)[0] == 200
+        assert fake.sampling[-1] == fields
+
+    def test_null_means_not_given(self, front, fake):
+        fields = {"temperature": None, "stop": None, "stream": None, "stream_options": None, "logprobs": None}
+        assert front.ask("/v1/completions", PROMPT | fields)[0] == 200
+        assert fake.sampling[-1] == {}
+
+    def test_a_chat_without_a_limit_gets_the_gateways(self, front, fake):
+        assert front.ask("/v1/chat/completions", CHAT)[0] == 200
+        assert fake.sampling[-1] == {"max_tokens": 256}
+        assert front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 9})[0] == 200
+        assert fake.sampling[-1] == {"max_tokens": 9}
+
+    def test_messages_go_to_the_servers_template(self, front, fake):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+        assert front.ask("/v1/chat/completions", CHAT | {"messages": messages})[0] == 200
+        sent = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
+        assert json.loads(fake.requests[-1]["messages"]) == sent
+
+    def test_an_answer_has_the_id_that_the_server_saw(self, front, fake):
+        status, body = front.ask("/v1/completions", PROMPT)
+        assert (status, body["id"]) == (200, fake.requests[-1]["request_id"])
+
+    @pytest.mark.parametrize(
+        ("path", "field", "value"),
+        [
+            ("/v1/completions", "logprobs", 1),
+            ("/v1/completions", "logit_bias", {"1": 2}),
+            ("/v1/completions", "echo", True),
+            ("/v1/completions", "best_of", 2),
+            ("/v1/completions", "suffix", ""),
+            ("/v1/completions", "response_format", {"type": "json_object"}),
+            ("/v1/chat/completions", "logprobs", True),
+            ("/v1/chat/completions", "top_logprobs", 0),
+            ("/v1/chat/completions", "response_format", {"type": "json_object"}),
+            ("/v1/chat/completions", "tools", [{"type": "function"}]),
+            ("/v1/chat/completions", "tool_choice", "auto"),
+            ("/v1/chat/completions", "parallel_tool_calls", True),
+        ],
+    )
+    def test_what_is_not_served_is_refused_by_name(self, front, path, field, value):
+        status, body = front.ask(path, BODIES[path] | {field: value})
+        error = error_of(status, body)
+        assert (status, error["param"]) == (400, field)
+        assert error["message"] == f"{field}={json.dumps(value)}: not served yet; leave it out"
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "named"),
+        [
+            ("/v1/completions", {"temprature": 1}, "temprature"),
+            ("/v1/completions", {"user": "me"}, "user"),
+            ("/v1/completions", {"messages": []}, "messages"),
+            ("/v1/completions", {"max_completion_tokens": 1}, "max_completion_tokens"),
+            ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+            ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
+            ("/v1/completions", {"prompt": None}, "prompt"),
+            ("/v1/completions", {"max_tokens": "3"}, "max_tokens"),
+            ("/v1/completions", {"max_tokens": 1.5}, "max_tokens"),
+            ("/v1/completions", {"temperature": True}, "temperature"),
+            ("/v1/completions", {"temperature": math.inf}, "temperature"),
+            ("/v1/completions", {"stop": [1]}, "stop"),
+            ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+            ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+            ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+            ("/v1/chat/completions", {"messages": "x"}, "messages"),
+            ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
+            ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+                "messages.0.content",
+            ),
+        ],
+    )
+    def test_unknown_fields_and_wrong_types_are_refused_by_name(self, front, path, fields, named):
+        sent = json.dumps(BODIES[path] | fields).replace("Infinity", "1e999")
+        status, body = front.ask(path, sent.encode())
+        error = error_of(status, body)
+        assert (status, error["param"]) == (400, named)
+        assert error["message"].startswith(named)
+
+    def test_a_field_that_is_missing_is_named(self, front):
+        status, body = front.ask("/v1/completions", {"model": "paged_llm"})
+        assert (status, error_of(status, body)["message"]) == (400, "prompt: is missing")
+
+    @pytest.mark.parametrize(
+        "body", [b"", b"{", b"[1]", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 4000]
+    )
+    def test_a_body_that_is_no_json_object_is_refused(self, front, body):
+        status, answer = front.ask("/v1/completions", body)
+        assert status == 400
+        assert "JSON" in error_of(status, answer)["message"]
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_another_model_is_not_found(self, front, path):
+        status, body = front.ask(path, BODIES[path] | {"model": "gpt"})
+        error = error_of(status, body)
+        assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+
+    @pytest.mark.parametrize(("path", "status"), [("/v1/none", 404), ("/v1/models/gpt", 404), ("/v1/completions", 405)])
+    def test_a_path_or_method_that_there_is_not(self, front, path, status):
+        assert front.ask(path)[0] == status
+        error_of(status, front.ask(path)[1])
+
+    @pytest.mark.parametrize("declared", [True, False])
+    def test_a_body_over_the_limit_is_refused(self, front, declared):
+        """With its length in a header, and in chunks."""
+        fits = json.dumps(PROMPT).encode().ljust(4096)
+        assert front.ask("/v1/completions", fits)[0] == 200
+        body = fits + b" "
+        status, answer = front.ask("/v1/completions", body) if declared else chunked(front, body)
+        assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
+        assert "4096" in answer["error"]["message"]
+
+
+def chunked(front, body):
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=WAIT)
+    connection.request("POST", "/v1/completions", iter([body[:2000], body[2000:]]), encode_chunked=True)
+    reply = connection.getresponse()
+    answer = reply.status, json.load(reply)
+    connection.close()
+    return answer
+
+
+class TestEngineErrors:
+    @pytest.mark.parametrize(
+        ("said", "status", "message", "param"),
+        [
+            ("INVALID_ARGUMENT: top_p=2.0: must be at most 1", 400, "top_p=2.0: must be at most 1", "top_p"),
+            ("INVALID_ARGUMENT: prompt_tokens=9: must be 1..8", 400, "prompt: prompt_tokens=9: must be 1..8", "prompt"),
+            ("UNAVAILABLE: the engine has stopped", 503, "the engine has stopped", None),
+            ("INTERNAL: KeyError: 1", 500, "KeyError: 1", None),
+            ("Triton's own words", 500, "Triton's own words", None),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_each_class_has_its_status(self, front, says, said, status, message, param, stream):
+        with says(say=[], fail=said):
+            got, body = front.ask("/v1/completions", PROMPT | {"stream": stream})
+        error = error_of(got, body)
+        assert (got, error["message"], error["param"]) == (status, message, param)
+
+    def test_the_callers_own_name_of_a_field_is_named(self, front, says):
+        with says(say=[], fail="INVALID_ARGUMENT: max_tokens=0: must be 1..8"):
+            _, body = front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 0})
+        assert body["error"]["param"] == "max_completion_tokens"
+        assert body["error"]["message"] == "max_completion_tokens: max_tokens=0: must be 1..8"
+
+    @pytest.mark.parametrize(
+        ("end", "message"),
+        [({"fail": "INTERNAL: out of luck"}, "out of luck"), ({"cut": True}, "the stream ended before the answer was")],
+    )
+    def test_an_error_after_the_first_piece_is_an_event(self, front, says, end, message):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with says(say=["a"], **end), client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            with pytest.raises(openai.APIError) as raised:
+                next(stream)
+        assert error_of(500, {"error": raised.value.body})["message"].startswith(message)
+
+    def test_no_server_is_unavailable(self):
+        with gateway("localhost:1") as front:
+            assert front.ask("/v1/completions", PROMPT)[0] == 503
+            status, body = front.ask("/health")
+            assert (status, error_of(status, body)["code"]) == (503, "unavailable")
+
+
+@pytest.fixture(scope="module")
+def locked(fake):
+    with gateway(fake.url, "--api-key", "one", "--api-key", "two") as made:
+        yield made
+
+
+class TestKeys:
+    @pytest.mark.parametrize("key", ["one", "two"])
+    def test_a_known_key_opens(self, locked, key):
+        assert locked.ask("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
+
+    @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}])
+    @pytest.mark.parametrize("path", ["/v1/models", *BODIES])
+    def test_any_other_does_not(self, locked, path, headers):
+        status, body = locked.ask(path, BODIES.get(path), headers)
+        assert (status, error_of(status, body)["code"]) == (401, "invalid_api_key")
+
+    def test_metrics_and_health_need_none(self, locked, fake):
+        fake.maps = ["UNAVAILABLE: not yet"]
+        assert locked.metrics()["paged_openai_open_streams"] == 0
+        assert locked.ask("/health")[0] == 503
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("said", [[], ["a"]])
+    def test_a_client_that_goes_away_cancels_its_request(self, front, fake, says, stream, said):
+        """Before the first piece and after it, waiting for a stream and for a whole answer."""
+        fake.asked.clear()
+        fake.left.clear()
+        body = json.dumps(PROMPT | {"stream": stream}).encode()
+        with says(say=said, hold=True), socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert fake.asked.wait(WAIT)
+            if stream and said:
+                assert connection.recv(1), "the stream has begun"
+            connection.close()
+            assert fake.left.wait(WAIT), "the server never heard of it"
+
+    def test_a_client_that_goes_away_before_its_body_is_counted(self, fake):
+        with gateway(fake.url) as front:
+            with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+            until(lambda: front.metrics().get(gone) == 1, "the count of the request")
+
+
+def test_after_ctrl_c_open_streams_end_and_nobody_else_begins(fake, says):
+    fake.left.clear()
+    with gateway(fake.url) as front, says(say=["a"], hold=True):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            front.process.send_signal(signal.SIGINT)
+            until(lambda: refused(front.port), "the end of new connections")
+            assert not fake.left.is_set()
+            fake.left.set()  # the fake server ends the stream
+            with pytest.raises(openai.APIError, match="the stream ended"):
+                next(stream)
+        assert front.process.wait(WAIT) == 130
+
+
+def refused(port):
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_chats_limit_is_an_option(fake):
+    with gateway(fake.url, "--default-max-tokens", "7") as front:
+        front.ask("/v1/chat/completions", CHAT)
+    assert fake.sampling[-1] == {"max_tokens": 7}
+
+
+def test_the_model_has_the_name_that_it_has_at_the_server(fake):
+    with gateway(fake.url, "--model", "other") as front:
+        assert front.ask("/v1/models")[1]["data"][0]["id"] == "other"
+        status, body = front.ask("/v1/completions", PROMPT | {"model": "other"})
+        assert status == 503, "the fake server has no such model"
+        assert "unknown model" in error_of(status, body)["message"]
+
+
+def test_requests_are_counted_by_route_and_status(fake):
+    with gateway(fake.url) as front:
+        front.ask("/v1/completions", PROMPT)
+        front.ask("/v1/completions", PROMPT)
+        front.ask("/v1/completions", {})
+        front.ask("/v1/models/paged_llm")
+        front.ask("/made/up")
+        counted = {name: value for name, value in front.metrics().items() if "requests_total" in name}
+    assert counted == {
+        'paged_openai_requests_total{route="/v1/completions",status="200"}': 2,
+        'paged_openai_requests_total{route="/v1/completions",status="400"}': 1,
+        'paged_openai_requests_total{route="/v1/models/{name}",status="200"}': 1,
+        'paged_openai_requests_total{route="other",status="404"}': 1,
+    }
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
+
+
+def write_tokenizer(directory, template=TEMPLATE, begins=True):
+    """One token a word; it begins a text with <s>, unless told not to."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "<user>": 3, "<assistant>": 4}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begins:
+        words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+    made.chat_template = template
+    made.save_pretrained(directory)
+    return directory
+
+
+class TestOwnTemplate:
+    def test_the_prompt_is_what_the_template_makes_without_a_second_beginning(self, tmp_path, fake):
+        with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path))) as front:
+            assert front.ask("/v1/chat/completions", CHAT)[0] == 200
+        assert fake.requests[-1]["text_input"] == "<user> x <assistant>"
+        assert "messages" not in fake.requests[-1]
+
+    def test_a_beginning_that_the_server_does_not_add_stays(self, tmp_path):
+        template = ChatTemplate(write_tokenizer(tmp_path, begins=False))
+        assert template.prompt([{"role": "user", "content": "x"}]) == "<s><user> x <assistant>"
+
+    def test_a_template_that_refuses_is_the_callers_error(self, tmp_path, fake):
+        picky = TEMPLATE + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+        with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, picky))) as front:
+            status, body = front.ask("/v1/chat/completions", CHAT)
+        error = error_of(status, body)
+        assert (status, error["param"]) == (400, "messages")
+        assert "no x" in error["message"]
+
+    @pytest.mark.parametrize(("template", "reason"), [(None, "no chat template"), ("{{ 'a' }}", "begins with")])
+    def test_a_tokenizer_that_cannot_serve_is_refused_at_the_start(self, tmp_path, template, reason, capsys):
+        directory = write_tokenizer(tmp_path, template)
+        assert cli.main(["openai", "--tokenizer", str(directory)]) == 2
+        assert reason in capsys.readouterr().err
+
+
+class TestCommand:
+    def test_a_port_in_use_is_refused(self, front, capsys):
+        assert cli.main(["openai", "--port", str(front.port)]) == 2
+        assert f"--port {front.port}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flag", ["--max-request-bytes", "--default-max-tokens"])
+    @pytest.mark.parametrize("value", ["0", "-1", "x"])
+    def test_a_limit_is_a_positive_number(self, flag, value, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["openai", f"{flag}={value}"])
+        assert "must be a whole number, at least 1" in capsys.readouterr().err
+
+    def test_a_web_address_is_refused(self, capsys):
+        assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
+        assert "HOST:PORT" in capsys.readouterr().err
+
+    def test_a_directory_without_a_tokenizer_is_refused(self, tmp_path, capsys):
+        assert cli.main(["openai", "--tokenizer", str(tmp_path)]) == 2
+        assert f"--tokenizer {tmp_path}" in capsys.readouterr().err
