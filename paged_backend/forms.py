@@ -21,9 +21,9 @@ class Form(NamedTuple):
     name: str
     unused: Sequence[Tensor] = ()  # weights that something else stands for
 
-    def settle(self, model: PreTrainedModel) -> None:
-        """The model stays in this form: let go of what it does not use."""
-        release(model, self.unused)
+    def settle(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Let go of what the model does not use in this form. The function that comes back undoes it."""
+        return release(model, self.unused)
 
 
 def forms(

@@ -173,13 +173,23 @@ class Quantizer:
         return Groups((rows / scales[:, None]).round_().to(torch.int8), scales)
 
 
-def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> None:
-    """Let the linear layers let go of those weights, or of parts of them; an embedding keeps what it shares."""
+def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:
+    """Let the linear layers let go of those weights, or of parts of them; an embedding keeps what it shares. The
+    function that comes back gives them back."""
     embedded = {one.weight.untyped_storage().data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
     gone = {weight.untyped_storage().data_ptr() for weight in weights} - embedded
+    released = []
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.untyped_storage().data_ptr() in gone:
-            module.weight.data = module.weight.data.new_empty(0)
+            released.append((module, module.weight.data))
+    for module, weight in released:
+        module.weight.data = weight.new_empty(0)
+
+    def restore() -> None:
+        for module, weight in released:
+            module.weight.data = weight
+
+    return restore
 
 
 def linears(model: nn.Module) -> Iterator[nn.Linear]:

@@ -35,6 +35,13 @@ def use_cores(processes: int = 1) -> None:
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 
+def return_memory() -> None:
+    """Give the system back what was freed: glibc keeps pieces below its threshold, of which loading a model leaves
+    hundreds of megabytes."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def release_threads() -> None:
     """End the threads that compute for the calling one, before another thread computes: OpenMP keeps a team for each
     thread that ever asked for one, and where teams have more threads than there are cores, none waits awake for its
@@ -50,8 +57,8 @@ def compute_alone() -> None:
 
 
 def _tell_openmp(function: str, argument: int) -> None:
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    for path in mapped:
+    mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    for path in {fields[5] for fields in mapped if len(fields) == 6}:
         if Path(path).name.startswith(OPENMP) and (found := getattr(ctypes.CDLL(path), function, None)):
             found(argument)
 

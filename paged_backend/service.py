@@ -25,7 +25,7 @@ from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.machine import release_threads
+from paged_backend.machine import release_threads, return_memory
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks, check_devices
@@ -58,6 +58,7 @@ class Assembly:
     workers: Workers | None = None
 
     def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
+        return_memory()
         release_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
         engine = Engine(self.scheduler, self.runner, emit, self.disk, overlap=self.overlap)
         if self.workers:

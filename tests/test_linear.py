@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LongcatFlashConfig
 
 from kernels.cpu import native
 from paged_backend import linear
@@ -17,6 +17,9 @@ from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import FAMILIES
 
 PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
+
+
+compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,6 +109,39 @@ def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family
         assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
 
 
+@compiled
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
+    model = save_tiny(FAMILIES[family](), tmp_path)
+    assembly = tiny_assembly(tmp_path)
+    assert "its weights packed" in lines.text
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path, monkeypatch, lines):
+    """A router of LongCat's is a linear layer that is never called: its weight is read."""
+    if quantized and not native.levels():
+        pytest.skip("needs the compiled kernels")
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
+    config = LongcatFlashConfig(
+        vocab_size=320, hidden_size=64, num_attention_heads=4, max_position_embeddings=256, num_layers=1,
+        ffn_hidden_size=96, expert_ffn_hidden_size=16, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=8, zero_expert_num=4, moe_topk=2, head_dim=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = save_tiny(config, tmp_path)
+    assembly = tiny_assembly(tmp_path, **{"quantization": "int8"} if quantized else {})
+    assert "LongcatFlashForCausalLM keeps the weights beside their copies" in lines.text
+    with running(assembly) as engine:
+        tokens = engine.generate(PROMPTS, max_tokens=8)
+    assert quantized or tokens == [generate_alone(model, prompt, 8) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faster, monkeypatch, lines):
     right = linear.OneDnn.__call__
@@ -128,9 +164,6 @@ def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monke
     copies = [one.copy.packed for layer in model.model.layers for one in (*layer.forward.before, *layer.forward.after)
               if isinstance(one, Linear)]  # fmt: skip
     assert 0 < sum(copy.numel() * 4 for copy in copies) < head
-
-
-compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
 @compiled

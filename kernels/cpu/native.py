@@ -72,7 +72,10 @@ def level() -> str:
 
 @cache
 def _index(name: str | None) -> int:
-    return levels().index(name or level())
+    wanted = name or level()
+    if wanted not in levels():
+        raise ValueError(f"level={wanted}: this machine has {', '.join(levels())}")
+    return levels().index(wanted)
 
 
 @cache
@@ -162,6 +165,7 @@ class PackedLinear(NamedTuple):
     or in bfloat16 by pairs of inputs [groups, in_features / 2, 16, 2]. Zeros fill up."""
 
     groups: Tensor
+    in_features: int
     out_features: int
     scales: Tensor | None  # [out_features], float32, of codes in int8
 
@@ -170,15 +174,17 @@ def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
     """weight: [out_features, in_features], float32, float16, bfloat16, or int8 with a scale for each output."""
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     padded = F.pad(weight, (0, weight.shape[1] % 2, 0, -weight.shape[0] % GROUP))
-    groups = padded.view(-1, GROUP, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
-    return PackedLinear(groups, len(weight), scales)
+    groups = padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
+    return PackedLinear(groups, weight.shape[1], len(weight), scales)
 
 
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
     """x [..., in_features] of the weight's dtype, or of any with codes: [..., out_features]. Sums are float32. Raises
-    RuntimeError for a weight of another type or number of inputs."""
+    RuntimeError for types or sizes that do not fit."""
+    groups, in_features, out_features, scales = weight
+    if x.shape[-1] != in_features:
+        raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {in_features} inputs")
     x = _dense(x) if x.dim() == 2 else x.contiguous()
-    groups, out_features, scales = weight
     product: Tensor = _operator("linear")(x, groups, scales, bias, out_features, _index(level))
     return product
 

@@ -80,12 +80,30 @@ def test_rows_may_have_any_shape_and_stride():
         assert_close(linear(x, packed), F.linear(x, weight))
 
 
-def test_a_weight_of_another_kind_is_refused():
-    packed = pack_linear(torch.randn(40, 24))
-    with pytest.raises(RuntimeError, match="the weight is of another type than x"):
-        linear(torch.randn(2, 24).bfloat16(), packed)
-    with pytest.raises(RuntimeError, match="a weight of 1152 elements for 30 inputs and 40 outputs"):
-        linear(torch.randn(2, 30), packed)
+def test_what_does_not_fit_is_refused():
+    x, packed, bias = torch.randn(2, 24), pack_linear(torch.randn(40, 24)), torch.randn(40)
+    codes, scales = torch.ones(40, 24, dtype=torch.int8), torch.rand(40)
+    for rows, weight, added, message in (
+        (x.bfloat16(), packed, None, "the weight is of another type than x"),
+        (torch.randn(2, 23), packed, None, "rows of 23 for a weight of 24 inputs"),
+        (x, packed._replace(out_features=60), None, "a weight of 1152 elements for 24 inputs and 60 outputs"),
+        (x, packed, bias[:39], "bias must be 40 dense elements of the right type"),
+        (x, packed, bias.bfloat16(), "bias must be 40"),
+        (x, packed, torch.randn(80)[::2], "bias must be 40"),
+        (x, pack_linear(codes, scales[:39]), None, "scales must be 40"),
+        (x, pack_linear(codes, scales.bfloat16()), None, "scales must be 40"),
+        (x.to(torch.int8), pack_linear(codes, scales), None, "rows must be float32, float16 or bfloat16"),
+        (x.to(torch.float8_e4m3fn), pack_linear(codes, scales), None, "rows must be float32, float16 or bfloat16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            linear(rows, weight, added)
+    with pytest.raises(ValueError, match="level=sse: this machine has"):
+        linear(x, packed, level="sse")
+
+
+def test_no_inputs_give_the_bias():
+    bias = torch.randn(40)
+    assert torch.equal(linear(torch.randn(3, 0), pack_linear(torch.randn(40, 0)), bias), bias.expand(3, 40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -192,9 +192,14 @@ Tensor swiglu(Tensor gate_up, int64_t level) {
   return out;
 }
 
+void check_outputs(const char* what, const Maybe& values, Type type, int64_t outputs) {
+  if (values && (type_of(*values) != type || values->numel() != outputs || (outputs > 1 && values->stride(0) != 1)))
+    throw std::runtime_error(std::string("linear: ") + what + " must be " + std::to_string(outputs) + " dense elements of the right type");
+}
+
 Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_features, int64_t level) {
   const Clock clock{products};
-  const int64_t in_features = x.size(x.dim() - 1), rows = in_features ? x.numel() / in_features : 0;
+  const int64_t in_features = x.size(x.dim() - 1);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
@@ -205,8 +210,11 @@ Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_fea
   call.scales = scales ? (const float*)scales->data_ptr() : nullptr;
   call.bias = bias ? bias->data_ptr() : nullptr;
   call.out = out.data_ptr();
-  call.rows = rows, call.in_features = in_features, call.out_features = out_features;
+  call.rows = out_features ? out.numel() / out_features : 0, call.in_features = in_features, call.out_features = out_features;
+  if (bytes(call.type) < 2) throw std::runtime_error("linear: rows must be float32, float16 or bfloat16");
   if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight is of another type than x");
+  check_outputs("scales", scales, Type::f32, out_features);
+  check_outputs("bias", bias, call.type, out_features);
   if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * ceil_div<int64_t>(in_features, 2) * 2)
     throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
   run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
