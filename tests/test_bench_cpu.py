@@ -249,9 +249,9 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
     parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
     assert all(part > 0 for part in parts)
-    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 16 tokens
+    # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 32 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]
-    assert kept == pytest.approx(16 * (240 + 8) * 3 * 2 * 2 * 16 * 4 / 1e6)
+    assert kept == pytest.approx(16 * (224 + 16) * 3 * 2 * 2 * 16 * 4 / 1e6)
     own = AutoModelForCausalLM.from_pretrained(tiny[0])
     weights = sum(one.numel() * 4 for name, one in own.named_parameters() if name != "model.embed_tokens.weight")
     assert records[f"{DECODE}: least for weights"]["peers"]["MB"] == pytest.approx(weights / 1e6)

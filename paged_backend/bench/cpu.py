@@ -111,7 +111,7 @@ def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list
         fitting = min(prompt, limit - output)
         return [Job([rnd.randrange(vocab_size) for _ in range(fitting)], output) for _ in range(batch)]
 
-    requests, tokens = (4, 16) if quick else (32, 64)
+    requests, tokens = (4, 32) if quick else (32, 64)  # of 16 prompts the first still decodes when the last begins
     even = workload("even", requests, vocab_size, limit)
     shared = [rnd.randrange(vocab_size) for _ in range(min(512, limit // 2))]
     behind = [replace(job, prompt=(shared + job.prompt)[: limit - job.output]) for job in even]
