@@ -55,8 +55,10 @@ def says(fake):
     @contextmanager
     def answering(**script):
         before, fake.asked_for = fake.asked_for, script
-        yield
-        fake.asked_for = before
+        try:
+            yield
+        finally:
+            fake.asked_for = before
 
     return answering
 

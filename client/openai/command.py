@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -44,6 +46,21 @@ def run(
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
     )
+    server = _Server(config)
     with listener:
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+    if server.interrupted:
+        raise KeyboardInterrupt
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Ends at a signal by itself, however it was started: uvicorn raises the signal once more, which a shell's
+    background process ignores."""
+
+    interrupted = False  # by Ctrl-C
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+        self.interrupted |= sig == signal.SIGINT
