@@ -40,10 +40,13 @@ def forms(
             fused,
         )
 
+    def use_plain(make: Callable[[Tensor], Weight]) -> Callable[[], None]:
+        return replace(list(linears(model)), make)
+
     def use(make: Callable[[Tensor], Weight]) -> Callable[[], None]:
         if isinstance(fused, Fused):
             fused.use(Parts(), make)
-        return replace(list(linears(model)), make)
+        return use_plain(make)
 
     shape = "as it comes" if isinstance(fused, str) else "fused"
     if quantized:
@@ -61,7 +64,7 @@ def forms(
         yield Form(shape)
         fused.undo()
         shape = "as it comes"
-    yield from _packed(model, lambda make: replace(list(linears(model)), make), shape)
+    yield from _packed(model, use_plain, shape)
     yield Form(shape)
 
 

@@ -99,7 +99,7 @@ def paged_attention(
     """As `kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros. Raises
     RuntimeError for more queries than context, or a block that the pool does not have."""
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    out = _like(query)
     _operator("paged_attention")(
         out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
         paging.block_tables, paging.context_lens, paging.query_starts,
