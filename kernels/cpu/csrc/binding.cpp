@@ -215,7 +215,7 @@ Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_fea
   if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight is of another type than x");
   check_outputs("scales", scales, Type::f32, out_features);
   check_outputs("bias", bias, call.type, out_features);
-  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * ceil_div<int64_t>(in_features, 2) * 2)
+  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * whole_pairs(in_features))
     throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
   run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
   return out;

@@ -99,6 +99,8 @@ struct SwiGlu {
   int64_t width;
 };
 
+static constexpr int64_t whole_pairs(int64_t inputs) { return inputs + inputs % 2; }  // as weights and panels have them
+
 struct Linear {
   Type type;  // of x, bias and out, and of the weight, or that is int8
   const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null

@@ -66,7 +66,7 @@ template <Type T, int ROWS, int GROUPS>  // T: of the weight
 void multiply_tile(const Linear& call, const float* panel, int64_t first, int64_t group) {
   constexpr int V = GROUPS * vectors;
   constexpr int64_t pair_bytes = 2 * linear_group * bytes_of<T>;
-  const int64_t pairs = (call.in_features + 1) / 2, group_bytes = pairs * pair_bytes;
+  const int64_t pairs = whole_pairs(call.in_features) / 2, group_bytes = pairs * pair_bytes;
   const char* weights = (const char*)call.weight + group * group_bytes;
   vf sums[V][ROWS] = {};
   for (int64_t pair = 0; pair < pairs; pair++, panel += 2 * ROWS) {
@@ -117,7 +117,7 @@ INLINE void multiply_panel(const Linear& call, int64_t rows, const float* panel,
 }
 
 INLINE void widen_rows(const Linear& call, int64_t begin, int64_t end, float* panels) {
-  const int64_t inputs = call.in_features + call.in_features % 2, rows = end - begin;
+  const int64_t inputs = whole_pairs(call.in_features), rows = end - begin;
   for (int64_t panel = 0; panel < panels_of(rows); panel++) {
     const int64_t first = first_row(rows, panel), last = first_row(rows, panel + 1);
     WITH_FLOAT(call.type, T, widen_panel<T>(call, begin + first, begin + last, panels + first * inputs));
@@ -126,7 +126,7 @@ INLINE void widen_rows(const Linear& call, int64_t begin, int64_t end, float* pa
 
 // The rows [begin, end), in panels, by the groups [group, last): a few groups at a time stay in the nearest cache.
 INLINE void multiply_rows(const Linear& call, int64_t begin, int64_t end, const float* panels, int64_t group, int64_t last) {
-  const int64_t inputs = call.in_features + call.in_features % 2, rows = end - begin;
+  const int64_t inputs = whole_pairs(call.in_features), rows = end - begin;
   constexpr int64_t together = 4;
   for (; group < last; group += together) {
     const int64_t until = group + together < last ? group + together : last;

@@ -196,7 +196,7 @@ void run_attention(const Level& level, const Attention& call, int threads, const
 }
 
 void run_linear(const Level& level, const Linear& call, int threads, const Pool_of_threads& pool) {
-  const int64_t inputs = ceil_div<int64_t>(call.in_features, 2) * 2, rows = std::min<int64_t>(call.rows, linear_rows);
+  const int64_t inputs = whole_pairs(call.in_features), rows = std::min<int64_t>(call.rows, linear_rows);
   const int64_t products = ceil_div<int64_t>(call.rows, linear_rows) * ceil_div<int64_t>(call.out_features, linear_group);
   std::atomic<int64_t> next{0};
   pool((int)std::min<int64_t>(threads, products), [&] {
