@@ -24,6 +24,11 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_receipt": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
+    "stop": ("TYPE_STRING", (-1,)),
+    "bad_words": ("TYPE_STRING", (-1,)),
+    "choice": ("TYPE_STRING", (-1,)),
+    "stop_token_ids": ("TYPE_INT32", (-1,)),
+    "allowed_token_ids": ("TYPE_INT32", (-1,)),
 }
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_output": ("TYPE_STRING", (-1,)),

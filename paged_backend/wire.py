@@ -25,6 +25,14 @@ class TensorSpec(NamedTuple):
 
 
 _STRING, _BOOL = TensorSpec("TYPE_STRING", (1,)), TensorSpec("TYPE_BOOL", (1,))
+# Sampling parameters that are lists, which Triton's generate endpoints take as tensors only.
+LISTS = {
+    "stop": TensorSpec("TYPE_STRING", (-1,)),
+    "bad_words": TensorSpec("TYPE_STRING", (-1,)),
+    "choice": TensorSpec("TYPE_STRING", (-1,)),
+    "stop_token_ids": TensorSpec("TYPE_INT32", (-1,)),
+    "allowed_token_ids": TensorSpec("TYPE_INT32", (-1,)),
+}
 
 INPUTS = {
     "text_input": _STRING,
@@ -41,6 +49,7 @@ INPUTS = {
     "return_receipt": _BOOL,
     "pool_map": _BOOL,
     "embedding_request": _STRING,
+    **LISTS,
 }
 OUTPUTS = {
     "text_output": TensorSpec("TYPE_STRING", (-1,)),
@@ -114,10 +123,11 @@ def read(
     sequence = _sequence(parameters, sequence_id, flags)
     prompt, messages = _prompt(tensors, may_lack=sequence is not None and sequence.end)
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
+    sampling = from_parameters | _sampling_parameters(tensors)
     return Call(
         prompt=prompt,
         messages=messages,
-        sampling=from_parameters | _sampling_parameters(tensors),
+        sampling=sampling | _lists(tensors, sampling),
         stream=stream,
         echo=_echo(tensors, stream=stream, chat=messages is not None),
         return_finish_reason=_bool(tensors, "return_finish_reason", False),
@@ -213,7 +223,11 @@ def _bool(tensors: Mapping[str, np.ndarray], name: str, default: bool) -> bool:
 
 def _text(tensors: Mapping[str, np.ndarray], name: str) -> str | None:
     value = _one(tensors, name)
-    if value is None or isinstance(value, str):
+    return None if value is None else _decoded(name, value)
+
+
+def _decoded(name: str, value: bytes | str) -> str:
+    if isinstance(value, str):
         return value
     try:
         return value.decode()
@@ -281,6 +295,19 @@ def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
     return values
+
+
+def _lists(tensors: Mapping[str, np.ndarray], sampling: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Sampling parameters that come as tensors of their own."""
+    found: dict[str, list[Any]] = {}
+    for name in LISTS.keys() & tensors.keys():
+        if name in sampling:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"{name}: is both a tensor and a sampling parameter; give one of them"
+            )
+        values = tensors[name].reshape(-1).tolist()
+        found[name] = [_decoded(name, one) if isinstance(one, bytes | str) else one for one in values]
+    return found
 
 
 def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[str, Any], int]:

@@ -46,6 +46,11 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_receipt": ("TYPE_BOOL", (1,)),
         "pool_map": ("TYPE_BOOL", (1,)),
         "embedding_request": ("TYPE_STRING", (1,)),
+        "stop": ("TYPE_STRING", (-1,)),
+        "bad_words": ("TYPE_STRING", (-1,)),
+        "choice": ("TYPE_STRING", (-1,)),
+        "stop_token_ids": ("TYPE_INT32", (-1,)),
+        "allowed_token_ids": ("TYPE_INT32", (-1,)),
     }
     assert set(tensors_of("output")) == {
         "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
@@ -76,6 +81,40 @@ def test_a_plain_prompt():
     call = read(text_input=text("Grüße"))
     assert (call.prompt, call.messages, call.stream, call.echo) == ("Grüße", None, False, True)
     assert not (call.return_finish_reason or call.return_num_input_tokens or call.return_num_output_tokens)
+
+
+def strings(*values):
+    return np.array([value.encode() for value in values], dtype=np.object_)
+
+
+def test_lists_may_come_as_tensors():
+    call = read(
+        {"n": 2},
+        text_input=text("x"),
+        sampling_parameters=text('{"max_tokens": 3}'),
+        stop=strings("Ä", "b"),
+        bad_words=strings("c"),
+        choice=strings("yes", "no"),
+        stop_token_ids=np.array([5, 6], dtype=np.int32),
+        allowed_token_ids=np.array([[7]], dtype=np.int32),
+    )
+    assert call.sampling == {
+        "n": 2, "max_tokens": 3, "stop": ["Ä", "b"], "bad_words": ["c"], "choice": ["yes", "no"],
+        "stop_token_ids": [5, 6], "allowed_token_ids": [7],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", wire.LISTS)
+def test_a_list_given_twice_is_refused(name):
+    value = strings("5") if wire.LISTS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
+    expected = f"{name}: is both a tensor and a sampling parameter"
+    assert refusal(text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}).startswith(
+        expected
+    )
+
+
+def test_a_list_given_twice_in_a_parameter_is_refused():
+    assert refusal({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
 
 
 def test_a_conversation():
@@ -188,6 +227,7 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
         ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
         ({"text_input": text("x"), "stream": flag(True), "exclude_input_in_output": flag(False)}, "exclude_input"),
+        ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
         ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
         ({"text_input": text("x"), "embedding_request": text("{}")}, "embedding_request: not supported yet"),
     ],

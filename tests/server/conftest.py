@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from paged_backend.serving.tritonserver import TritonServer, resolve_model
 
@@ -110,12 +110,14 @@ def read(result: Any, error: InferenceServerException | None) -> Response:
 
 
 def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
-    """str -> BYTES, bool -> BOOL; a dict or list travels as JSON."""
+    """str -> BYTES, bool -> BOOL; a dict or list travels as JSON, an array as it is."""
     made = []
     for name, value in inputs.items():
         if isinstance(value, dict | list):
             value = json.dumps(value)
-        if isinstance(value, bool):
+        if isinstance(value, np.ndarray):
+            tensor, kind = value, np_to_triton_dtype(value.dtype)
+        elif isinstance(value, bool):
             tensor, kind = np.array([value]), "BOOL"
         else:
             tensor, kind = np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_), "BYTES"
