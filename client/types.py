@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_ERROR_CLASS = re.compile(r"\s*([A-Z][A-Z_]+): *(.*)", re.DOTALL)
+_ERROR_PREFIX = "Error generating stream: "  # as in Triton's vLLM backend
+_ERROR_CLASS = re.compile(r"([A-Z][A-Z_]+): *(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class PagedError(Exception):
 
     @classmethod
     def parse(cls, text: str, code: str = "UNKNOWN") -> PagedError:
-        """Split "CLASS: message"; text that names no class gets `code`."""
+        """Split "CLASS: message", with or without the server's prefix; text that names no class gets `code`."""
+        text = text.strip().removeprefix(_ERROR_PREFIX)
         match = _ERROR_CLASS.fullmatch(text)
-        return cls(match[1], match[2]) if match else cls(code, text.strip())
+        return cls(match[1], match[2]) if match else cls(code, text)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paged_backend import wire
 from paged_backend.request import ErrorCode, RequestError
 
 _CODES = {  # our classes by the names of Triton's codes
@@ -44,7 +45,7 @@ class Channel:
         """End the request with an error. Does nothing where it has ended already."""
         if not self.closed:
             code = getattr(self._pb_utils.TritonError, _CODES[error.code])
-            failure = self._pb_utils.TritonError(str(error), code)
+            failure = self._pb_utils.TritonError(wire.error_text(error), code)
             self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
 
     def is_cancelled(self) -> bool:

@@ -21,12 +21,15 @@ class ErrorCode(Enum):
 
 
 class RequestError(Exception):
-    """Ends one request. `str()` is what the client reads: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`. What of it
-    UTF-8 cannot carry is written out: a parameter's name, which comes from JSON, may hold halves of characters."""
+    """Ends one request. `str()` tells its class and what is wrong: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`.
+    What of it UTF-8 cannot carry is written out: a parameter's name, which comes from JSON, may hold halves of
+    characters. A message that clients of other backends compare as a whole is `verbatim`, without a class."""
 
-    def __init__(self, code: ErrorCode, message: str):
-        super().__init__(f"{code.value}: {message}".encode(errors="backslashreplace").decode())
+    def __init__(self, code: ErrorCode, message: str, *, verbatim: bool = False):
+        text = message if verbatim else f"{code.value}: {message}"
+        super().__init__(text.encode(errors="backslashreplace").decode())
         self.code = code
+        self.verbatim = verbatim
 
 
 def invalid(field_name: str, value: Any, limit: str) -> RequestError:

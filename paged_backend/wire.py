@@ -63,6 +63,9 @@ OUTPUTS = {
 }
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
 
+ERROR_PREFIX = "Error generating stream: "
+STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
+
 _NOT_YET = ("image", "embedding_request")
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
 MAX_SEQUENCE_ID_BYTES = 128
@@ -182,6 +185,13 @@ def _logprobs_json(tokens: Sequence[Logprobs], token_text: Callable[[int], str])
         for entries in tokens
     ]
     return json.dumps(spelled).encode()
+
+
+def error_text(error: RequestError) -> str:
+    """What the client reads: behind the prefix that clients of the vLLM backend look for, which cancellation does not
+    have there either."""
+    bare = error.verbatim or error.code is ErrorCode.CANCELLED
+    return str(error) if bare else f"{ERROR_PREFIX}{error}"
 
 
 def asks_for_pool_map(
@@ -334,7 +344,7 @@ def _echo(tensors: Mapping[str, np.ndarray], *, stream: bool, chat: bool) -> boo
     """The prompt comes back before the output unless streaming; an explicit wish that cannot be met is refused."""
     exclude = _bool(tensors, "exclude_input_in_output", stream or chat)
     if stream and not exclude:
-        raise invalid("exclude_input_in_output", False, "must be true when streaming")
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, STREAM_WITH_INPUT, verbatim=True)
     if chat and not exclude:
         raise invalid("exclude_input_in_output", False, "must be true with messages")
     return not exclude

@@ -46,6 +46,8 @@ class TestErrors:
         [
             ("INVALID_ARGUMENT: seed=-1: must be 0..9", "INVALID_ARGUMENT", "seed=-1: must be 0..9"),
             ("UNAVAILABLE: full", "UNAVAILABLE", "full"),
+            ("Error generating stream: UNAVAILABLE: full", "UNAVAILABLE", "full"),
+            ("Error generating stream: of another backend", "UNKNOWN", "of another backend"),
             ("INTERNAL: two\nlines", "INTERNAL", "two\nlines"),
             ("Request for unknown model: 'x'", "UNKNOWN", "Request for unknown model: 'x'"),
             ("max_tokens: A: B", "UNKNOWN", "max_tokens: A: B"),

@@ -114,7 +114,7 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder
     responder.emit(EngineDied("the engine died: it did"))
     responder.look(late.channel())
     for sent in (waiting, late):
-        assert sent.the_only() == ({}, "INTERNAL: the engine died: it did", True)
+        assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
 
 
 def test_one_clients_trouble_is_not_the_others(responder):
@@ -123,7 +123,7 @@ def test_one_clients_trouble_is_not_the_others(responder):
     responder.look(whole.channel())
     responder.emit(POOL)
     assert whole.the_only()[1] is None
-    assert broken.the_only() == ({}, "INTERNAL: RuntimeError: the pipe broke", True)
+    assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
 
 
 def test_the_pool_of_a_scheduler_at_work():

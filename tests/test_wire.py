@@ -204,6 +204,17 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
     assert read(text_input=text("x"), stream=flag(stream), **tensors).echo is expected
 
 
+def test_what_a_client_reads_of_an_error():
+    """That of the vLLM backend, to the letter, where its clients compare all of it."""
+    with pytest.raises(RequestError) as caught:
+        read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
+    letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    assert (caught.value.code, wire.error_text(caught.value)) == (ErrorCode.INVALID_ARGUMENT, letter)
+    told = {code: wire.error_text(RequestError(code, "no")) for code in ErrorCode}
+    assert told.pop(ErrorCode.CANCELLED) == "CANCELLED: no"
+    assert told == {code: f"Error generating stream: {code.value}: no" for code in told}
+
+
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
@@ -226,7 +237,6 @@ def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expect
         ({"messages": text('[{"role": "user", "content": "x"}]'), "exclude_input_in_output": flag(False)}, "exclude_"),
         ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
-        ({"text_input": text("x"), "stream": flag(True), "exclude_input_in_output": flag(False)}, "exclude_input"),
         ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
         ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
         ({"text_input": text("x"), "embedding_request": text("{}")}, "embedding_request: not supported yet"),
