@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-from client.types import Completion, Delta
+from client.openai import logprobs
+from client.openai.schema import ChatRequest, CompletionRequest
+from client.types import Completion, Delta, Logprobs
 
 
 class Answer(ABC):
@@ -46,31 +49,46 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, request: CompletionRequest) -> None:
+        super().__init__(request.model)
+        self._offsets: dict[int, int] = {}  # by sample: where its next token begins
+
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        return _choice(index, sample.finish_reason, text=sample.text)
+        return _choice(index, sample, self._logprobs(index, sample.logprobs), text=sample.text)
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
-        return _choice(delta.index, delta.finish_reason, text=delta.text)
+        return _choice(delta.index, delta, self._logprobs(delta.index, delta.logprobs), text=delta.text)
+
+    def _logprobs(self, index: int, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        *offsets, self._offsets[index] = logprobs.offsets_from(self._offsets.get(index, 0), tokens)
+        return logprobs.of_completion(tokens, offsets)
 
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__(request.model)
         self._begun: set[int] = set()  # samples that have had their role
+        self._top_logprobs = request.top_logprobs or 0
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        return _choice(index, sample.finish_reason, message={"role": "assistant", "content": sample.text})
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        return _choice(index, sample, self._logprobs(sample.logprobs), message=message)
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         role = {} if delta.index in self._begun else {"role": "assistant"}
         self._begun.add(delta.index)
-        return _choice(delta.index, delta.finish_reason, delta={**role, "content": delta.text})
+        return _choice(delta.index, delta, self._logprobs(delta.logprobs), delta={**role, "content": delta.text})
+
+    def _logprobs(self, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
+        return None if tokens is None else logprobs.of_chat(tokens, self._top_logprobs)
 
 
-def _choice(index: int, finish_reason: str | None, **text: Any) -> dict[str, Any]:
-    return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(index: int, part: Completion | Delta, told: dict[str, Any] | None, **text: Any) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": told, "finish_reason": part.finish_reason}
 
 
 def usage(completion: Completion) -> dict[str, Any]:

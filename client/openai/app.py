@@ -62,13 +62,13 @@ class Gateway:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
         self._check_model(body.model)
         asked = translation.from_completion(body)
-        return await self._answer(request, body, asked, CompletionAnswer(body.model))
+        return await self._answer(request, body, asked, CompletionAnswer(body))
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(schema.ChatRequest, await self._read(request))
         self._check_model(body.model)
         asked = await translation.from_chat(body, self._settings.template, self._settings.default_max_tokens)
-        return await self._answer(request, body, asked, ChatAnswer(body.model))
+        return await self._answer(request, body, asked, ChatAnswer(body))
 
     async def _answer(
         self,

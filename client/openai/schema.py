@@ -17,14 +17,12 @@ from client.openai.errors import ApiError
 _NOTHING = (None,)
 # OpenAI's fields that are not served yet, and the values that ask for nothing.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
 }
 _NOT_SERVED_COMPLETION = {**_NOT_SERVED, "echo": (None, False), "best_of": (None, 1), "suffix": _NOTHING}
 _NOT_SERVED_CHAT = {
     **_NOT_SERVED,
-    "top_logprobs": _NOTHING,
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "parallel_tool_calls": _NOTHING,
@@ -84,6 +82,7 @@ class CompletionRequest(_Request):
     not_served = _NOT_SERVED_COMPLETION
 
     prompt: str | list[str]
+    logprobs: int | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -101,6 +100,7 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    refusal: None = None  # answers carry it, and come back as the next turn's history
 
 
 class ChatRequest(_Request):
@@ -108,6 +108,8 @@ class ChatRequest(_Request):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 RequestT = TypeVar("RequestT", bound=_Request)

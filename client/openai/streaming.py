@@ -90,7 +90,7 @@ class EventStream(Response):
         try:
             yield self._chunk(self._first)
             async for delta in self._stream:
-                if delta.text or delta.finish_reason:
+                if delta.text or delta.finish_reason or delta.logprobs:
                     yield self._chunk(delta)
         except PagedError as error:
             yield _json(from_engine(error, self._names).body)

@@ -28,7 +28,10 @@ class EngineRequest:
 
 def from_completion(request: CompletionRequest) -> EngineRequest:
     prompt = request.prompt if isinstance(request.prompt, str) else request.prompt[0]
-    return EngineRequest(prompt, None, _sampling(request), {"text_input": "prompt", "prompt_tokens": "prompt"})
+    sampling = _sampling(request)
+    if request.logprobs is not None:
+        sampling["logprobs"] = request.logprobs
+    return EngineRequest(prompt, None, sampling, {"text_input": "prompt", "prompt_tokens": "prompt"})
 
 
 async def from_chat(request: ChatRequest, template: ChatTemplate | None, default_max_tokens: int) -> EngineRequest:
@@ -40,6 +43,11 @@ async def from_chat(request: ChatRequest, template: ChatTemplate | None, default
             raise ApiError(400, "max_tokens: means nothing beside max_completion_tokens", param="max_tokens")
         sampling["max_tokens"] = request.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
+    if request.logprobs:
+        sampling["logprobs"] = request.top_logprobs or 0
+        names["logprobs"] = "top_logprobs"
+    elif request.top_logprobs is not None:
+        raise ApiError(400, "top_logprobs: has a meaning with logprobs=true only", param="top_logprobs")
     sampling.setdefault("max_tokens", default_max_tokens)
     messages = [_message(message) for message in request.messages]
     if template is None:

@@ -142,6 +142,48 @@ def test_two_streamed_chats_have_a_role_each(client):
     assert roles == [1, 1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion_are_the_engines(client, engine, stream):
+    asked = {"temperature": 1.2, "seed": 4, "max_tokens": 12, "n": 2, "logprobs": 2}
+    expected = engine.generate("The sea is", **asked)
+    answer = client.completions.create(model=MODEL, prompt="The sea is", stream=stream, **asked)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    for index, sample in enumerate((expected, *expected.others)):
+        mine = [choice.logprobs for choice in choices if choice.index == index and choice.logprobs]
+        assert [text for part in mine for text in part.tokens] == [one.decoded_token for one, *_ in sample.logprobs]
+        logprobs = [value for part in mine for value in part.token_logprobs]
+        assert logprobs == pytest.approx([one.logprob for one, *_ in sample.logprobs], abs=1e-4)
+        top = [one for part in mine for one in part.top_logprobs]
+        assert [set(one) for one in top] == [{one.decoded_token for one in entries} for entries in sample.logprobs]
+        offsets = [offset for part in mine for offset in part.text_offset]
+        ends = [*offsets[1:], len(sample.text)]
+        texts = [sample.text[start:end] for start, end in zip(offsets, ends, strict=True)]
+        assert texts == [one.decoded_token for one, *_ in sample.logprobs]
+
+
+@pytest.mark.parametrize("count", [None, 0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat_are_the_engines(client, engine, stream, count):
+    expected = engine.generate(messages=QUESTION, temperature=1.5, seed=1, max_tokens=12, logprobs=count or 0)
+    top = {} if count is None else {"top_logprobs": count}
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 1.5, "seed": 1, "max_tokens": 12}
+    answer = client.chat.completions.create(**asked, logprobs=True, **top, stream=stream)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    for token, (chosen, *_), entries in zip(told, expected.logprobs, expected.logprobs, strict=True):
+        assert token.token == chosen.decoded_token
+        assert token.bytes == list(chosen.decoded_token.encode())
+        assert token.logprob == pytest.approx(chosen.logprob, abs=1e-4)
+        likeliest = {one.decoded_token for one in entries if one.rank <= (count or 0)}
+        assert {one.token for one in token.top_logprobs} == likeliest
+
+
+def test_too_many_log_probabilities_are_refused_under_their_own_name(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=21)
+    assert raised.value.param == "top_logprobs"
+
+
 def test_the_same_seed_gives_the_same_text(client):
     def text(seed):
         asked = {"model": MODEL, "prompt": "Once", "temperature": 1, "max_tokens": 16}

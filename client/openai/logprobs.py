@@ -1,0 +1,57 @@
+"""Log probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from client.types import Logprobs, TokenLogprob
+
+HALF = "\ufffd"  # in the text of a token that holds some bytes of a character
+
+
+def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any]:
+    """As /v1/completions has them. The chosen token is among the likeliest in any case.
+
+    Args:
+        offsets: the character at which each token begins.
+    """
+    return {
+        "tokens": [chosen.decoded_token for chosen, *_ in tokens],
+        "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
+        "top_logprobs": [_by_text(entries) for entries in tokens],
+        "text_offset": list(offsets),
+    }
+
+
+def of_chat(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
+    """As /v1/chat/completions has them: `count` of the likeliest, among which the chosen one need not be."""
+    return {
+        "content": [
+            {**_entry(entries[0]), "top_logprobs": [_entry(one) for one in _likeliest(entries)[:count]]}
+            for entries in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def offsets_from(start: int, tokens: Sequence[Logprobs]) -> Iterator[int]:
+    """Where each token begins, where the first one begins at `start`; and in the end where the next one will."""
+    yield start
+    for chosen, *_ in tokens:
+        start += len(chosen.decoded_token)
+        yield start
+
+
+def _by_text(entries: Logprobs) -> dict[str, float]:
+    """Of tokens that have the same text the likeliest stands for all."""
+    return {one.decoded_token: one.logprob for one in reversed(_likeliest(entries))}
+
+
+def _likeliest(entries: Logprobs) -> list[TokenLogprob]:
+    return sorted(entries, key=lambda one: -one.logprob)
+
+
+def _entry(one: TokenLogprob) -> dict[str, Any]:
+    text = one.decoded_token
+    return {"token": text, "logprob": one.logprob, "bytes": None if HALF in text else list(text.encode())}

@@ -1,0 +1,27 @@
+"""Log probabilities in OpenAI's shapes, of tokens that are hard to show."""
+
+from client.openai import logprobs
+from client.types import TokenLogprob
+
+
+def entry(text, logprob, token_id=0):
+    return TokenLogprob(token_id, logprob, rank=1, decoded_token=text)
+
+
+def test_part_of_a_character_has_no_bytes():
+    told = logprobs.of_chat([(entry("\ufffd", -1.0), entry("é", -2.0))], 2)
+    chosen, other = told["content"][0]["top_logprobs"]
+    assert (chosen["bytes"], other["bytes"]) == (None, [0xC3, 0xA9])
+
+
+def test_an_unlikely_choice_is_not_among_the_likeliest_of_a_chat():
+    entries = (entry("c", -9.0), entry("a", -1.0), entry("b", -2.0))
+    (told,) = logprobs.of_chat([entries], 2)["content"]
+    assert told["token"] == "c"
+    assert [one["token"] for one in told["top_logprobs"]] == ["a", "b"]
+    assert logprobs.of_completion([entries], [0])["top_logprobs"] == [{"a": -1.0, "b": -2.0, "c": -9.0}]
+
+
+def test_the_likeliest_of_tokens_with_one_text_stands_for_them():
+    told = logprobs.of_completion([(entry("a", -3.0, 1), entry("a", -1.0, 2))], [0])
+    assert told["top_logprobs"] == [{"a": -1.0}]
