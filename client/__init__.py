@@ -2,7 +2,7 @@
 
 from client.async_client import AsyncClient, AsyncStream
 from client.sync_client import Client, Stream
-from client.types import Completion, Delta, PagedError, PoolMap, TokenLogprob
+from client.types import Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
 
 __all__ = [
     "AsyncClient",
@@ -10,6 +10,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "Embedding",
     "PagedError",
     "PoolMap",
     "Stream",

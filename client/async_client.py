@@ -11,8 +11,18 @@ from typing import Protocol
 from client.async_conversation import AsyncConversation
 from client.stream import Cancellable, StreamBase
 from client.sync_client import DEFAULT_URLS
-from client.types import Completion, Delta, PagedError, PoolMap
-from client.wire import POOL_MAP_REQUEST, Fields, Message, Values, check_timeout, read_pool_map, request_values
+from client.types import Completion, Delta, Embedding, PagedError, PoolMap
+from client.wire import (
+    POOL_MAP_REQUEST,
+    Fields,
+    Message,
+    Values,
+    check_timeout,
+    embedding_values,
+    read_embedding,
+    read_pool_map,
+    request_values,
+)
 
 
 class AsyncResponses(Cancellable, Protocol):
@@ -139,14 +149,29 @@ class AsyncClient:
 
     async def pool_map(self, *, timeout: float | None = None) -> PoolMap:
         """See Client.pool_map."""
-        responses = self._transport.open(POOL_MAP_REQUEST, "", check_timeout(timeout))
+        return read_pool_map(await self._ask(POOL_MAP_REQUEST, "", timeout))
+
+    async def embed(
+        self,
+        input: str | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Embedding:
+        """See Client.embed."""
+        return read_embedding(await self._ask(embedding_values(input, dimensions, sampling), request_id, timeout))
+
+    async def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
+        responses = self._transport.open(values, request_id, check_timeout(timeout))
         try:
-            pool = read_pool_map(await responses.next())
+            answer = await responses.next()
             with suppress(PagedError):
                 await responses.next()
         finally:
             responses.cancel()
-        return pool
+        return answer
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._transport.open(values, request_id, check_timeout(timeout)))

@@ -9,8 +9,18 @@ from typing import Protocol
 
 from client.conversation import Conversation
 from client.stream import Cancellable, StreamBase
-from client.types import Completion, Delta, PagedError, PoolMap
-from client.wire import POOL_MAP_REQUEST, Fields, Message, Values, check_timeout, read_pool_map, request_values
+from client.types import Completion, Delta, Embedding, PagedError, PoolMap
+from client.wire import (
+    POOL_MAP_REQUEST,
+    Fields,
+    Message,
+    Values,
+    check_timeout,
+    embedding_values,
+    read_embedding,
+    read_pool_map,
+    request_values,
+)
 
 DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
 
@@ -162,14 +172,41 @@ class Client:
             ValueError: a timeout that is none.
             PagedError: the server cannot be reached or has no such map.
         """
-        responses = self._transport.open(POOL_MAP_REQUEST, "", check_timeout(timeout))
+        return read_pool_map(self._ask(POOL_MAP_REQUEST, "", timeout))
+
+    def embed(
+        self,
+        input: str | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Embedding:
+        """The model's last hidden state for the prompt's last token, scaled to length 1.
+
+        Args:
+            input: text, or the prompt as token ids.
+            dimensions: keep that many of the numbers, before they are scaled; for models trained for it only.
+            request_id, timeout: as for `stream`.
+            sampling: what has a meaning here: priority, cache_salt.
+
+        Raises:
+            ValueError: arguments that no request can be made of.
+            PagedError: `code` tells why.
+        """
+        return read_embedding(self._ask(embedding_values(input, dimensions, sampling), request_id, timeout))
+
+    def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
+        """The one response of a request that has no more."""
+        responses = self._transport.open(values, request_id, check_timeout(timeout))
         try:
-            pool = read_pool_map(responses.next())
+            answer = responses.next()
             with suppress(PagedError):
                 responses.next()  # the end: a call that is dropped before can keep a server from exiting
         finally:
             responses.cancel()
-        return pool
+        return answer
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> Stream:
         return Stream(self._transport.open(values, request_id, check_timeout(timeout)))

@@ -51,6 +51,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """A prompt as a direction: numbers of which the squares add up to 1."""
+
+    values: tuple[float, ...]
+    num_input_tokens: int  # of the prompt
+
+
+@dataclass(frozen=True)
 class PoolMap:
     """The blocks of a server's pool at one moment.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from client.types import Completion, Delta, Logprobs, PagedError, PoolMap, TokenLogprob
+from client.types import Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -92,6 +93,35 @@ def _sequence_value(name: str, value: object) -> str | bool | int:
     elif not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
     return value
+
+
+def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling: Mapping[str, object]) -> Values:
+    """The inputs of a request for an embedding; errors as those of `request_values`."""
+    prompt = _check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
+    pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
+    return {
+        "embedding_request": json.dumps({"input": prompt, "pooling_params": pooling}, ensure_ascii=False),
+        "sampling_parameters": _json_object(sampling),
+        "return_num_input_tokens": True,
+    }
+
+
+def _index(name: str, value: object) -> int:
+    """numpy's whole numbers will do."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number") from None
+
+
+def read_embedding(answer: Fields | None) -> Embedding:
+    """Raises PagedError where the one response of such a request is none of the kind."""
+    try:
+        fields = answer or {}
+        values = tuple(map(float, json.loads(str(fields["text_output"][0]))))
+        return Embedding(values, int(fields["num_input_tokens"][0]))
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no embedding: {type(error).__name__}: {error}") from None
 
 
 POOL_MAP_REQUEST: Values = {"pool_map": True}

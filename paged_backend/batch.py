@@ -57,6 +57,7 @@ class PackedBatch:
     follows: bool  # whether anything stands for a token of the step before
     checks: tuple[Check, ...] = ()
     drafting: Drafting | None = None  # where guesses are made on the device
+    hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are wanted
 
 
 def pack(
@@ -112,6 +113,7 @@ def pack(
         follows=bool((tokens < 0).any()),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
+        hidden_rows=_hidden_rows(chunks, row_ends),
     )
 
 
@@ -139,6 +141,11 @@ def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[Check, ...]
             found.append(Check(draw, end - len(chunk.guesses), chunk.guesses))
         draw += len(chunk.draws) + len(chunk.guesses)
     return tuple(found)
+
+
+def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | None:
+    rows = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if not chunk.draws and chunk.embeds]
+    return torch.tensor(rows) if rows else None
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:

@@ -169,6 +169,7 @@ class Forwarded:
     draw_rows: Tensor | None
     sampling: SamplingBatch
     guessed: Tensor | None = None  # [num_tokens] int64: the batch's tokens, where guesses were made on the device
+    hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, of the rows that the batch asks for
 
 
 class Graphs:

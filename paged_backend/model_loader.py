@@ -22,9 +22,11 @@ from transformers import (
 from kernels.cpu import native
 from paged_backend import rope
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
+from paged_backend.hidden_states import hidden_size
 from paged_backend.kv_cache import LayerShape
 from paged_backend.parallel import check_model, load_arguments, localise
 from paged_backend.proof import prove
+from paged_backend.request import EmbeddingSpec
 
 GGUF = ".gguf"
 
@@ -39,6 +41,7 @@ class ModelSpec:
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
+    embedding: EmbeddingSpec | None = None  # None: its hidden states cannot be had
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         localise(model)
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
+    embedding = pick_embedding(hf_config, hidden_size(model))
     spec = ModelSpec(
         layers=prove(
             model,
@@ -95,6 +99,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
+        embedding=embedding,
     )
     loaded = LoadedModel(place, model, tokenizer, spec)
     return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded
@@ -198,6 +203,16 @@ def pick_max_model_len(wanted: int | None, text_config: PretrainedConfig) -> int
     if limit is not None and wanted is not None and wanted > limit:
         raise ConfigError(f"max_model_len={wanted}: must be at most {limit}, {reason}")
     return wanted or limit
+
+
+def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSpec | None:
+    """`is_matryoshka` and `matryoshka_dimensions` are the names that vLLM reads, too."""
+    if size is None:
+        return None
+    named = getattr(hf_config, "matryoshka_dimensions", None)
+    if named is not None:
+        return EmbeddingSpec(size, tuple(one for one in named if 0 < one <= size))
+    return EmbeddingSpec(size, range(1, size + 1) if getattr(hf_config, "is_matryoshka", False) else ())
 
 
 def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager, Copy, Move
-from paged_backend.request import Logprobs
+from paged_backend.request import HiddenState, Logprobs
 from paged_backend.sequence import Group, Sequence
 
 
@@ -19,15 +19,16 @@ class Scored(NamedTuple):
     logprobs: Logprobs
 
 
-# A token, or of a beam the likeliest ones; None: what a wrong guess led to.
-Drawn = int | Scored | list[Candidate] | None
+# A token, or of a beam the likeliest ones; None: what a wrong guess led to. After those of all draws come the hidden
+# states of chunks that embed.
+Drawn = int | Scored | list[Candidate] | HiddenState | None
 
 
 @dataclass(slots=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
-    none where more of the prompt is to come, its own in decode, all of its group's at the end of their prompt. The last
-    of the tokens may be guesses: then one is drawn before each of them, too."""
+    none where more of the prompt is to come or the request embeds it, its own in decode, all of its group's at the end
+    of their prompt. The last of the tokens may be guesses: then one is drawn before each of them, too."""
 
     sequence: Sequence
     start: int
@@ -42,6 +43,11 @@ class Chunk:
     def first_draw(self) -> int:
         """The position of the first token that it draws."""
         return self.start + self.length - len(self.guesses)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the hidden state of its last token is what its request asks for."""
+        return self.sequence.request.embeds and self.start + self.length == self.sequence.num_prompt
 
 
 def reached(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
@@ -94,7 +100,7 @@ class Draft:
     def put(self, group: Group, sequence: Sequence, length: int) -> Chunk:
         start = sequence.computed
         draws: tuple[Sequence, ...] = ()
-        if start + length == len(sequence.tokens):
+        if start + length == len(sequence.tokens) and not group.request.embeds:
             draws = (sequence,) if group.forked else tuple(group.sequences)
         self.chunks.append(Chunk(sequence, start, length, draws))
         self.budget -= length

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Hashable, Mapping
+from array import array
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -50,6 +51,14 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True)
+class EmbeddingSpec:
+    """What embeddings a model gives."""
+
+    size: int
+    dimensions: Sequence[int] = ()  # to which they may be cut: what the model was trained for (Matryoshka)
+
+
+@dataclass(frozen=True)
 class Limits:
     """What the loaded model and pool allow."""
 
@@ -58,6 +67,7 @@ class Limits:
     num_blocks: int  # in the whole pool
     block_size: int
     max_num_seqs: int
+    embedding: EmbeddingSpec | None = None  # None: the model gives none
 
 
 MAX_STOP_STRINGS = 16
@@ -287,6 +297,7 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int  # the request's own, or one drawn for it
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
+    embeds: bool = False  # wants the hidden state of its last token, and draws none
     wants_usage: bool = False
     session: Hashable = None  # whose next turn will go on from this one's blocks
     logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
@@ -304,9 +315,11 @@ class GenerateRequest:
         prompt, output = len(tokens), sampling.max_tokens
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
-        if prompt >= limits.max_model_len:
-            raise invalid("prompt_tokens", prompt, f"must be 1..{limits.max_model_len - 1} (max_model_len is"
-                          f" {limits.max_model_len}, and one token must be left to generate)")  # fmt: skip
+        left = min(output, 1)
+        if prompt + left > limits.max_model_len:
+            generates = ", and one token must be left to generate" * left
+            raise invalid("prompt_tokens", prompt, f"must be 1..{limits.max_model_len - left} (max_model_len is"
+                          f" {limits.max_model_len}{generates})")  # fmt: skip
         if prompt + output > limits.max_model_len:
             room = limits.max_model_len - prompt
             raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
@@ -358,6 +371,7 @@ class TokenLogprob(NamedTuple):
 
 
 Logprobs = tuple[TokenLogprob, ...]  # of a token that was drawn, then of the likeliest others, the first first
+HiddenState = array  # of float32: what the model's last layer gives for a token, normalised as its head wants it
 
 
 class TokenDelta(NamedTuple):
@@ -371,6 +385,7 @@ class TokenDelta(NamedTuple):
     sample: int = 0  # which of the request's
     usage: Usage | None = None  # where the request asked for it
     logprobs: tuple[Logprobs, ...] = ()  # of each token, where the request asked for them
+    hidden: HiddenState | None = None  # of the prompt's last token, of a request that embeds
 
     @property
     def last(self) -> bool:

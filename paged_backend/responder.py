@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from paged_backend import wire
 from paged_backend.channel import Channel
 from paged_backend.detokenizer import Detokenizer
+from paged_backend.embedding import embedding_json
 from paged_backend.engine import EngineDied, PoolMap, StepOutput
 from paged_backend.metrics import Metrics
 from paged_backend.request import (
@@ -140,13 +141,16 @@ class Stream:
     def take(self, delta: TokenDelta, when: float) -> None:
         """Book what a step gave one of the samples."""
         self.usage = delta.usage or self.usage
-        if delta.token_ids:
+        if delta.token_ids or delta.hidden is not None:
             if self.first_token is None:
                 self.first_token = when
                 self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
             self.last_token = when
         self.error = delta.error
         sample = self.samples[delta.sample]
+        if delta.hidden is not None:
+            assert self.call.embedding
+            sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
         sample.take(delta)
         if sample.finish:
             self.finished = all(one.finish for one in self.samples)
@@ -463,6 +467,11 @@ class Responder:
             self._deliver(stream)
 
     def _expire(self, stream: Stream) -> None:
+        if stream.call.embedding:  # of which a part is of no use
+            stream.error = RequestError(ErrorCode.UNAVAILABLE, "the time limit passed before the embedding was there")
+            self._abort(stream.request.key)
+            self._deliver(stream)
+            return
         stream.end(FinishReason.TIMEOUT)
         for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
             self._end(stream.request.key, index)

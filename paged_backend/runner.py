@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from paged_backend.attention import paged_logits
 from paged_backend.batch import Check, PackedBatch, Stage, Uniform, known
 from paged_backend.drafter import Drafter, fill
 from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
+from paged_backend.hidden_states import recorded
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan, Scored, reached
 from paged_backend.sampler import Likeliest, Scores, follow, likeliest, sample, score
@@ -37,6 +39,7 @@ class Launched:
     scores: Scores | None
     checks: tuple[Check, ...]
     guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
+    hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
     arrived: torch.cuda.Event | None
 
     def result(self) -> list[Drawn]:
@@ -55,6 +58,8 @@ class Launched:
             token = drawn[row]
             if isinstance(token, int):
                 drawn[row] = Scored(token, logprobs)
+        if self.hidden is not None:
+            drawn += [array("f", row.tobytes()) for row in self.hidden.numpy()]
         return drawn
 
 
@@ -140,18 +145,20 @@ class Runner:
         self._agree(tokens)
         self._drawn[: len(tokens)] = tokens
         scores = score(logits, tokens, sampling)
-        arrived, guessed = None, step.guessed
+        arrived, guessed, hidden = None, step.guessed, step.hidden
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
             guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
+            hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
             beams, scores = beams and beams.to_host(), scores and scores.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
-        return Launched(tokens, beams, scores, packed.checks, guessed, arrived)
+        return Launched(tokens, beams, scores, packed.checks, guessed, hidden, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         graphs = self._graphs
-        kind = graphs.find(packed.paging) if graphs else None
+        # A recorded step gives logits alone.
+        kind = graphs.find(packed.paging) if graphs and packed.hidden_rows is None else None
         if graphs and kind and not packed.drafting:
             return graphs.replay(kind, packed, self._stage)
         batch = self._stage(packed)
@@ -164,7 +171,12 @@ class Runner:
             guessed = batch.input_ids[0]
         if graphs and kind:
             return replace(graphs.replay(kind, batch, STAYS), guessed=guessed)
-        return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
+        if batch.hidden_rows is None:
+            return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
+        with recorded(self.model) as states:
+            logits = self._forward(batch)
+        hidden = states[-1][0, batch.hidden_rows].float()
+        return Forwarded(logits, batch.draw_rows, batch.sampling, guessed, hidden)
 
     def _guess(self, batch: PackedBatch) -> Tensor:
         """The drafter's logits of a batch on the device."""

@@ -14,7 +14,7 @@ from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pace import Pace
 from paged_backend.pins import Pins
 from paged_backend.plan import Costs, Draft, Drawn, Plan, Scored
-from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, RequestError, TokenDelta
+from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, HiddenState, RequestError, TokenDelta
 from paged_backend.sequence import Group, Sequence
 from paged_backend.speculation import Guess
 
@@ -265,7 +265,8 @@ class Scheduler:
                     sequence.tokens.append(-draws)
 
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
-        """Book a step that ran, the oldest in flight: what each draw gave, in the plan's order."""
+        """Book a step that ran, the oldest in flight: what each draw gave, in the plan's order, and then the hidden
+        state of each chunk that embeds."""
         self._in_flight -= 1
         if self._pace:
             before, self._committed = self._committed, self._clock()
@@ -275,7 +276,7 @@ class Scheduler:
         self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
-        deltas = []
+        deltas, embedding = [], []
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
             if group and not chunk.sequence.ended:
@@ -285,6 +286,8 @@ class Scheduler:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
                         self._book(sequence, chunk.start + chunk.length - len(chunk.guesses))
+            if not chunk.draws and chunk.embeds:
+                embedding.append((group, chunk.sequence))
             for sequence in chunk.draws:
                 token = next(drawn)
                 more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
@@ -294,8 +297,13 @@ class Scheduler:
                     deltas.append(self._append(group, sequence, token, more))
                 elif isinstance(token, Scored):
                     deltas.append(self._append_scored(group, sequence, token, more))
-                elif token is not None:
+                elif isinstance(token, list):
                     deltas += self._rank(group, sequence, token)
+        for group, sequence in embedding:
+            hidden = next(drawn)
+            if group and not sequence.ended:
+                assert isinstance(hidden, HiddenState)
+                deltas.append(self._embed(group, sequence, hidden))
         assert next(drawn, None) is None, "more tokens than draws"
         return deltas
 
@@ -620,6 +628,10 @@ class Scheduler:
         if finish:
             self._end(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+
+    def _embed(self, group: Group, sequence: Sequence, hidden: HiddenState) -> TokenDelta:
+        self._end(group, sequence)
+        return TokenDelta(group.key, finish=FinishReason.STOP, usage=group.usage, hidden=hidden)
 
     def _append_scored(self, group: Group, sequence: Sequence, first: Scored, more: list[Drawn]) -> TokenDelta:
         scored = [first, *(one for one in more if isinstance(one, Scored))]  # what follows a wrong guess is None

@@ -57,7 +57,7 @@ class Sequence:
     @property
     def has_all(self) -> bool:
         """Whether nothing is to be drawn any more, but perhaps to be committed."""
-        return len(self.tokens) - self.num_prompt >= self.request.sampling.max_tokens
+        return 0 < self.request.sampling.max_tokens <= len(self.tokens) - self.num_prompt
 
     @property
     def output(self) -> list[int]:

@@ -24,6 +24,7 @@ from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
+from paged_backend.embedding import parse_sampling
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.machine import release_threads, return_memory
 from paged_backend.metrics import Metrics
@@ -116,6 +117,7 @@ def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | N
         num_blocks=blocks.num_blocks,
         block_size=blocks.block_size,
         max_num_seqs=config.max_num_seqs,
+        embedding=spec.embedding,
     )
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:
@@ -247,7 +249,10 @@ class Service:
 
     def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
         """A stream of a request that may be queued; None where the request was answered here."""
-        sampling = SamplingParams.parse(call.sampling, self._assembly.limits)
+        limits = self._assembly.limits
+        if call.embedding:
+            call = replace(call, embedding=call.embedding.checked(limits))
+        sampling = (parse_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
         turn = self._turn(call, sampling) if call.sequence else None
         try:
             if call.only_ends and turn:
@@ -285,13 +290,21 @@ class Service:
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, self._assembly.limits)
         goes_on = turn.name if turn and not turn.is_last else None
         logprobs = _wanted_logprobs(call, sampling)
-        return replace(request, wants_usage=call.return_receipt, session=goes_on, logprobs=logprobs)
+        return replace(
+            request,
+            embeds=call.embedding is not None,
+            wants_usage=call.return_receipt,
+            session=goes_on,
+            logprobs=logprobs,
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _tokenize(self, call: wire.Call, turn: Turn | None) -> list[int]:
         """The prompt, after what the session has said before. Only its beginning gets what the tokenizer puts there."""
+        if call.input_ids is not None:
+            return call.input_ids
         before = turn.tokens_before() if turn and call.prompt is not None else []
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
         text = call.prompt if call.prompt is not None else self._conversation(messages)

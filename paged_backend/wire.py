@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paged_backend.embedding import EmbeddingCall
 from paged_backend.request import PARAMETER_NAMES, ErrorCode, Logprobs, RequestError, invalid, is_text
 
 
@@ -66,7 +67,12 @@ NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
 
-_NOT_YET = ("image", "embedding_request")
+_NOT_YET = ("image",)
+# What may stand beside an embedding_request.
+_WITH_EMBEDDING = frozenset(
+    ("embedding_request", "sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens",
+     "return_num_output_tokens", "return_receipt")
+)  # fmt: skip
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
 MAX_SEQUENCE_ID_BYTES = 128
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
@@ -103,11 +109,13 @@ class Call:
     sequence: SequenceControl | None = None
     return_logprobs: bool = False
     return_cumulative_logprob: bool = False
+    input_ids: list[int] | None = None  # or the prompt as token ids
+    embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
 
     @property
     def only_ends(self) -> bool:
         """Whether it ends a session and asks for nothing."""
-        return self.prompt is None and self.messages is None
+        return self.prompt is None and self.messages is None and self.input_ids is None
 
 
 def read(
@@ -124,7 +132,10 @@ def read(
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
     stream = _bool(tensors, "stream", False)
     sequence = _sequence(parameters, sequence_id, flags)
-    prompt, messages = _prompt(tensors, may_lack=sequence is not None and sequence.end)
+    embedding = _embedding(tensors, sequence)
+    prompt, messages = (
+        (embedding.text, None) if embedding else _prompt(tensors, may_lack=sequence is not None and sequence.end)
+    )
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
     sampling = from_parameters | _sampling_parameters(tensors)
     return Call(
@@ -132,7 +143,7 @@ def read(
         messages=messages,
         sampling=sampling | _lists(tensors, sampling),
         stream=stream,
-        echo=_echo(tensors, stream=stream, chat=messages is not None),
+        echo=embedding is None and _echo(tensors, stream=stream, chat=messages is not None),
         return_finish_reason=_bool(tensors, "return_finish_reason", False),
         return_num_input_tokens=_bool(tensors, "return_num_input_tokens", False),
         return_num_output_tokens=_bool(tensors, "return_num_output_tokens", False),
@@ -141,6 +152,8 @@ def read(
         sequence=sequence,
         return_logprobs=_bool(tensors, "return_logprobs", False),
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
+        input_ids=embedding.ids if embedding else None,
+        embedding=embedding,
     )
 
 
@@ -297,6 +310,20 @@ def _prompt(tensors: Mapping[str, np.ndarray], *, may_lack: bool) -> tuple[str |
     if not is_text(json.dumps(turns, ensure_ascii=False)):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: hold half a character; send UTF-8 text")
     return None, turns
+
+
+def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None) -> EmbeddingCall | None:
+    text = _text(tensors, "embedding_request")
+    if text is None:
+        return None
+    if beside := sorted(tensors.keys() - _WITH_EMBEDDING):
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside embedding_request; leave"
+                           " it out")  # fmt: skip
+    if _bool(tensors, "stream", False):
+        raise invalid("stream", True, "must be false beside embedding_request: an embedding comes whole")
+    if sequence is not None:
+        raise invalid("sequence_id", sequence.id, "a session goes on from an answer; an embedding_request has none")
+    return EmbeddingCall.parse(_json("embedding_request", text))
 
 
 def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.config import EngineConfig
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.request import FinishReason, GenerateRequest, Logprobs, RequestError, SamplingParams
+from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, RequestError, SamplingParams
 from paged_backend.service import Assembly, assemble
 
 WAIT = 120  # seconds after which a step that never comes fails the test
@@ -27,6 +27,7 @@ class Output:
     logprobs: list[Logprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     error: RequestError | None = None
+    hidden: HiddenState | None = None
 
 
 @dataclass
@@ -49,6 +50,14 @@ class InProcess:
         self.engine.submit(replace(request, logprobs=params.logprobs))
         return key
 
+    def embed(self, prompt: Sequence[int]) -> int:
+        params = SamplingParams(max_tokens=0, temperature=0.0)
+        key, self.next_key = self.next_key, self.next_key + 1
+        request = GenerateRequest.admit(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
+        self.outputs[key] = Output()
+        self.engine.submit(replace(request, embeds=True))
+        return key
+
     def step(self) -> StepOutput:
         """Wait for the engine's next turn, and book it."""
         output = self.steps.get(timeout=WAIT)
@@ -58,7 +67,7 @@ class InProcess:
             assert booked.finish is None and booked.error is None, "a token after the last"
             booked.tokens += delta.token_ids
             booked.logprobs += delta.logprobs
-            booked.finish, booked.error = delta.finish, delta.error
+            booked.finish, booked.error, booked.hidden = delta.finish, delta.error, delta.hidden
         self.history.append(output)
         return output
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
@@ -18,6 +19,7 @@ from client import (
     Client,
     Completion,
     Delta,
+    Embedding,
     PagedError,
     PoolMap,
     TokenLogprob,
@@ -312,6 +314,29 @@ class TestClient:
         with pytest.raises(PagedError, match="INTERNAL: the server sent no map of its pool"):
             client.pool_map()
 
+    def test_an_embedding(self, client, fake):
+        assert client.embed("hé", timeout=WAIT, say=["[0.6, 0.8]"]) == Embedding((0.6, 0.8), 7)
+        ids = client.embed([np.int64(5), 6], dimensions=2, request_id="r", say=["[1]"])
+        assert ids == Embedding((1.0,), 7)
+        sent = [json.loads(request["embedding_request"]) for request in fake.requests]
+        assert sent == [
+            {"input": "hé", "pooling_params": {}},
+            {"input": [5, 6], "pooling_params": {"dimensions": [2]}},
+        ]
+        assert fake.requests[1].keys() == {
+            "embedding_request", "sampling_parameters", "return_num_input_tokens", "request_id",
+        }  # fmt: skip
+
+    def test_embeddings_that_fail(self, client):
+        with pytest.raises(PagedError, match="INVALID_ARGUMENT: no"):
+            client.embed("x", say=[], fail="INVALID_ARGUMENT: no")
+        for text in ("null", "N/A", '{"a": 1}'):
+            with pytest.raises(PagedError, match="INTERNAL: the server sent no embedding"):
+                client.embed("x", say=[text])
+        for given, named in (("a\ud800", "input: character 1"), ([1.5], "input=1.5: must be a whole number")):
+            with pytest.raises(ValueError, match=named):
+                client.embed(given)
+
     def test_generate(self, client, fake, protocol):
         answer = client.generate("hé", request_id="r", say=["a", "é"])
         assert answer == Completion("aé", "stop", 7, 4)
@@ -475,6 +500,14 @@ class TestAsyncClient:
             return pool
 
         assert self.run(fake, protocol, scenario) == PoolMap(**pool_of("12c."))
+
+    def test_an_embedding(self, fake, protocol):
+        async def scenario(client):
+            with pytest.raises(PagedError, match="INTERNAL: the server sent no embedding"):
+                await client.embed([5], say=["null"])
+            return await client.embed("hé", timeout=WAIT, say=["[0.6, 0.8]"])
+
+        assert self.run(fake, protocol, scenario) == Embedding((0.6, 0.8), 7)
 
     def test_stream(self, fake, protocol):
         async def scenario(client):

@@ -239,7 +239,10 @@ def test_what_a_client_reads_of_an_error():
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
         ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
         ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
-        ({"text_input": text("x"), "embedding_request": text("{}")}, "embedding_request: not supported yet"),
+        ({"text_input": text("x"), "embedding_request": text("{}")}, "text_input: means nothing beside"),
+        ({"embedding_request": text("{")}, "embedding_request: not valid JSON"),
+        ({"embedding_request": text("[]")}, "embedding_request=[]: must be a JSON object"),
+        ({"embedding_request": text('{"input": "x"}'), "stream": flag(True)}, "stream=true: must be false beside"),
     ],
 )
 def test_bad_tensors(tensors, reason):
