@@ -148,7 +148,8 @@ class Client:
         Args:
             prompt: text to continue, as it is.
             messages: instead of `prompt`, a conversation: {"role": ..., "content": ...} each. The server
-                applies the model's chat template.
+                applies the model's chat template. `tools=[...]` beside them, functions as OpenAI's
+                interface describes them, are for the template, too.
             request_id: appears in the server's log.
             timeout: seconds for the whole request; None: no limit.
             sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], … And for a

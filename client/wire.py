@@ -6,6 +6,7 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from client.types import Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
 
@@ -13,6 +14,7 @@ from client.types import Completion, Delta, Embedding, Logprobs, PagedError, Poo
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_input": ("TYPE_STRING", (1,)),
     "messages": ("TYPE_STRING", (1,)),
+    "tools": ("TYPE_STRING", (1,)),
     "image": ("TYPE_STRING", (-1,)),
     "stream": ("TYPE_BOOL", (1,)),
     "sampling_parameters": ("TYPE_STRING", (1,)),
@@ -46,7 +48,7 @@ READ = (
     "receipt", "pool_map",
 )  # fmt: skip
 
-Message = Mapping[str, str]  # {"role": ..., "content": ...}
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
 Values = dict[str, "str | bool | int"]  # input name -> its one element, and Triton's own words for a session
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements, one for each sample
@@ -64,7 +66,8 @@ def request_values(
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
     sequence = {name: value for name, value in sampling.items() if name in SEQUENCE}
-    sampling = {name: value for name, value in sampling.items() if name not in SEQUENCE}
+    tools = sampling.get("tools")
+    sampling = {name: value for name, value in sampling.items() if name not in (*SEQUENCE, "tools")}
     values: Values = {
         "stream": stream,
         "sampling_parameters": _json_object(sampling),
@@ -83,6 +86,8 @@ def request_values(
         values["text_input"] = _check_text("prompt", prompt)
     else:
         values["messages"] = _json("messages", messages)
+    if tools is not None:
+        values["tools"] = _json("tools", tools)
     return values
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paged_backend import kv_cache, model_loader, wire
 from paged_backend.block_manager import BlockManager
 from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
+from paged_backend.conversation import render
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.embedding import parse_sampling
@@ -307,7 +307,7 @@ class Service:
             return call.input_ids
         before = turn.tokens_before() if turn and call.prompt is not None else []
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
-        text = call.prompt if call.prompt is not None else self._conversation(messages)
+        text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
         if len(text) > self._longest_text:
             name = "text_input" if call.prompt is not None else "messages"
             raise RequestError(
@@ -316,17 +316,6 @@ class Service:
                 f" max_model_len={self._assembly.limits.max_model_len} exceeds",
             )
         return before + self._tokenizer.encode(text, add_special_tokens=call.prompt is not None and not before)
-
-    def _conversation(self, messages: list[dict[str, Any]] | None) -> str:
-        if not self._tokenizer.chat_template:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: this model has no chat template; use text_input")
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
-            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"messages: the chat template refuses them: {reason}"
-            ) from error
 
     def _samples(self, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paged_backend.conversation import check_messages, check_tools
 from paged_backend.embedding import EmbeddingCall
-from paged_backend.request import PARAMETER_NAMES, ErrorCode, Logprobs, RequestError, invalid, is_text
+from paged_backend.request import PARAMETER_NAMES, ErrorCode, Logprobs, RequestError, invalid
 
 
 class TensorSpec(NamedTuple):
@@ -38,6 +39,7 @@ LISTS = {
 INPUTS = {
     "text_input": _STRING,
     "messages": _STRING,
+    "tools": _STRING,
     "image": TensorSpec("TYPE_STRING", (-1,)),
     "stream": _BOOL,
     "sampling_parameters": _STRING,
@@ -111,6 +113,7 @@ class Call:
     return_cumulative_logprob: bool = False
     input_ids: list[int] | None = None  # or the prompt as token ids
     embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
+    tools: list[dict[str, Any]] | None = None  # beside `messages`
 
     @property
     def only_ends(self) -> bool:
@@ -154,6 +157,7 @@ def read(
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
         input_ids=embedding.ids if embedding else None,
         embedding=embedding,
+        tools=_tools(tensors, chat=messages is not None),
     )
 
 
@@ -296,20 +300,16 @@ def _prompt(tensors: Mapping[str, np.ndarray], *, may_lack: bool) -> tuple[str |
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one character")
     if messages is None:
         return prompt, None
-    turns = _json("messages", messages)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise RequestError(
-            ErrorCode.INVALID_ARGUMENT, 'messages: must be a JSON list of objects like {"role": "user", "content": "…"}'
-        )
-    for index, turn in enumerate(turns):
-        if not all(is_text(turn.get(name)) for name in ("role", "content")):
-            raise RequestError(
-                ErrorCode.INVALID_ARGUMENT,
-                f"messages[{index}]: must have a `role` and a `content` that are strings of whole characters",
-            )
-    if not is_text(json.dumps(turns, ensure_ascii=False)):
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, "messages: hold half a character; send UTF-8 text")
-    return None, turns
+    return None, check_messages(_json("messages", messages))
+
+
+def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, Any]] | None:
+    text = _text(tensors, "tools")
+    if text is None:
+        return None
+    if not chat:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: have a meaning with messages only")
+    return check_tools(_json("tools", text))
 
 
 def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None) -> EmbeddingCall | None:

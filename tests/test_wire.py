@@ -34,6 +34,7 @@ def test_the_tensors_are_those_of_the_vllm_backend():
     assert tensors_of("input") == {
         "text_input": ("TYPE_STRING", (1,)),
         "messages": ("TYPE_STRING", (1,)),
+        "tools": ("TYPE_STRING", (1,)),
         "image": ("TYPE_STRING", (-1,)),
         "stream": ("TYPE_BOOL", (1,)),
         "sampling_parameters": ("TYPE_STRING", (1,)),
