@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from client.async_client import AsyncClient
-from client.openai import metrics, schema, translation
+from client.openai import embeddings, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from client.openai.chat_template import ChatTemplate
 from client.openai.errors import ApiError, from_engine
@@ -89,6 +89,11 @@ class Gateway:
             first, stream, answer, include_usage=body.include_usage, names=asked.names, metrics=self.metrics
         )
 
+    async def embeddings(self, request: Request) -> Response:
+        body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
+        self._check_model(body.model)
+        return JSONResponse(await while_connected(request.receive, embeddings.answer(self._client, body)))
+
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
 
@@ -149,6 +154,7 @@ def create_app(settings: Settings) -> FastAPI:
     v1.add_api_route("/models/{name}", gateway.model, methods=["GET"])
     v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
     v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
+    v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)
     app.include_router(v1)
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"], response_model=None)

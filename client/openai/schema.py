@@ -36,6 +36,17 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Body(_Strict):
+    """What every request has."""
+
+    not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: str
+
+    def check(self) -> None:
+        """Raises ApiError for fields that contradict each other."""
+
+
 class SamplingFields(_Strict):
     """The fields that go to the engine under their own names. None: the engine's default."""
 
@@ -66,16 +77,17 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class _Request(SamplingFields):
-    not_served: ClassVar[Mapping[str, tuple[Any, ...]]]
-
-    model: str
+class _Request(SamplingFields, Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        if self.stream_options and not self.stream:
+            raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
 
 
 class CompletionRequest(_Request):
@@ -112,7 +124,7 @@ class ChatRequest(_Request):
     top_logprobs: int | None = None
 
 
-RequestT = TypeVar("RequestT", bound=_Request)
+RequestT = TypeVar("RequestT", bound=Body)
 
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
@@ -131,8 +143,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
         request = kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)) from None
-    if request.stream_options and not request.stream:
-        raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
+    request.check()
     return request
 
 

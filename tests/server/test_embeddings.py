@@ -4,11 +4,13 @@ import asyncio
 import json
 
 import numpy as np
+import openai
 import pytest
 import torch
 import tritonclient.grpc as grpcclient
 
 from client import AsyncClient, Client, PagedError
+from tests.gateway import gateway
 from tests.in_process import byte_tokenizer
 from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, tensors, until
 
@@ -64,6 +66,23 @@ def test_through_the_client(tiny_server, expected, protocol):
             assert embedding.num_input_tokens == len(IDS)
         with pytest.raises(PagedError, match=r"max_tokens=3: means nothing beside embedding_request"):
             client.embed(PROMPT, max_tokens=3)
+
+
+@pytest.mark.parametrize("encoding", ["float", None])  # without one, OpenAI's package asks for base64 and decodes it
+def test_through_the_gateway(tiny_server, expected, encoding):
+    with gateway(tiny_server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="key") as client:
+        options = {"encoding_format": encoding} if encoding else {}
+        answer = client.embeddings.create(model=MODEL, input=[PROMPT, "x", PROMPT], **options)
+        assert [one.index for one in answer.data] == [0, 1, 2]
+        assert answer.data[0].embedding == expected(IDS)
+        assert answer.data[2].embedding == expected(IDS)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == 2 * len(IDS) + 1
+        for given, param in (([], "input"), (["x", ""], "input[1]"), ([[5], [320]], "input[1]")):
+            with pytest.raises(openai.BadRequestError) as raised:
+                client.embeddings.create(model=MODEL, input=given)
+            assert raised.value.param == param
+        with pytest.raises(openai.BadRequestError, match=r"dimensions=\[8\]: leave it out"):
+            client.embeddings.create(model=MODEL, input="x", dimensions=8)
 
 
 def test_many_beside_generation(tiny_server, expected):

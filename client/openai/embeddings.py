@@ -1,0 +1,96 @@
+"""OpenAI's requests for embeddings: each of their inputs is a request of its own to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from client.async_client import AsyncClient
+from client.openai.errors import ApiError, from_engine
+from client.openai.schema import Body
+from client.types import Embedding, PagedError
+
+MAX_INPUTS = 2048  # as OpenAI's own service has it
+AT_ONCE = 64  # inputs of a request that the engine is asked for at the same time
+
+
+class EmbeddingRequest(Body):
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Text or token ids, one for each embedding."""
+        given = self.input
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            return given  # type: ignore[return-value]
+        return [given]  # type: ignore[list-item]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        given = {"priority": self.priority, "cache_salt": self.cache_salt}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def check(self) -> None:
+        if len(self.inputs) > MAX_INPUTS:
+            raise ApiError(400, f"input: has {len(self.inputs)} inputs; must be at most {MAX_INPUTS}", param="input")
+
+
+async def answer(client: AsyncClient, request: EmbeddingRequest) -> dict[str, Any]:
+    """Raises ApiError where the engine refuses any of them; the others are cancelled then."""
+    found = await _embed_all(client, request)
+    tokens = sum(one.num_input_tokens for one in found)
+    return {
+        "object": "list",
+        "model": request.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encoded(one.values, request.encoding_format)}
+            for index, one in enumerate(found)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def _embed_all(client: AsyncClient, request: EmbeddingRequest) -> list[Embedding]:
+    """In the order of the inputs."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def embed(name: str, text: str | list[int]) -> Embedding:
+        async with places:
+            try:
+                return await client.embed(text, dimensions=request.dimensions, **request.sampling)
+            except PagedError as error:
+                raise _refusal(error, name) from None
+
+    inputs = request.inputs
+    names = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
+    tasks = [asyncio.ensure_future(embed(*one)) for one in zip(names, inputs, strict=True)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refusal(error: PagedError, name: str) -> ApiError:
+    """name: of the input that the engine refuses."""
+    message = error.message.removeprefix("embedding_request.").removeprefix("pooling_params.")
+    return from_engine(PagedError(error.code, message), dict.fromkeys(("input", "prompt_tokens", "text_input"), name))
+
+
+def _encoded(values: Sequence[float], encoding: str | None) -> list[float] | str:
+    """base64: the numbers as float32, little-endian."""
+    if encoding != "base64":
+        return list(values)
+    numbers = array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
