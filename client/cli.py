@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_openai(commands.add_parser("openai", help="OpenAI's HTTP interface to a running server, until Ctrl-C"))
     _add_map(commands.add_parser("map", help="draw the blocks of a running server's pool"))
     _add_bench(commands.add_parser("bench", help="run a benchmark"))
+    _add_install_backend(commands.add_parser("install-backend", help="make the engine a backend of a tritonserver"))
     _add_perf_analyzer(commands.add_parser("perf_analyzer", help="run Triton's load generator, with its own flags"))
     return parser
 
@@ -132,6 +133,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paged bench [NAME [the benchmark's own arguments]]"
     parser.add_argument("name", nargs="?", help="which one; all are listed if absent")
     parser.set_defaults(run=bench)
+
+
+def _add_install_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the server's, /opt/tritonserver/backends for one")
+    parser.add_argument("--name", default="paged", help="what config.pbtxt calls it (default paged; or vllm)")
+    parser.set_defaults(run=install_backend)
 
 
 def _add_perf_analyzer(parser: argparse.ArgumentParser) -> None:
@@ -267,6 +274,18 @@ def _benchmarks() -> list[str]:
     spec = find_spec("paged_backend.bench")
     places = spec.submodule_search_locations if spec else None
     return sorted(info.name for info in pkgutil.iter_modules(places or []) if not info.name.startswith("_"))
+
+
+def install_backend(args: argparse.Namespace) -> int:
+    from paged_backend.serving.install import install
+    from paged_backend.serving.server_files import ServerNotFoundError
+
+    try:
+        written = install(args.directory, args.name)
+    except (ValueError, OSError, ServerNotFoundError) as error:
+        return _complain(f"paged install-backend: {error}", EXIT_ERROR)
+    print(*written, sep="\n")
+    return 0
 
 
 def perf_analyzer(args: argparse.Namespace) -> int:

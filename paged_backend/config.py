@@ -203,6 +203,12 @@ class EngineConfig:
     )
     disk_cache_gib: float = option(_above_zero, "GiB that the files there may take, other models' included", 10)
 
+    disable_log_stats: bool = option(
+        _flag,
+        "no metrics but Triton's own; the same as the parameter `REPORT_CUSTOM_METRICS` of config.pbtxt set to `false`",
+        False,
+    )
+
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)
     session_memory: float = option(

@@ -426,7 +426,12 @@ class Responder:
         self._metrics.ended(outcome)
         if stream.first_token is None or stream.last_token is None:
             return
-        self._metrics.latency.observe(stream.last_token - stream.arrived)
+        self._metrics.answered(
+            prompt=len(stream.request.prompt_token_ids),
+            generated=sum(sample.num_tokens for sample in stream.samples),
+            n=len(stream.samples),
+            seconds=stream.last_token - stream.arrived,
+        )
         longest = max(sample.num_tokens for sample in stream.samples)
         if longest > 1:
             self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))

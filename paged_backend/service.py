@@ -191,7 +191,14 @@ class Service:
         """`pb_utils` is the module that the server gives its Python models, `labels` go on every metric."""
         self._pb_utils = pb_utils
         self._assembly = assemble(config)
-        metrics = Metrics(pb_utils, labels)
+        limits = self._assembly.limits
+        metrics = Metrics(
+            pb_utils,
+            labels,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            enabled=not config.disable_log_stats,
+        )
         self._tokenizer = self._assembly.loaded.tokenizer
         # No text that fits is longer, so a longer one need not be tokenized, which takes seconds for megabytes.
         self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))

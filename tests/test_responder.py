@@ -147,7 +147,7 @@ def test_whoever_has_the_whole_answer_finds_it_counted(opened):
     send = client.send
 
     def counting(response, flags):
-        counted.put(metrics.generated_tokens._metric.value)
+        counted.put(metrics.generated_tokens._metrics[0].value)
         send(response, flags)
 
     client.send = counting
@@ -183,7 +183,7 @@ def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
     responder.open(client.stream)
     responder.emit(step(1, "abcdef"))
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
-    assert metrics.generated_tokens._metric.value == client.stream.receipt()["generated_tokens"] == 4
+    assert metrics.generated_tokens._metrics[0].value == client.stream.receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
 
 

@@ -231,6 +231,8 @@ class TritonServer:
 
     def _has_open_requests(self) -> bool:
         """By the engine's own metrics: the server itself does not count a stream as in flight."""
+        if self._options.get("disable_log_stats"):
+            return True
         reply = _get(self.metrics_port, "/metrics")
         if reply is None:
             return True

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import re
+import signal
+import socket
+import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +24,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from paged_backend.serving.tritonserver import TritonServer, resolve_model
+from paged_backend.serving.server_files import find_server
+from paged_backend.serving.tritonserver import TritonServer, choose_ports, resolve_model, server_environment
 
 MODEL = "paged_llm"
 WAIT = 120  # seconds after which an answer that never comes fails the test
@@ -45,6 +51,53 @@ def tiny_server(tiny) -> Iterator[TritonServer]:
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
     with TritonServer(tiny[0], options) as running:
         yield running
+
+
+@dataclass
+class PlainServer:
+    """A tritonserver that was started as an operator starts one."""
+
+    http_url: str
+    grpc_url: str
+    metrics_url: str
+    log: list[str]  # its lines, up to where it was ready
+
+
+@contextmanager
+def plain_server(
+    repository: Path, *flags: str, backends: Path | None = None, without: Path | None = None
+) -> Iterator[PlainServer]:
+    """tritonserver on a model repository, with no wrapper and no variable but those that the wheel's server itself
+    needs. `without` is taken from the paths where Python looks for modules."""
+    files = find_server()
+    ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
+    backends = backends or files.backend_directory
+    command = [files.binary, f"--model-repository={repository}", *flags]
+    command += [f"--{name}-port={port}" for name, port in ports.items()]
+    command += [f"--backend-directory={backends}"] if backends else []
+    command += [f"--backend-config=python,shm-region-prefix-name=plain_{ports['http']}_"]
+    needed = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+    environment = {name: value for name, value in server_environment(files).items() if name in needed}
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if without is None or Path(path) != without)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        log = [""]
+        while "Started HTTPService" not in log[-1]:
+            log.append(process.stdout.readline())
+            assert log[-1], "".join(log)  # it ended
+        # What it prints later is read, too: a full pipe would hold it up.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        until(lambda: listens(ports["http"]), "an open port, which the server promises before it is")
+        yield PlainServer(*(f"localhost:{port}" for port in ports.values()), log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, "".join(log)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @dataclass
@@ -126,10 +179,12 @@ def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
     return made
 
 
-def post(server: TritonServer, body: dict[str, Any] | bytes, endpoint: str = "generate") -> tuple[int, str]:
+def post(
+    server: TritonServer | PlainServer, body: dict[str, Any] | bytes, endpoint: str = "generate", *, model: str = MODEL
+) -> tuple[int, str]:
     """(HTTP status, body) of the generate extension."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"http://{server.http_url}/v2/models/{MODEL}/{endpoint}"
+    url = f"http://{server.http_url}/v2/models/{model}/{endpoint}"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data), timeout=WAIT) as reply:
             return reply.status, reply.read().decode()

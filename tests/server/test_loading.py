@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,45 +10,18 @@ from pathlib import Path
 import pytest
 
 from paged_backend.serving import tritonserver
-from paged_backend.serving.server_files import find_server
-from paged_backend.serving.tritonserver import ServerError, TritonServer, choose_ports, server_environment
-from tests.server.conftest import idle, metrics, post, raw_stream
+from paged_backend.serving.tritonserver import ServerError, TritonServer
+from tests.server.conftest import idle, metrics, plain_server, post, raw_stream
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_plain_tritonserver_serves_the_repository_as_it_stands(demo_model):
     """No wrapper and no variable of ours: what the environment holds is what the wheel's server itself needs."""
-    files = find_server()
-    ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
-    command = [files.binary, "--model-repository", "model_repository"]
-    command += [f"--{name}-port={port}" for name, port in ports.items()]
-    command += [f"--backend-directory={files.backend_directory}"] if files.backend_directory else []
-    needed = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
-    environment = {name: value for name, value in server_environment(files).items() if name in needed}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if Path(part) != ROOT
-    )
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        for line in process.stdout:
-            if "Started Metrics Service" in line:
-                break
-        server = Address(ports)
+    with plain_server(ROOT / "model_repository", without=ROOT) as server:
         status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
         assert status == 200
         assert "Paris" in json.loads(text)["text_output"]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
-class Address:
-    def __init__(self, ports):
-        self.http_url = f"localhost:{ports['http']}"
 
 
 @pytest.mark.parametrize(
