@@ -10,6 +10,7 @@ float32, as there, so that ties and near-ties fall the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -67,6 +68,7 @@ class BeamSearch:
             (self._scores[beam] + np.float32(candidate.log_prob), Continuation(beam, candidate.token))
             for beam, row in enumerate(rows)
             for candidate in row[:most]
+            if candidate.log_prob > -math.inf  # else it must not be drawn
         ]
         found.sort(key=lambda one: one[0], reverse=True)  # stable: of equals the earlier beam, as topk mostly does
         out_of_tokens = count >= self._sampling.max_tokens

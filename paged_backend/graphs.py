@@ -213,8 +213,7 @@ class Graphs:
                 rows.slots, tables, rows.context_lens, rows.query_starts, kind.queries, max_context_len, shared
             )  # fmt: skip
             ids = known(rows.input_ids, drawn)
-            nothing = SamplingBatch(None, None, None, None, None)
-            return forward(PackedBatch(ids, rows.position_ids, paging, every, None, nothing, False))
+            return forward(PackedBatch(ids, rows.position_ids, paging, every, None, SamplingBatch(), False))
 
         return run
 

@@ -6,9 +6,10 @@ import difflib
 import json
 import math
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 
@@ -73,15 +74,16 @@ class Limits:
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 256
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_LOGIT_BIASES = 1024
 MAX_SALT_BYTES = 256
 MAX_LOGPROBS = 20
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "best_of": (1, None),
     "prompt_logprobs": (None,),
-    "logit_bias": (None,),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "lora_name": (None,),
@@ -154,25 +156,61 @@ def _seed(name: str, value: Any, limits: Limits) -> int | None:
     return None if value is None else _whole(name, value, -(2**63), 2**64 - 1)
 
 
-def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(strings, list | tuple) or not all(is_text(text) and text for text in strings):
-        raise invalid(name, value, "must be a non-empty string of whole characters, or a list of them")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise invalid(name, f"{len(strings)} strings", f"must be at most {MAX_STOP_STRINGS} strings")
-    for text in strings:
-        if len(text.encode(errors="replace")) > MAX_STOP_BYTES:
-            raise invalid(name, text, f"must be at most {MAX_STOP_BYTES} bytes a string")
-    return tuple(strings)
+def _strings(most: int, most_bytes: int) -> Callable[[str, Any, Limits], tuple[str, ...]]:
+    """A list of so many strings; one alone, or null for none, will do."""
+
+    def read(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
+        strings = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(strings, list | tuple) or not all(is_text(text) and text for text in strings):
+            raise invalid(name, value, "must be a non-empty string of whole characters, or a list of them")
+        if len(strings) > most:
+            raise invalid(name, f"{len(strings)} strings", f"must be at most {most} strings")
+        for text in strings:
+            if len(text.encode(errors="replace")) > most_bytes:
+                raise invalid(name, text, f"must be at most {most_bytes} bytes a string")
+        return tuple(strings)
+
+    return read
+
+
+def _token_ids(name: str, value: Any, most: int, limits: Limits) -> frozenset[int]:
+    if not isinstance(value, list | tuple):
+        raise invalid(name, value, "must be a list of token ids")
+    if len(value) > most:
+        raise invalid(name, f"{len(value)} ids", f"must be at most {most} ids")
+    return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in value)
 
 
 def _stop_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int]:
-    ids = [] if value is None else value
-    if not isinstance(ids, list | tuple):
-        raise invalid(name, value, "must be a list of token ids")
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid(name, f"{len(ids)} ids", f"must be at most {MAX_STOP_TOKEN_IDS} ids")
-    return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in ids)
+    return _token_ids(name, [] if value is None else value, MAX_STOP_TOKEN_IDS, limits)
+
+
+def _allowed_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int] | None:
+    if value is None:
+        return None
+    ids = _token_ids(name, value, MAX_ALLOWED_TOKEN_IDS, limits)
+    if not ids:
+        raise invalid(name, value, "must have at least one id")
+    return ids
+
+
+_bias = _between(-100, 100)
+
+
+def _logit_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token id and what is added to its logit, by id. Keys are strings, where they come from JSON."""
+    biases = {} if value is None else value
+    if not isinstance(biases, Mapping):
+        raise invalid(name, value, 'must be an object like {"42": -100}, from token ids to numbers')
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise invalid(name, f"{len(biases)} tokens", f"must be at most {MAX_LOGIT_BIASES} tokens")
+    read: dict[int, float] = {}
+    for key, bias in biases.items():
+        token = _whole(name, key, 0, limits.vocab_size - 1)
+        if token in read:
+            raise invalid(name, key, f"token {token} is there twice")
+        read[token] = _bias(f"{name}[{token}]", bias, limits)
+    return tuple(sorted(read.items()))
 
 
 def _samples(name: str, value: Any, limits: Limits) -> int:
@@ -221,12 +259,15 @@ class SamplingParams:
     top_p: float = _param(_between(0, 1, above=True), 1.0)
     min_p: float = _param(_between(0, 1), 0.0)
     seed: int | None = _param(_seed, None)
-    stop: tuple[str, ...] = _param(_stop, ())
+    stop: tuple[str, ...] = _param(_strings(MAX_STOP_STRINGS, MAX_STOP_BYTES), ())
     stop_token_ids: frozenset[int] = _param(_stop_token_ids, frozenset())
     ignore_eos: bool = _param(_flag, False)
     repetition_penalty: float = _param(_between(0, 100, above=True), 1.0)
     presence_penalty: float = _param(_between(-2, 2), 0.0)
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
+    logit_bias: tuple[tuple[int, float], ...] = _param(_logit_bias, ())
+    bad_words: tuple[str, ...] = _param(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES), ())
+    allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
@@ -301,6 +342,19 @@ class GenerateRequest:
     wants_usage: bool = False
     session: Hashable = None  # whose next turn will go on from this one's blocks
     logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
+    allowed: bytes | None = None  # bitmask of the tokens that may be drawn; None: all
+
+    @cached_property
+    def is_constrained(self) -> bool:
+        """Whether any token may be forbidden or favoured."""
+        sampling = self.sampling
+        return bool(sampling.min_tokens or sampling.logit_bias or self.bad_words or self.allowed is not None)
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether how a token is drawn depends on others of the output, beside what the model makes of them."""
+        return self.sampling.has_penalty or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -309,9 +363,17 @@ class GenerateRequest:
 
     @classmethod
     def admit(
-        cls, key: int, tokens: list[int], sampling: SamplingParams, seed: int, eos: frozenset[int], limits: Limits
+        cls,
+        key: int,
+        tokens: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        eos: frozenset[int],
+        limits: Limits,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> GenerateRequest:
-        """Raises RequestError for a prompt that is empty or a request that can never fit the model or the pool."""
+        """Raises RequestError for a prompt that is empty, or a request that can never fit the model or the pool, or may
+        find no token that it can draw."""
         prompt, output = len(tokens), sampling.max_tokens
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
@@ -340,7 +402,22 @@ class GenerateRequest:
             raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
                           f" which has {limits.num_blocks}")  # fmt: skip
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
-        return cls(key, tuple(tokens), sampling, seed, stop_ids)
+        allowed = None
+        if sampling.allowed_token_ids is not None:
+            endings = stop_ids if sampling.min_tokens else frozenset()
+            if sampling.allowed_token_ids <= endings.union(word[-1] for word in bad_words):
+                raise invalid("allowed_token_ids", sorted(sampling.allowed_token_ids), "bad_words and min_tokens may"
+                              " forbid all of them")  # fmt: skip
+            allowed = bitmask(sampling.allowed_token_ids, limits.vocab_size)
+        return cls(key, tuple(tokens), sampling, seed, stop_ids, bad_words=bad_words, allowed=allowed)
+
+
+def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
+    """Bit t % 8 of byte t // 8 is set where token t is among them; in whole 32 bits."""
+    bits = bytearray(4 * -(-vocab_size // 32))
+    for token in tokens:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
 
 
 def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.draws import Draws, Filters
+from paged_backend import constraints
 from paged_backend.beam_search import Candidate, num_candidates
+from paged_backend.constraints import Constraints, constrained
 from paged_backend.request import Logprobs, SamplingParams, TokenLogprob
-from paged_backend.sequence import Sequence
+from paged_backend.sequence import Draw
 
 PADDING = 2**62  # in place of a token, beyond every vocabulary
 OFF = 2**31 - 1  # as top_k: as many as any vocabulary has
@@ -98,27 +100,26 @@ class Scores:
 class SamplingBatch:
     """How to draw, prepared on the host; what no row of the batch asks for is None and costs nothing."""
 
-    banned: Tensor | None  # [2, num_banned] int64: (row, token) pairs that must not be drawn
-    penalties: Penalties | None
-    draws: Draws | None  # None: all rows are greedy
-    beams: Beams | None
-    asked: Asked | None
-
-
-Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw: there may be later ones already
+    constraints: Constraints | None = None
+    penalties: Penalties | None = None
+    draws: Draws | None = None  # None: all rows are greedy
+    beams: Beams | None = None
+    asked: Asked | None = None
 
 
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
     """Gather what `sample` needs for these draws, in their order; on the host."""
-    return SamplingBatch(_banned(draws), _penalties(draws), _draws(draws), _beams(draws), _asked(draws))
+    return SamplingBatch(constraints.prepare(draws), _penalties(draws), _draws(draws), _beams(draws), _asked(draws))
 
 
 def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
     """known: puts tokens in place of what stands for them."""
-    if batch.penalties is None:
-        return batch
-    seen, generated = known(batch.penalties.seen), known(batch.penalties.generated)
-    return replace(batch, penalties=replace(batch.penalties, seen=seen, generated=generated))
+    if batch.constraints:
+        batch = replace(batch, constraints=constraints.follow(batch.constraints, known))
+    if batch.penalties:
+        seen, generated = known(batch.penalties.seen), known(batch.penalties.generated)
+        batch = replace(batch, penalties=replace(batch.penalties, seen=seen, generated=generated))
+    return batch
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -127,27 +128,24 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """What `sample` draws from: logits after penalties, -infinity where a token is banned. They stay as they are where
-    no row asks for either."""
+    """What `sample` draws from: logits after constraints and penalties. They stay as they are where no row asks for
+    either."""
+    if batch.constraints:
+        logits = constrained(logits, batch.constraints)
     if batch.penalties:
         logits = _penalise(logits.float(), batch.penalties)
-    if batch.banned is not None:
-        never = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
-        logits = logits.index_put((batch.banned[0], batch.banned[1]), never)
     return logits
 
 
 def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
-    """Of live beams the likeliest tokens. What is banned stays out, but counts in the others' probabilities, as in
-    transformers."""
+    """Of live beams the likeliest tokens. Constraints apply to log probabilities, as in transformers: what cannot be
+    drawn counts in the others' nevertheless."""
     if batch.beams is None:
         return None
     rows, logits = batch.beams.rows, logits.float()
     log_probs = logits[rows].log_softmax(-1)
-    if batch.banned is not None:
-        never = torch.full((), True, device=logits.device)
-        banned = torch.zeros_like(logits, dtype=torch.bool).index_put_((batch.banned[0], batch.banned[1]), never)
-        log_probs = log_probs.masked_fill(banned[rows], float("-inf"))
+    if batch.constraints:
+        log_probs = constrained(logits.index_put((rows,), log_probs), batch.constraints)[rows]
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
     return Likeliest(rows, best.indices, best.values)
 
@@ -265,14 +263,3 @@ def _counts(tokens: Tensor, rows: Tensor) -> Tensor:  # [num_rows, vocab] float3
     counts = rows.new_zeros(rows.shape[0], vocab + 1)
     index = tokens.clamp(max=vocab)
     return counts.scatter_add_(1, index, torch.ones_like(index, dtype=counts.dtype))[:, :vocab]
-
-
-def _banned(draws: Rows[Draw]) -> Tensor | None:
-    """Until min_tokens are out, no token that would end the output may be drawn."""
-    pairs = [
-        (row, token)
-        for row, (seq, position) in enumerate(draws)
-        if position - seq.num_prompt < seq.request.sampling.min_tokens
-        for token in sorted(seq.request.stop_ids)
-    ]
-    return _array(pairs, torch.int64).T if pairs else None

@@ -64,6 +64,9 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
 
+Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw: there may be later ones already
+
+
 @dataclass(eq=False, slots=True)
 class Beams:
     """A beam search under way. Its live beams are the group's sequences, the best first; each step forks and drops

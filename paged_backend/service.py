@@ -294,7 +294,8 @@ class Service:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
         tokens = self._tokenize(call, turn)
-        request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, self._assembly.limits)
+        limits, bad_words = self._assembly.limits, self._bad_words(sampling)
+        request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
         logprobs = _wanted_logprobs(call, sampling)
         return replace(
@@ -304,6 +305,17 @@ class Service:
             session=goes_on,
             logprobs=logprobs,
         )
+
+    def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it stands after a space, and as it stands elsewhere."""
+        runs: dict[tuple[int, ...], None] = {}
+        for word in sampling.bad_words:
+            bare = word.lstrip() or word
+            found = [tuple(self._encode(text)) for text in (bare, f" {bare}")]
+            if not all(found):
+                raise invalid("bad_words", word, "has no tokens")
+            runs |= dict.fromkeys(found)
+        return tuple(run for run in runs if max(run) < self._assembly.limits.vocab_size)  # others never come
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

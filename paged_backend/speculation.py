@@ -46,8 +46,8 @@ class PromptLookup:
 
 def on_device(sequence: Sequence, most: int) -> list[int]:
     """Guesses that a model makes on the device, in the step that checks them: nobody needs their values here. None
-    where a penalty would have to count them."""
-    return [] if sequence.request.sampling.has_penalty else [0] * most
+    where a penalty would have to count them, or a bad word may end with the token after."""
+    return [] if sequence.request.reads_output else [0] * most
 
 
 def _last(searched: bytes, pattern: bytes, width: int) -> int | None:

@@ -20,7 +20,7 @@ from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import Chunk, Costs, Plan
-from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams
+from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams, bitmask
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
 from paged_backend.sequence import Group
@@ -29,9 +29,9 @@ REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # up to which lengths attention's tiles differ, or are split
 LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # of chunks, likewise; the other kernels' pieces by their rows
 ROWS = 4  # in decode
-SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties make logits float32
-    kind | penalty
-    for penalty in ({}, {"presence_penalty": 0.1})
+SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties and constraints make logits float32
+    kind | more
+    for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": MAX_LOGPROBS})
 )
 MANY = 512  # rows at the most of which room is made for logits in float32
@@ -69,7 +69,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     def everything() -> None:
         step()
         if device.type == "cuda":
-            _rehearse(config, spec.max_model_len, runner)
+            _rehearse(config, spec.max_model_len, spec.vocab_size, runner)
 
     activations = _activation_bytes(everything, device)
     return Needs(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
@@ -108,13 +108,13 @@ def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: lis
         runner.record(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
-def _rehearse(config: EngineConfig, max_model_len: int, runner: Runner) -> None:
-    for plan in rehearsals(config, max_model_len):
+def _rehearse(config: EngineConfig, max_model_len: int, vocab_size: int, runner: Runner) -> None:
+    for plan in rehearsals(config, max_model_len, vocab_size):
         for group in dict.fromkeys((None, runner.group)):
             runner.launch(pack(plan, block_size=config.block_size, group=group)).result()
 
 
-def rehearsals(config: EngineConfig, max_model_len: int) -> Iterator[Plan]:
+def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
     """Steps of every kind that has kernels of its own, which are compiled at the first of them: for seconds each, in
     which every request would wait. All in block 0, for nobody reads what they give."""
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
@@ -124,7 +124,9 @@ def rehearsals(config: EngineConfig, max_model_len: int) -> Iterator[Plan]:
     def chunk(start: int, length: int, **sampling: Any) -> Chunk:
         tokens = (0,) * (start + length)
         params = SamplingParams(**sampling)
-        one = Group.of(GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs)).leader
+        allowed = bitmask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
+        request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
+        one = Group.of(request).leader
         one.blocks = [0] * -(-len(tokens) // config.block_size)
         return Chunk(one, start, length, draws=(one,))
 

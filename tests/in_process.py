@@ -41,11 +41,13 @@ class InProcess:
     history: list[StepOutput] = field(default_factory=list)
     next_key: int = 0
 
-    def submit(self, prompt: Sequence[int], **sampling: Any) -> int:
+    def submit(self, prompt: Sequence[int], bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> int:
+        """bad_words: as tokens."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
-        request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, self.assembly.limits)
+        limits = self.assembly.limits
+        request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
         self.engine.submit(replace(request, logprobs=params.logprobs))
         return key

@@ -34,6 +34,12 @@ def test_defaults_are_those_of_vllm():
         ("stop", ["a", "b"], ("a", "b")),
         ("stop", None, ()),
         ("stop_token_ids", [1, 2, 2], frozenset({1, 2})),
+        ("bad_words", "END", ("END",)),
+        ("bad_words", None, ()),
+        ("allowed_token_ids", None, None),
+        ("allowed_token_ids", [7, "5"], frozenset({5, 7})),
+        ("logit_bias", None, ()),
+        ("logit_bias", {"7": "-100", 5: 2}, ((5, 2.0), (7, -100.0))),
         ("seed", None, None),
         ("logprobs", None, None),
         ("logprobs", "20", 20),
@@ -88,6 +94,18 @@ def test_values_are_read_as_their_type(name, value, read):
         ("n", 0, "must be 1..64"),
         ("n", True, "must be 1..64"),
         ("best_of", 2, "not supported yet"),
+        ("bad_words", ["x"] * 129, "at most 128 strings"),
+        ("bad_words", ["x" * 257], "at most 256 bytes a string"),
+        ("bad_words", [""], "non-empty"),
+        ("allowed_token_ids", [], "at least one"),
+        ("allowed_token_ids", [1000], "0..999"),
+        ("allowed_token_ids", 5, "list"),
+        ("allowed_token_ids", [0] * 16385, "at most 16384"),
+        ("logit_bias", [1], "must be an object"),
+        ("logit_bias", {"1000": 1}, "0..999"),
+        ("logit_bias", {"x": 1}, "0..999"),
+        ("logit_bias", {"5": 1, "05": 2}, "token 5 is there twice"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "at most 1024"),
         ("cache_salt", "a\ud800", "of whole characters"),
         ("cache_salt", 1, "of at most 256 bytes"),
         ("cache_salt", "x" * 257, "of at most 256 bytes"),
@@ -104,6 +122,33 @@ def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
     assert text.startswith(f"INVALID_ARGUMENT: {name}=")
     assert limit in text
     assert len(text) < 600
+
+
+@pytest.mark.parametrize("bias", [100.5, "much", None, True])
+def test_a_bad_bias_is_refused_with_its_token(bias):
+    assert refusal(logit_bias={"5": bias}).startswith(f"INVALID_ARGUMENT: logit_bias[5]={json.dumps(bias)}: must be")
+
+
+def admitted(bad_words=(), eos=(), **sampling):
+    params = SamplingParams.parse(sampling, LIMITS)
+    return GenerateRequest.admit(0, [1], params, 0, frozenset(eos), LIMITS, bad_words)
+
+
+def test_allowed_tokens_are_a_mask_of_whole_32_bits():
+    allowed = admitted(allowed_token_ids=[0, 33, 999]).allowed
+    assert len(allowed) == 128
+    assert [token for token in range(1024) if allowed[token // 8] >> token % 8 & 1] == [0, 33, 999]
+    assert admitted().allowed is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"bad_words": ((3,), (7, 4))}, {"stop_token_ids": [3, 4], "min_tokens": 1}, {"eos": [3, 4], "min_tokens": 2}],
+)
+def test_allowed_tokens_of_which_none_may_be_left_are_refused(more):
+    with pytest.raises(RequestError, match=r"allowed_token_ids=\[3, 4\]: bad_words and min_tokens may forbid all"):
+        admitted(allowed_token_ids=[3, 4], **more)
+    admitted(allowed_token_ids=[3, 4, 5], **more)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])

@@ -82,7 +82,7 @@ def test_no_attention_is_compiled_while_serving(heads, kv_heads):
     group = heads // kv_heads
     known = {
         one
-        for plan in warm_up.rehearsals(config, 16384)
+        for plan in warm_up.rehearsals(config, 16384, 320)
         for sharing in (None, group)
         for one in compiled(plan, heads, kv_heads, sharing)
     }
@@ -117,7 +117,7 @@ def test_no_piece_of_a_row_is_compiled_while_serving(max_num_seqs, monkeypatch):
         return launch.piece(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
 
     options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
-    plans = list(warm_up.rehearsals(EngineConfig.from_options(options), 16384))
+    plans = list(warm_up.rehearsals(EngineConfig.from_options(options), 16384, 320))
     for kind in PIECES:
         assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
     drawn = {}
@@ -134,7 +134,7 @@ def test_what_is_rehearsed_can_be_run(tiny):
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
     kinds = set()
-    for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256):
+    for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256, 320):
         drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
         assert len(drawn) == len(plan.chunks)
         kinds |= set(map(type, drawn))

@@ -40,12 +40,23 @@ def test_lists_over_grpc(server):
     assert (answer.text, answer.outputs["finish_reason"]) == (" ", [b"stop"])
 
 
+def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
+    assert "Paris" in generated(server)
+    assert "Paris" not in generated(server, bad_words=["Paris"])
+    assert "Paris" not in generated(server, parameters={"bad_words": " Paris"})
+    assert generated(server, allowed_token_ids=[28]) == "," * 16  # of the demo model
+    status, body = post(server, {"text_input": PROMPT, **GREEDY, "sampling_parameters": '{"logit_bias": {"28": 100}}'})
+    assert (status, json.loads(body)["text_output"]) == (200, "," * 16)
+
+
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
         ({"stop": ["x"] * 17}, "must be at most 16 strings"),
         ({"stop": ["x" * 257]}, "must be at most 256 bytes a string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1: must be 0.."),
+        ({"allowed_token_ids": [0], "bad_words": ["x"] * 129}, "must be at most 128 strings"),
+        ({"choice": ["a"]}, "choice="),
         ({"stop": ["a"], "sampling_parameters": '{"stop": "b"}'}, "stop: is both a tensor and a sampling parameter"),
     ],
 )
