@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ _CODES = {  # our classes by the names of Triton's codes
 class Channel:
     """Owned by one thread at a time: the one that admits the request, then the responder's."""
 
-    def __init__(self, pb_utils: Any, request: Any):
+    def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = wire.error_text):
+        """`error_text`: what the client reads of an error."""
         self._pb_utils = pb_utils
         self._request = request
         self._sender = request.get_response_sender()
+        self._error_text = error_text
         self.closed = False
 
     def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int]:
@@ -45,7 +47,7 @@ class Channel:
         """End the request with an error. Does nothing where it has ended already."""
         if not self.closed:
             code = getattr(self._pb_utils.TritonError, _CODES[error.code])
-            failure = self._pb_utils.TritonError(wire.error_text(error), code)
+            failure = self._pb_utils.TritonError(self._error_text(error), code)
             self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
 
     def is_cancelled(self) -> bool:

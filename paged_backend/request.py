@@ -437,6 +437,8 @@ class Usage(NamedTuple):
     blocks_from_host: int  # brought back from the host's memory, among the new ones
     preemptions: int
     preempted_seconds: float  # from those until it was let in again
+    guessed_tokens: int = 0  # that were checked
+    accepted_tokens: int = 0  # of those
 
 
 class TokenLogprob(NamedTuple):

@@ -168,6 +168,10 @@ class Stream:
             "queued_seconds": entered - self.arrived,
             "prefill_seconds": first - entered - self.preempted_in_prompt,
             "decode_seconds": last - first - preempted,
+            "arrival_time_ns": int(self.arrived * 1e9),
+            "first_scheduled_time_ns": int(entered * 1e9),
+            "first_token_time_ns": int(first * 1e9),
+            "last_token_time_ns": int(last * 1e9),
         }
 
     def settle(self, *, answered: bool) -> None:
@@ -266,6 +270,8 @@ class Responder:
             if self._died:  # after it was asked whether it lives
                 message.error = self._died
                 touched[message.request.key] = message
+            elif message.call.announce:
+                self._guarded(message, lambda stream: stream.channel.send({}, final=False))
         elif isinstance(message, Channel):
             self._lookers.append(message)
             if self._died:

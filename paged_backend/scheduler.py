@@ -618,7 +618,10 @@ class Scheduler:
         finish = _finish(request, token, first + 1 - sequence.num_prompt)
         tokens = [token]
         if more:
-            self._accepted_tokens += sum(one is not None for one in more)
+            accepted = sum(one is not None for one in more)
+            self._accepted_tokens += accepted
+            group.guessed_tokens += len(more)
+            group.accepted_tokens += accepted
             for one in more:
                 if finish or not isinstance(one, int):
                     break

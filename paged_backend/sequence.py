@@ -96,6 +96,8 @@ class Group:
     blocks_from_host: int = 0
     preemptions: int = 0
     preempted_seconds: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
     preempted_at: float = 0.0  # the last time, by the scheduler's clock
 
     @classmethod
@@ -127,6 +129,8 @@ class Group:
             self.blocks_from_host,
             self.preemptions,
             self.preempted_seconds,
+            self.guessed_tokens,
+            self.accepted_tokens,
         )
 
     @property

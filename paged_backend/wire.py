@@ -50,6 +50,7 @@ INPUTS = {
     "return_num_input_tokens": _BOOL,
     "return_num_output_tokens": _BOOL,
     "return_receipt": _BOOL,
+    "announce": _BOOL,
     "pool_map": _BOOL,
     "embedding_request": _STRING,
     **LISTS,
@@ -114,6 +115,7 @@ class Call:
     input_ids: list[int] | None = None  # or the prompt as token ids
     embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
     tools: list[dict[str, Any]] | None = None  # beside `messages`
+    announce: bool = False  # with an empty response, as soon as it is let in
 
     @property
     def only_ends(self) -> bool:
@@ -158,6 +160,7 @@ def read(
         input_ids=embedding.ids if embedding else None,
         embedding=embedding,
         tools=_tools(tensors, chat=messages is not None),
+        announce=_bool(tensors, "announce", False),
     )
 
 

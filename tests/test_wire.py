@@ -45,6 +45,7 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_num_input_tokens": ("TYPE_BOOL", (1,)),
         "return_num_output_tokens": ("TYPE_BOOL", (1,)),
         "return_receipt": ("TYPE_BOOL", (1,)),
+        "announce": ("TYPE_BOOL", (1,)),
         "pool_map": ("TYPE_BOOL", (1,)),
         "embedding_request": ("TYPE_STRING", (1,)),
         "stop": ("TYPE_STRING", (-1,)),

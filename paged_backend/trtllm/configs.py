@@ -1,0 +1,48 @@
+"""The config.pbtxt of each model, from the table of its tensors. `python -m paged_backend.trtllm.configs` writes them
+into model_repository/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from paged_backend.trtllm.tensors import INPUTS, MAX_BATCH_SIZE, OUTPUTS
+
+_HEAD = """\
+# Written by `python -m paged_backend.trtllm.configs` from the tables in paged_backend/trtllm/tensors.py, which say what
+# becomes of each tensor. Names, types and dims are those of tensorrtllm_backend's model of this name.
+name: "{name}"
+backend: "python"
+max_batch_size: {batch}
+model_transaction_policy {{ decoupled: true }}
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+"""
+
+
+def config(name: str) -> str:
+    """The text of the model's config.pbtxt."""
+    inputs = [
+        _tensor(tensor, one.data_type, one.dims, "" if one.required else "  optional: true")
+        for tensor, one in INPUTS[name].items()
+    ]
+    outputs = [_tensor(tensor, one.data_type, one.dims) for tensor, one in OUTPUTS[name].items()]
+    return _HEAD.format(name=name, batch=MAX_BATCH_SIZE) + _list("input", inputs) + _list("output", outputs)
+
+
+def _tensor(name: str, data_type: str, dims: Iterable[int], more: str = "") -> str:
+    return f'  {{ name: "{name}"  data_type: {data_type}  dims: [ {", ".join(map(str, dims))} ]{more} }}'
+
+
+def _list(name: str, entries: Iterable[str]) -> str:
+    return f"\n{name} [\n" + ",\n".join(entries) + "\n]\n"
+
+
+def main() -> None:
+    repository = Path(__file__).resolve().parents[2] / "model_repository"
+    for name in INPUTS:
+        (repository / name).mkdir(exist_ok=True)
+        (repository / name / "config.pbtxt").write_text(config(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The engine's responses, in tensorrtllm_backend's tensors.
+
+Text has the shape [beams], all else the batch's dimension of 1 first; that is what tensorrtllm_backend sends, and its
+clients read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_backend.trtllm.requests import Ask
+from paged_backend.trtllm.tensors import CORE_OUTPUTS, NUMPY_TYPES, TEXT_OUTPUTS
+
+Outputs = dict[str, np.ndarray]
+
+
+def is_last(response: Mapping[str, np.ndarray]) -> bool:
+    """Whether it ends the row."""
+    return all(reason != b"None" for reason in response["finish_reason"])
+
+
+def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
+    """One response for each sample that has something new, or one for all beams."""
+    if ask.samples == 1:
+        yield _outputs(ask, response, range(ask.beams), None)
+        return
+    last = is_last(response)
+    for index in range(ask.samples):
+        if response["num_output_tokens"][index] or response["text_output"][index] or last:
+            yield _outputs(ask, response, range(index, index + 1), index)
+
+
+def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequence_index: int | None) -> Outputs:
+    """Of the engine's samples `which`."""
+    values: dict[str, Any] = {}
+    counts = [int(count) for count in response["num_output_tokens"]] if "num_output_tokens" in response else []
+    if ask.token_ids:
+        lines = _lines(ask, response, counts, which)
+        values["output_ids"] = [_padded(lines, ask.pad_id)]
+        values["sequence_length"] = [[len(line) for line in lines]]
+        counts[which.start : which.stop] = [len(line) for line in lines]
+    else:
+        values["text_output"] = response["text_output"][which.start : which.stop]
+    if ask.log_probs:
+        values["cum_log_probs"] = [response["cumulative_logprob"][which.start : which.stop]]
+        values["output_log_probs"] = [_padded([_logprobs(response["logprobs"][one]) for one in which], 0.0)]
+    if ask.batch_index is not None:
+        values["batch_index"] = [[ask.batch_index]]
+    if sequence_index is not None:
+        values["sequence_index"] = [[sequence_index]]
+    if ask.num_input_tokens:
+        values["num_input_tokens"] = response["num_input_tokens"].reshape(1, 1)
+    if ask.num_output_tokens:
+        values["num_output_tokens"] = [[sum(counts[which.start : which.stop])]]
+    if "receipt" in response:
+        values |= _perf_metrics(json.loads(response["receipt"][0]))
+    table = CORE_OUTPUTS if ask.token_ids else TEXT_OUTPUTS
+    return {name: np.asarray(value, NUMPY_TYPES[table[name].data_type]) for name, value in values.items()}
+
+
+def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], which: range) -> list[list[int]]:
+    """The token ids of each. The one that ends the output is no part of it, as in TensorRT-LLM, unless it is a stop
+    word."""
+    lines = []
+    for one in which:
+        begin = sum(counts[:one])
+        line = response["token_ids"][begin : begin + counts[one]].tolist()
+        if response["finish_reason"][one] == b"stop" and line and line[-1] not in ask.kept_stops:
+            line.pop()
+        lines.append([*ask.prompt, *line])
+    return lines
+
+
+def _padded(lines: list[list[Any]], with_what: Any) -> list[list[Any]]:
+    longest = max(map(len, lines))
+    return [line + [with_what] * (longest - len(line)) for line in lines]
+
+
+def _logprobs(entries: bytes) -> list[float]:
+    """Of each token its own, which comes first in its object."""
+    return [next(iter(token.values()))["logprob"] for token in json.loads(entries)]
+
+
+def _perf_metrics(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    new, reused = receipt["blocks_new"], receipt["blocks_reused"]
+    guessed, accepted = receipt["guessed_tokens"], receipt["accepted_tokens"]
+    values = {
+        "kv_cache_alloc_new_blocks": new,
+        "kv_cache_reused_blocks": reused,
+        "kv_cache_alloc_total_blocks": new + reused,
+        "arrival_time_ns": receipt["arrival_time_ns"],
+        "first_scheduled_time_ns": receipt["first_scheduled_time_ns"],
+        "first_token_time_ns": receipt["first_token_time_ns"],
+        "last_token_time_ns": receipt["last_token_time_ns"],
+        "acceptance_rate": accepted / guessed if guessed else 0.0,
+        "total_accepted_draft_tokens": accepted,
+        "total_draft_tokens": guessed,
+    }
+    return {name: [[value]] for name, value in values.items()}

@@ -1,0 +1,300 @@
+"""A request of a tensorrtllm_backend client, read row by row into what the engine's own model is asked.
+
+What is drawn, searched and stopped at is as TensorRT-LLM does it: greedy unless top_k or top_p say otherwise, beams
+scored without a length penalty and ended early, stop words part of the text. The engine checks the limits of values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paged_backend.request import ErrorCode, RequestError, invalid
+from paged_backend.trtllm.tensors import CORE, INPUTS, Input
+
+Tensors = Mapping[str, np.ndarray]
+
+MAX_BIASES = 1024  # words or tokens of one row
+NEVER = -100.0  # a logit bias that no token comes through
+_GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
+_FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One row: what the engine is asked, and what of its answers the client wants."""
+
+    tensors: dict[str, np.ndarray]  # the engine's inputs
+    batch_index: int | None  # None: the request has one row
+    samples: int  # drawn independently, each in responses of its own
+    beams: int  # or found by one search, all in one response
+    stream: bool
+    token_ids: bool  # token ids in place of text
+    pad_id: int
+    log_probs: bool
+    perf_metrics: bool
+    num_input_tokens: bool
+    num_output_tokens: bool
+    kept_stops: frozenset[int] = frozenset()  # tokens that end the output and are part of it; others are not
+    prompt: tuple[int, ...] = ()  # token ids that come before the output
+    renamed: dict[str, str] = field(default_factory=dict)  # names of parameters to those of the client's tensors
+
+    def in_its_words(self, message: str) -> str:
+        """The engine's error, with the names that the client knows."""
+        for parameter, name in self.renamed.items():
+            message = message.replace(f" {parameter}=", f" {name}=", 1)
+        return message
+
+
+def is_stop(tensors: Tensors) -> bool:
+    """Whether the request only ends others of its id."""
+    return bool(np.any(tensors.get("stop", False)))
+
+
+def read(model: str, tensors: Tensors) -> list[Ask]:
+    """An Ask for each row. Raises RequestError for what is malformed, contradictory or not served."""
+    rows = _rows(tensors)
+    return [_ask(_Row(model, row), index if len(rows) > 1 else None) for index, row in enumerate(rows)]
+
+
+def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
+    name, first = next(iter(tensors.items()))
+    for other, tensor in tensors.items():
+        if len(tensor) != len(first):
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"{other}: has {len(tensor)} rows, and {name} {len(first)}; send as many"
+            )
+    return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
+
+
+class _Row:
+    """One row's tensors, without the batch's dimension."""
+
+    def __init__(self, model: str, tensors: Tensors):
+        self.tensors = tensors
+        self.is_core = model == CORE
+        self.table: Mapping[str, Input] = INPUTS[model]
+
+    def one(self, name: str, default: Any = None) -> Any:
+        """The value of a tensor that has one."""
+        value = self.tensors.get(name)
+        if value is None:
+            return default
+        if value.size != 1:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {value.size} elements a row; must have 1")
+        return _plain(name, value.reshape(-1)[0])
+
+    def all(self, name: str) -> list[Any]:
+        return [_plain(name, value) for value in self.tensors.get(name, np.empty(0)).reshape(-1)]
+
+    def words(self, name: str) -> list[str]:
+        return [word for word in self.all(name) if word]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A number, a bool or a string. A float is the shortest that has these 32 bits, as its sender will have written."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, f"{name}: byte {error.start} is not valid UTF-8; send UTF-8 text"
+            ) from None
+    return float(str(value)) if isinstance(value, np.floating) else value.item() if hasattr(value, "item") else value
+
+
+def _ask(row: _Row, batch_index: int | None) -> Ask:
+    _refuse(row)
+    parameters, names = _parameters(row)
+    samples, beams = _count(row, parameters)
+    kept = _stops(row, parameters)
+    _draw(parameters, beams)
+    _bias(row, parameters)
+    _guide(row, parameters)
+    flags = {name: row.one(name, False) for name in _FLAGS}
+    stream = row.one("streaming" if row.is_core else "stream", False)
+    echo = not stream and not row.one("exclude_input_in_output", False)
+    prompt = _token_ids(row) if row.is_core else []
+    if flags["return_log_probs"]:
+        parameters.setdefault("logprobs", 0)
+    return Ask(
+        tensors=_tensors(row, parameters, prompt, flags, stream=stream, echo=echo),
+        batch_index=batch_index,
+        samples=samples,
+        beams=beams,
+        stream=stream,
+        token_ids=row.is_core,
+        pad_id=row.one("pad_id", -1),
+        log_probs=flags["return_log_probs"],
+        perf_metrics=flags["return_perf_metrics"],
+        num_input_tokens=flags["return_num_input_tokens"],
+        num_output_tokens=flags["return_num_output_tokens"],
+        kept_stops=kept,
+        prompt=tuple(prompt) if echo else (),
+        renamed={parameter: name for parameter, name in names.items() if parameter != name},
+    )
+
+
+def _refuse(row: _Row) -> None:
+    for name, value in row.tensors.items():
+        asks_for_nothing = row.table[name].refused
+        if asks_for_nothing and not asks_for_nothing(value):
+            shown = value.reshape(-1)[0].item() if value.size == 1 and value.dtype != np.object_ else "..."
+            raise invalid(name, shown, "not supported; leave it out")
+
+
+def _parameters(row: _Row) -> tuple[dict[str, Any], dict[str, str]]:
+    """Sampling parameters by the engine's names, and what the client calls each."""
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name in row.tensors:
+        spec = row.table[name]
+        if spec.parameter is None:
+            continue
+        if spec.parameter in names:
+            both = ", ".join(sorted((name, names[spec.parameter])))
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{both}: two names of one thing are given; give one")
+        names[spec.parameter] = name
+        value = row.one(name) if spec.dims == (1,) else row.words(name)
+        if value != []:
+            values[spec.parameter] = value
+    if "lora_name" in values:
+        values["lora_name"] = str(values["lora_name"])  # a task's id is the name of the adapter that serves it
+    return values, names
+
+
+def _count(row: _Row, parameters: dict[str, Any]) -> tuple[int, int]:
+    """(samples, beams), one of which is 1."""
+    beams = row.one("beam_width", 1)
+    returned = row.one("num_return_sequences")
+    if beams > 1:
+        parameters |= {"beam_width": beams, "n": beams if returned is None else returned}
+        return 1, parameters["n"]
+    if beams != 1:
+        raise invalid("beam_width", beams, "must be at least 1")
+    if returned is not None:
+        parameters["n"] = returned
+    return (1 if returned is None else returned), 1
+
+
+def _draw(parameters: dict[str, Any], beams: int) -> None:
+    """What a client leaves out has TensorRT-LLM's default, which is not the engine's."""
+    search = "beam_width" in parameters
+    top_k, top_p = parameters.pop("top_k", 0), parameters.pop("top_p", 0.0)
+    if top_k > 1 or (top_k == 0 and top_p > 0):
+        parameters["top_k"] = top_k
+        if top_p > 0:
+            parameters["top_p"] = top_p
+    elif top_k < 0:
+        raise invalid("top_k", top_k, "must be at least 0")
+    elif not search:
+        parameters["temperature"] = 0
+    if search:
+        parameters.setdefault("length_penalty", 0.0)
+        parameters.setdefault("early_stopping", True)
+        parameters.pop("seed", None)  # a search draws nothing
+        if parameters.get("top_k") == 0 and parameters.get("top_p") == 1:
+            del parameters["top_k"], parameters["top_p"]  # all tokens
+    else:
+        parameters.pop("length_penalty", None)  # of one output there is no score to compare
+        parameters.pop("early_stopping", None)
+
+
+def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[int]:
+    """What ends the output. The tokens among it that are part of the output."""
+    if parameters.get("stop"):
+        parameters["include_stop_str_in_output"] = True
+    kept = _single_tokens(row, "stop_words_list")
+    ids = set(kept)
+    if (end := row.one("end_id")) is not None:
+        parameters["ignore_eos"] = True  # it stands in the place of the model's own; -1 is none
+        ids |= {end} - {-1}
+    if ids:
+        parameters["stop_token_ids"] = sorted(ids)
+    if bad := _single_tokens(row, "bad_words_list"):
+        parameters["logit_bias"] = dict.fromkeys(map(str, bad), NEVER)
+    return frozenset(kept)
+
+
+def _single_tokens(row: _Row, name: str) -> list[int]:
+    """Words of token ids: [[ids of all words, one after another], [where each ends, then -1]]."""
+    lists = row.tensors.get(name)
+    if lists is None or lists.size == 0:
+        return []
+    ids, ends = lists[0].tolist(), [end for end in lists[1].tolist() if end != -1]
+    begins = [0, *ends[:-1]] if ends else []
+    for begin, end in zip(begins, ends, strict=True):
+        if not begin < end <= len(ids):
+            raise invalid(name, ends, f"must be rising ends of words, of at most {len(ids)}")
+        if end - begin > 1:
+            raise invalid(name, ids[begin:end], "words of several tokens are not supported here; send them as text to"
+                          " ensemble or tensorrt_llm_bls")  # fmt: skip
+    return [ids[begin] for begin in begins]
+
+
+def _bias(row: _Row, parameters: dict[str, Any]) -> None:
+    words, weights = row.all("embedding_bias_words"), row.all("embedding_bias_weights")
+    if len(words) != len(weights):
+        raise invalid("embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}")
+    if len(words) > MAX_BIASES:
+        raise invalid("embedding_bias_words", len(words), f"must be at most {MAX_BIASES}")
+    if bias := {word: weight for word, weight in zip(words, weights, strict=True) if word}:
+        parameters["word_bias"] = bias
+    tokens = row.tensors.get("embedding_bias", np.empty(0))
+    biased = np.flatnonzero(tokens)
+    if len(biased) > MAX_BIASES:
+        raise invalid("embedding_bias", f"{len(biased)} tokens", f"must be at most {MAX_BIASES} other than 0")
+    if len(biased):
+        parameters.setdefault("logit_bias", {}).update(
+            {str(token): _plain("embedding_bias", tokens[token]) for token in biased.tolist()}
+        )
+
+
+def _guide(row: _Row, parameters: dict[str, Any]) -> None:
+    kind, guide = row.one("guided_decoding_guide_type") or None, row.one("guided_decoding_guide") or None
+    if kind is None and guide is None:
+        return
+    if kind not in _GUIDES:
+        raise invalid("guided_decoding_guide_type", kind, f"must be one of {', '.join(_GUIDES)}")
+    if (guide is None) != (kind == "json"):
+        which = "is not needed" if guide is not None else "is needed"
+        raise invalid("guided_decoding_guide", guide, f"{which} with guided_decoding_guide_type={kind}")
+    parameters[_GUIDES[kind]] = True if guide is None else guide
+
+
+def _token_ids(row: _Row) -> list[int]:
+    ids = row.tensors.get("input_ids")
+    if ids is None:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: missing; give the prompt's token ids")
+    length = row.one("input_lengths")
+    if not 0 < length <= ids.size:
+        raise invalid("input_lengths", length, f"must be 1..{ids.size}, the length of input_ids")
+    return ids.reshape(-1)[:length].tolist()
+
+
+def _tensors(
+    row: _Row, parameters: dict[str, Any], prompt: Sequence[int], flags: Mapping[str, bool], *, stream: bool, echo: bool
+) -> dict[str, np.ndarray]:
+    """The engine's inputs."""
+    wants_counts = row.is_core or flags["return_num_output_tokens"] or parameters.get("n", 1) > 1
+    asked = {
+        "stream": stream,
+        "exclude_input_in_output": not (echo and not row.is_core),
+        "return_finish_reason": True,
+        "return_token_ids": row.is_core,
+        "return_num_input_tokens": flags["return_num_input_tokens"],
+        "return_num_output_tokens": wants_counts,
+        "return_logprobs": flags["return_log_probs"],
+        "return_cumulative_logprob": flags["return_log_probs"],
+        "return_receipt": flags["return_perf_metrics"],
+        "announce": True,
+    }
+    tensors = {name: np.array([value]) for name, value in asked.items() if value}
+    tensors["sampling_parameters"] = np.array([json.dumps(parameters).encode()], dtype=np.object_)
+    if row.is_core:
+        return tensors | {"input_ids": np.array(prompt, dtype=np.int32)}
+    return tensors | {"text_input": np.array([row.one("text_input").encode()], dtype=np.object_)}

@@ -1,0 +1,265 @@
+"""tensorrtllm_backend's models through a real Triton server, with the tensors and calls that its clients use."""
+
+import json
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from tests.server.conftest import WAIT, idle, post, raw_stream
+
+TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
+TYPES = {
+    "seed": np.uint64, "random_seed": np.uint64, "lora_task_id": np.uint64, "top_p": np.float32,
+    "temperature": np.float32, "length_penalty": np.float32, "repetition_penalty": np.float32,
+    "presence_penalty": np.float32, "frequency_penalty": np.float32, "embedding_bias_weights": np.float32,
+    "runtime_top_p": np.float32, "len_penalty": np.float32, "embedding_bias": np.float32,
+}  # fmt: skip
+
+
+def inputs(client=grpcclient, **values):
+    """A list holds the rows: [B, …], as tensorrtllm_backend's clients make their arrays."""
+    made = []
+    for name, rows in values.items():
+        tensor = np.array(rows, dtype=TYPES.get(name))
+        if tensor.dtype.kind == "U":
+            tensor = np.char.encode(tensor, "utf-8").astype(object)
+        elif tensor.dtype.kind == "S":
+            tensor = tensor.astype(object)
+        elif tensor.dtype.kind == "i":
+            tensor = tensor.astype(np.int32)
+        elif tensor.dtype == np.float64:
+            tensor = tensor.astype(np.float32)
+        kind = {"O": "BYTES", "b": "BOOL", "i": "INT32", "u": "UINT64", "f": "FP32"}[tensor.dtype.kind]
+        made.append(client.InferInput(name, list(tensor.shape), kind))
+        made[-1].set_data_from_numpy(tensor)
+    return made
+
+
+@dataclass
+class Stream:
+    client: grpcclient.InferenceServerClient
+    model: str
+    responses: queue.Queue = field(default_factory=queue.Queue)
+
+    def send(self, request_id="", **values):
+        self.client.async_stream_infer(
+            self.model, inputs(**values), request_id=request_id, enable_empty_final_response=True
+        )
+
+    def next(self):
+        """(outputs, whether it is final), or raises the error."""
+        result, error = self.responses.get(timeout=WAIT)
+        if error is not None:
+            raise error
+        message = result.get_response()
+        outputs = {output.name: result.as_numpy(output.name) for output in message.outputs}
+        return outputs, message.parameters["triton_final_response"].bool_param
+
+    def all(self):
+        parts, final = [], False
+        while not final:
+            outputs, final = self.next()
+            parts.append(outputs)
+        return parts
+
+    def cancel(self):
+        self.client.stop_stream(cancel_requests=True)
+
+
+@contextmanager
+def opened(server, model="tensorrt_llm_bls") -> Iterator[Stream]:
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        stream = Stream(client, model)
+        client.start_stream(lambda result, error: stream.responses.put((result, error)))
+        yield stream
+
+
+def answers(server, model="tensorrt_llm_bls", **values):
+    with opened(server, model) as stream:
+        stream.send(**values)
+        return stream.all()
+
+
+def text_of(parts):
+    return b"".join(part["text_output"][0] for part in parts)
+
+
+def expected(server, prompt, **sampling):
+    """What the engine's own model says."""
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, exclude_input_in_output=True, sampling_parameters=sampling)
+        (response,) = stream.all()
+        return [text.decode(errors="replace") for text in response.outputs["text_output"]]
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_curl_as_its_readme_shows(tiny_server, model):
+    body = {"text_input": "What is machine learning?", "max_tokens": 8, "bad_words": "", "stop_words": ""}
+    status, text = post(tiny_server, body, model=model)
+    (said,) = expected(tiny_server, body["text_input"], max_tokens=8, temperature=0)
+    assert (status, json.loads(text)["text_output"]) == (200, body["text_input"] + said)
+    status, text = post(tiny_server, body | {"exclude_input_in_output": True}, model=model)
+    assert json.loads(text)["text_output"] == said
+    events = post(tiny_server, body | {"stream": True}, "generate_stream", model=model)[1]
+    parts = [json.loads(event.removeprefix("data: ")) for event in events.strip().split("\n\n")]
+    assert "".join(part["text_output"] for part in parts) == said
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_an_answer_over_grpc_and_http_without_a_stream_of_responses(tiny_server, model):
+    """The models are decoupled, so plain calls need one that streams; the end is on the last response."""
+    parts = answers(tiny_server, model, text_input=[["The sea"]], max_tokens=[[6]], stream=[[True]])
+    (said,) = expected(tiny_server, "The sea", max_tokens=6, temperature=0)
+    assert text_of(parts).decode() == said
+    assert all(part.keys() == {"text_output"} and part["text_output"].shape == (1,) for part in parts)
+    with httpclient.InferenceServerClient(tiny_server.http_url) as client:
+        assert client.is_model_ready(model)
+        assert client.get_model_config(model)["max_batch_size"] == 64
+
+
+def test_rows_are_told_apart_by_batch_index(tiny_server):
+    prompts = ["The sea", "A mountain"]
+    parts = answers(
+        tiny_server,
+        text_input=[[one] for one in prompts],
+        max_tokens=[[5], [7]],
+        stream=[[True], [True]],
+        return_num_input_tokens=[[True], [True]],
+        return_num_output_tokens=[[True], [True]],
+    )
+    for index, (prompt, tokens) in enumerate(zip(prompts, (5, 7), strict=True)):
+        ours = [part for part in parts if part["batch_index"].tolist() == [[index]]]
+        assert text_of(ours).decode() == expected(tiny_server, prompt, max_tokens=tokens, temperature=0)[0]
+        assert sum(part["num_output_tokens"].item() for part in ours) == tokens
+        assert ours[0]["num_input_tokens"].shape == (1, 1)
+    idle(tiny_server)
+
+
+def test_whole_answers_of_a_batch_have_one_response_each(tiny_server):
+    parts = answers(tiny_server, text_input=[["One"], ["Two"], ["Three"]], max_tokens=[[3]] * 3)
+    assert sorted(part["batch_index"].item() for part in parts) == [0, 1, 2]
+    assert all(part["text_output"][0].startswith((b"One", b"Two", b"Three")) for part in parts)
+
+
+@pytest.mark.parametrize(("seed", "least"), [("seed", "min_tokens"), ("random_seed", "min_length")])
+def test_sampling_with_either_generation_of_names(tiny_server, seed, least):
+    values = {seed: [[11]], least: [[2]], "top_k": [[20]], "top_p": [[0.9]], "temperature": [[1.5]]}
+    values |= {"repetition_penalty": [[1.1]], "presence_penalty": [[0.5]], "frequency_penalty": [[0.25]]}
+    parts = answers(tiny_server, text_input=[["The sea"]], max_tokens=[[8]], exclude_input_in_output=[[True]], **values)
+    (said,) = expected(
+        tiny_server, "The sea", max_tokens=8, seed=11, min_tokens=2, top_k=20, top_p=0.9, temperature=1.5,
+        repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.25,
+    )  # fmt: skip
+    assert text_of(parts).decode(errors="replace") == said
+
+
+def test_samples_are_told_apart_by_sequence_index(tiny_server):
+    sampling = {"n": 3, "seed": 5, "top_k": 30, "max_tokens": 6}
+    parts = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[6]], num_return_sequences=[[3]], seed=[[5]], top_k=[[30]],
+        stream=[[True]],
+    )  # fmt: skip
+    texts = [text_of([p for p in parts if p["sequence_index"].tolist() == [[i]]]) for i in range(3)]
+    assert [one.decode(errors="replace") for one in texts] == expected(tiny_server, "The sea", **sampling)
+
+
+def test_beams_come_together(tiny_server):
+    (part,) = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[5]], beam_width=[[3]], exclude_input_in_output=[[True]],
+        length_penalty=[[0.5]],
+    )  # fmt: skip
+    sampling = {"beam_width": 3, "n": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 5}
+    assert [one.decode(errors="replace") for one in part["text_output"]] == expected(tiny_server, "The sea", **sampling)
+
+
+def test_a_stop_word_ends_the_text_and_is_part_of_it(tiny_server):
+    (whole,) = expected(tiny_server, "The sea", max_tokens=12, temperature=0)
+    word = whole[3:5]
+    parts = answers(tiny_server, text_input=[["The sea"]], max_tokens=[[12]], stop_words=[[word, ""]], stream=[[True]])
+    assert text_of(parts).decode() == whole[: whole.index(word) + len(word)]
+
+
+def test_an_end_id_ends_it(tiny_server):
+    parts = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[9]], end_id=[[-1]], pad_id=[[0]], stream=[[True]],
+        return_num_output_tokens=[[True]],
+    )  # fmt: skip
+    assert sum(part["num_output_tokens"].item() for part in parts) == 9
+
+
+def test_log_probabilities(tiny_server):
+    parts = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[6]], return_log_probs=[[True]], end_id=[[-1]],
+        stream=[[True]],
+    )  # fmt: skip
+    assert all(part["output_log_probs"].shape[:2] == (1, 1) and part["cum_log_probs"].shape == (1, 1) for part in parts)
+    every = np.concatenate([part["output_log_probs"][0, 0] for part in parts])
+    assert len(every) == 6
+    assert parts[-1]["cum_log_probs"].item() == pytest.approx(every.sum(), abs=1e-4)
+
+
+def test_what_the_cache_had_and_how_long_it_took(tiny_server):
+    asked = {"text_input": [["What a cache has it need not compute"]], "max_tokens": [[4]]}
+    first, second = (answers(tiny_server, **asked, return_perf_metrics=[[True]])[-1] for _ in range(2))
+    assert all(value.shape == (1, 1) for name, value in first.items() if name != "text_output")
+    assert second["kv_cache_reused_blocks"] > 0
+    assert second["kv_cache_alloc_new_blocks"] < first["kv_cache_alloc_new_blocks"]
+    for one in (first, second):
+        total = one["kv_cache_alloc_new_blocks"] + one["kv_cache_reused_blocks"]
+        assert one["kv_cache_alloc_total_blocks"] == total
+        times = [one[f"{what}_time_ns"] for what in ("arrival", "first_scheduled", "first_token", "last_token")]
+        assert times == sorted(times)
+        assert (one["acceptance_rate"], one["total_draft_tokens"], one["total_accepted_draft_tokens"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": [[5000]]}, "INVALID_ARGUMENT: max_tokens=5000: must be 1..256"),
+        ({"top_p": [[1.5]]}, "INVALID_ARGUMENT: top_p=1.5: must be above 0 and at most 1"),
+        ({"min_length": [[9]]}, "INVALID_ARGUMENT: min_length=9: must be 0..max_tokens=4"),
+        ({"return_context_logits": [[True]]}, "INVALID_ARGUMENT: return_context_logits=true: not supported"),
+        ({"stop_words": [[b"\xff"]]}, "INVALID_ARGUMENT: stop_words: byte 0 is not valid UTF-8; send UTF-8 text"),
+        ({"text_input": [[""]]}, "INVALID_ARGUMENT: text_input: the prompt is empty; give at least one character"),
+    ],
+)
+def test_bad_input_is_named(tiny_server, values, message):
+    with pytest.raises(InferenceServerException) as caught:
+        answers(tiny_server, **{"text_input": [["The sea"]], "max_tokens": [[4]]} | values)
+    assert caught.value.message().startswith(message)
+    idle(tiny_server)
+
+
+def test_one_bad_row_ends_the_request_once(tiny_server):
+    with opened(tiny_server) as stream:
+        stream.send(text_input=[["One"], ["Two"]], max_tokens=[[40], [5000]], end_id=[[-1], [-1]])
+        with pytest.raises(InferenceServerException, match="max_tokens=5000"):
+            stream.all()
+        stream.send(text_input=[["One"]], max_tokens=[[2]])
+        assert len(stream.all()) == 1, "nothing of the request before"
+    idle(tiny_server)
+
+
+def test_parameters_that_it_has_no_tensors_for_reach_the_engine(tiny_server):
+    body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "cache_salt": "mine"}}
+    assert post(tiny_server, body, model="ensemble")[0] == 200
+    status, text = post(tiny_server, body | {"parameters": {"prioritty": 3}}, model="ensemble")
+    assert (status, "did you mean priority?" in text) == (400, True)
+
+
+def test_many_streams_at_once(tiny_server):
+    """More than the server has threads to send with, most of them waiting in the engine's queue."""
+    with opened(tiny_server) as stream:
+        for index in range(80):
+            stream.send(str(index), text_input=[["The sea"]], max_tokens=[[4]], stream=[[True]], end_id=[[-1]])
+        ended = 0
+        while ended < 80:
+            ended += stream.next()[1]
+    idle(tiny_server)
