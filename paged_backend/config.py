@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from paged_backend import vllm_options
+
+log = logging.getLogger("paged_llm")
 
 DTYPES = {
     "auto": "auto",
@@ -89,6 +94,13 @@ class EngineConfig:
         _text, "Hugging Face directory or GGUF file, relative to the repository's root, or a name on the hub"
     )
     tokenizer: str | None = option(_text, "tokenizer directory, if not the model's", None, optional=True)
+    revision: str | None = option(
+        _text, "branch, tag or commit of a model on the hub; default: its main branch", None, optional=True
+    )
+    tokenizer_revision: str | None = option(_text, "of a `tokenizer` on the hub, likewise", None, optional=True)
+    download_dir: str | None = option(
+        _text, "directory for what is fetched from the hub; default: the hub's own cache", None, optional=True
+    )
     trust_remote_code: bool = option(_flag, "run Python code found in the model directory", False)
     load_format: str = option(
         _one_of("auto", "safetensors", "dummy"), "`dummy` fills the weights at random from `config.json` alone", "auto"
@@ -269,15 +281,26 @@ class EngineConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Raises ConfigError for an option that is unknown, missing, or has a bad value."""
-        known = [spec.name for spec in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known options are {', '.join(known)}"
+        ours, given, unused = {spec.name: str(spec.type) for spec in fields(cls)}, {}, []
+        for name, value in vllm_options.unfold(options).items():
+            if name in ours:
+                given[name] = value if ours[name].startswith("str") else vllm_options.plain(value)
+            elif name not in vllm_options.ARGUMENTS:
+                near = difflib.get_close_matches(str(name), [*ours, *vllm_options.ARGUMENTS], n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known options are {', '.join(ours)}"
                 raise ConfigError(f"{name}: unknown engine option; {hint}")
-        if "model" not in options:
+            elif limit := vllm_options.refusal(name, value):
+                raise ConfigError(f"{name}={json.dumps(value, default=str)}: {limit}")
+            else:
+                unused.append(name)
+        given = {name: value for name, value in given.items() if value is not None}  # null asks for the default
+        if "model" not in given:
             raise ConfigError("model: missing; give a Hugging Face model directory")
-        return cls(**options)
+        if unused:
+            log.info("%s: vLLM's, and nothing to this engine", ", ".join(unused))
+        if isinstance(most := given.get("max_num_seqs"), int):
+            given.setdefault("max_num_batched_tokens", max(most, cls.max_num_batched_tokens))
+        return cls(**given)
 
     @classmethod
     def from_file(cls, path: Path) -> EngineConfig:

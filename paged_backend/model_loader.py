@@ -71,7 +71,7 @@ def pick_device(config: EngineConfig) -> torch.device:
 def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """Raises ConfigError for a directory or option that cannot be used, UnsupportedModel for a model that fails
     the proof."""
-    place = find(config.model, root, config)
+    place = find(config.model, root, config, config.revision)
     hf_config = read_config(config, place)
     check_model(config, hf_config)
     check_quantization(config, hf_config, place, device)
@@ -108,7 +108,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
 def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: ModelSpec) -> LoadedModel:
     assert config.speculative_model
     dtype = str(spec.dtype).removeprefix("torch.")
-    options = replace(config, model=config.speculative_model, tokenizer=None, speculative_model=None, dtype=dtype)
+    options = replace(config, model=config.speculative_model, speculative_model=None, dtype=dtype)
+    options = replace(options, revision=None, tokenizer=None)
     name = f"speculative_model={json.dumps(config.speculative_model)}"
     try:
         draft = load(replace(options, max_model_len=spec.max_model_len), root, device)
@@ -121,7 +122,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
 
 def check(config: EngineConfig, root: Path) -> None:
     """Raises ConfigError for what `load` would refuse before it reads any weights."""
-    check_model(config, read_config(config, find(config.model, root, config)))
+    check_model(config, read_config(config, find(config.model, root, config, config.revision)))
 
 
 def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, place: Path, device: torch.device) -> None:
@@ -153,9 +154,9 @@ def _named(place: Path) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(place)}
 
 
-def find(name: str, root: Path, config: EngineConfig) -> Path:
+def find(name: str, root: Path, config: EngineConfig, revision: str | None = None) -> Path:
     """The files of a model or tokenizer: a directory or a GGUF file, a relative one taken from `root`, or else a
-    repository of the Hugging Face hub, fetched where the hub's cache lacks it. Raises ConfigError."""
+    repository of the Hugging Face hub in a revision, fetched where the cache lacks it. Raises ConfigError."""
     path = Path(name).expanduser()
     path = path if path.is_absolute() else root / path
     if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
@@ -163,18 +164,19 @@ def find(name: str, root: Path, config: EngineConfig) -> Path:
     if path.suffix == GGUF and path.is_file():
         return path
     if not path.exists() and HUB_NAME.fullmatch(name):
-        return _fetch(name, config)
+        return _fetch(name, config, revision)
     raise ConfigError(
         f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory, or a {GGUF} file"
     )
 
 
-def _fetch(name: str, config: EngineConfig) -> Path:
+def _fetch(name: str, config: EngineConfig, revision: str | None = None) -> Path:
     wanted = ["*.json", "*.model", "*.txt", "*.jinja"]
     wanted += ["*.safetensors"] if config.load_format != "dummy" else []
     wanted += ["*.py"] if config.trust_remote_code else []
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        place = snapshot_download(name, revision=revision, cache_dir=config.download_dir, allow_patterns=wanted)
+        return Path(place)
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error
@@ -216,7 +218,7 @@ def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSp
 
 
 def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrainedTokenizerBase:
-    place = find(config.tokenizer, root, config) if config.tokenizer else place
+    place = find(config.tokenizer, root, config, config.tokenizer_revision) if config.tokenizer else place
     try:
         return AutoTokenizer.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,6 +192,24 @@ def test_a_name_on_the_hub_is_found_in_its_cache_and_a_missing_one_is_named(tmp_
     assert model_loader.find(config.model, tmp_path, config) == repository / "snapshots/abc"
     with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub: '):
         model_loader.find("owner/other", tmp_path, config)
+
+
+def test_a_model_on_the_hub_comes_in_its_revision_and_from_its_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, revision in (("model", "v1"), ("tokenizer", "v2")):
+        repository = tmp_path / f"models--owner--{name}"
+        (repository / "snapshots/abc").mkdir(parents=True)
+        (repository / "snapshots/abc/config.json").write_text(json.dumps({"model_type": "llama"}))
+        (repository / "refs").mkdir()
+        (repository / "refs" / revision).write_text("abc")
+    options = {"model": "owner/model", "tokenizer": "owner/tokenizer", "download_dir": str(tmp_path), "revision": "v1"}
+    config = EngineConfig.from_options(options)
+    with pytest.raises(ConfigError, match='model="owner/tokenizer": neither'):  # which has no main branch
+        model_loader.load(config, tmp_path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"tokenizer: none that can be loaded in {tmp_path}/models--owner--tokenizer"):
+        model_loader.load(replace(config, tokenizer_revision="v2"), tmp_path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match='model="owner/model": neither'):
+        model_loader.load(replace(config, revision="v3"), tmp_path, torch.device("cpu"))
 
 
 def resave(tiny, directory, change):
