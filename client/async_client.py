@@ -16,6 +16,7 @@ from client.wire import (
     POOL_MAP_REQUEST,
     Fields,
     Message,
+    Prompt,
     Values,
     check_timeout,
     embedding_values,
@@ -115,7 +116,7 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
         request_id: str = "",
@@ -133,7 +134,7 @@ class AsyncClient:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
         request_id: str = "",

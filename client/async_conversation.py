@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from client.conversation import GONE, POLL, ConversationBase
 from client.types import Completion, PagedError
-from client.wire import Fields, Message, Values
+from client.wire import Fields, Message, Prompt, Values
 
 if TYPE_CHECKING:
     from client.async_client import AsyncClient, AsyncResponses, AsyncStream, AsyncTransport
@@ -26,7 +26,7 @@ class AsyncConversation(ConversationBase):
         self._client._transport = _Patient(client._transport, self._again)
 
     async def generate(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
         """The whole answer to the next turn. Arguments and errors are those of `AsyncClient.generate`."""
         turn = self._turn(sampling)
@@ -34,7 +34,7 @@ class AsyncConversation(ConversationBase):
             return await self._client.generate(prompt, messages=messages, **turn)
 
     def stream(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> AsyncStream:
         """The next turn, piece by piece. Arguments and errors are those of `AsyncClient.stream`."""
         self._last = stream = self._client.stream(prompt, messages=messages, **self._turn(sampling))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from client.stream import StreamBase
 from client.types import Completion, PagedError
-from client.wire import Message
+from client.wire import Message, Prompt
 
 if TYPE_CHECKING:
     from client.sync_client import Client, Stream
@@ -80,7 +80,7 @@ class Conversation(ConversationBase):
         self._client = client
 
     def generate(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
         """The whole answer to the next turn. Arguments and errors are those of `Client.generate`."""
         turn = self._turn(sampling)
@@ -88,7 +88,7 @@ class Conversation(ConversationBase):
             return self._patiently(lambda: self._client.generate(prompt, messages=messages, **turn))
 
     def stream(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Stream:
         """The next turn, piece by piece. Arguments and errors are those of `Client.stream`."""
         turn = self._turn(sampling)

@@ -14,7 +14,7 @@ import grpc
 from tritonclient.grpc import InferResult, service_pb2
 
 from client.types import PagedError
-from client.wire import INPUTS, READ, SEQUENCE, Fields, Values
+from client.wire import INPUTS, OUTPUTS, SEQUENCE, Fields, Value, Values
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -25,7 +25,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _UNKNOWN_MODEL = "Request for unknown model"
-_DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL"}
+_DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
 
 
 def check_target(url: str) -> str:
@@ -42,12 +42,13 @@ def infer_request(model: str, values: Values, request_id: str) -> Any:
         if name in SEQUENCE:
             _set_parameter(request.parameters[name], value)
             continue
-        request.inputs.add(name=name, datatype=_DATATYPES[INPUTS[name][0]], shape=[1])
-        request.raw_input_contents.append(_element(value))
+        count = len(value) if isinstance(value, list) else 1
+        request.inputs.add(name=name, datatype=_DATATYPES[INPUTS[name][0]], shape=[count])
+        request.raw_input_contents.append(_elements(value))
     return request
 
 
-def _set_parameter(parameter: Any, value: str | bool | int) -> None:
+def _set_parameter(parameter: Any, value: Value) -> None:
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int):
@@ -56,9 +57,11 @@ def _set_parameter(parameter: Any, value: str | bool | int) -> None:
         parameter.string_param = value
 
 
-def _element(value: str | bool | int) -> bytes:
+def _elements(value: Value) -> bytes:
     if isinstance(value, bool):
         return struct.pack("?", value)
+    if isinstance(value, list):
+        return struct.pack(f"<{len(value)}i", *value)
     assert isinstance(value, str), value
     data = value.encode()
     return struct.pack("<I", len(data)) + data
@@ -76,7 +79,7 @@ def read_fields(response: Any) -> Fields:
         code = "NOT_FOUND" if response.error_message.startswith(_UNKNOWN_MODEL) else "UNKNOWN"
         raise PagedError.parse(response.error_message, code)
     result = InferResult(response.infer_response)
-    arrays = {name: result.as_numpy(name) for name in READ}
+    arrays = {name: result.as_numpy(name) for name in OUTPUTS}
     return {name: [_element_of(value) for value in array.flat] for name, array in arrays.items() if array is not None}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from client.types import PagedError
-from client.wire import READ, Fields, Values
+from client.wire import OUTPUTS, Fields, Values
 
 # Every error of the model is 400, whatever its class, so that status says nothing.
 _CODES = {404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
@@ -38,7 +38,7 @@ def read_fields(data: str) -> Fields:
     if "error" in response:
         raise PagedError.parse(str(response["error"]))
     # An output of one element comes as that element.
-    values = {name: response[name] for name in READ if name in response}
+    values = {name: response[name] for name in OUTPUTS if name in response}
     return {name: value if isinstance(value, list) else [value] for name, value in values.items()}
 
 

@@ -14,6 +14,7 @@ from client.wire import (
     POOL_MAP_REQUEST,
     Fields,
     Message,
+    Prompt,
     Values,
     check_timeout,
     embedding_values,
@@ -118,7 +119,7 @@ class Client:
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
         request_id: str = "",
@@ -136,7 +137,7 @@ class Client:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
         request_id: str = "",
@@ -146,14 +147,15 @@ class Client:
         """Send a request; its answer arrives piece by piece.
 
         Args:
-            prompt: text to continue, as it is.
+            prompt: text to continue, as it is, or its token ids.
             messages: instead of `prompt`, a conversation: {"role": ..., "content": ...} each. The server
                 applies the model's chat template. `tools=[...]` beside them, functions as OpenAI's
                 interface describes them, are for the template, too.
             request_id: appears in the server's log.
             timeout: seconds for the whole request; None: no limit.
-            sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], … And for a
-                session sequence_id, sequence_start and sequence_end; or see `conversation`.
+            sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], … And
+                return_token_ids and return_text_offsets; for a session sequence_id, sequence_start and
+                sequence_end, or see `conversation`.
 
         Raises:
             ValueError: arguments that no request can be made of.

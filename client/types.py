@@ -33,6 +33,9 @@ class Delta:
     index: int = 0  # of the sample, for n > 1
     logprobs: tuple[Logprobs, ...] | None = None  # of each token of this piece; None without `logprobs=k`
     cumulative_logprob: float | None = None  # of all tokens up to here, likewise
+    token_ids: tuple[int, ...] | None = None  # of this piece; None without `return_token_ids=True`
+    # Where in the sample's whole text each token begins; None without `return_text_offsets=True`.
+    text_offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class Completion:
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
     logprobs: tuple[Logprobs, ...] | None = None  # of each token; None without `logprobs=k`
     cumulative_logprob: float | None = None  # of all of them, likewise
+    token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
+    text_offsets: tuple[int, ...] | None = None  # where in `text` each begins; None without `return_text_offsets=True`
+    prompt_token_ids: tuple[int, ...] | None = None  # of the request, likewise; in the first sample alone
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from client.types import Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
 
@@ -15,6 +16,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_input": ("TYPE_STRING", (1,)),
     "messages": ("TYPE_STRING", (1,)),
     "tools": ("TYPE_STRING", (1,)),
+    "input_ids": ("TYPE_INT32", (-1,)),
     "image": ("TYPE_STRING", (-1,)),
     "stream": ("TYPE_BOOL", (1,)),
     "sampling_parameters": ("TYPE_STRING", (1,)),
@@ -24,6 +26,8 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_logprobs": ("TYPE_BOOL", (1,)),
     "return_num_input_tokens": ("TYPE_BOOL", (1,)),
     "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+    "return_token_ids": ("TYPE_BOOL", (1,)),
+    "return_text_offsets": ("TYPE_BOOL", (1,)),
     "return_receipt": ("TYPE_BOOL", (1,)),
     "announce": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
@@ -41,34 +45,36 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "logprobs": ("TYPE_STRING", (-1,)),
     "num_input_tokens": ("TYPE_UINT32", (1,)),
     "num_output_tokens": ("TYPE_UINT32", (-1,)),
+    "token_ids": ("TYPE_INT32", (-1,)),
+    "prompt_token_ids": ("TYPE_INT32", (-1,)),
+    "text_offsets": ("TYPE_INT32", (-1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
 }
-READ = (
-    "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
-    "receipt", "pool_map",
-)  # fmt: skip
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
-Values = dict[str, "str | bool | int"]  # input name -> its one element, and Triton's own words for a session
+Prompt = str | Sequence[int]  # text, or token ids
+Value = str | bool | int | list[int]
+Values = dict[str, Value]  # input name -> its one element or its list, and Triton's own words for a session
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
-Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements, one for each sample
+WANTED = ("return_token_ids", "return_text_offsets")  # what callers ask for among the sampling parameters
+Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
 
 
 def request_values(
-    prompt: str | None, messages: Sequence[Message] | None, sampling: Mapping[str, object], *, stream: bool
+    prompt: Prompt | None, messages: Sequence[Message] | None, sampling: Mapping[str, object], *, stream: bool
 ) -> Values:
     """The inputs of one request. What sampling keys and values mean is the server's to judge.
 
     Raises:
-        ValueError: not exactly one of `prompt` and `messages`; text that UTF-8 cannot carry; a sampling
-            value that JSON cannot carry.
+        ValueError: not exactly one of `prompt` and `messages`; text that UTF-8 cannot carry; token ids that are none; a
+            sampling value that JSON cannot carry.
     """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
-    sequence = {name: value for name, value in sampling.items() if name in SEQUENCE}
+    inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in WANTED}
     tools = sampling.get("tools")
-    sampling = {name: value for name, value in sampling.items() if name not in (*SEQUENCE, "tools")}
+    sampling = {name: value for name, value in sampling.items() if name not in (*inputs, "tools")}
     values: Values = {
         "stream": stream,
         "sampling_parameters": _json_object(sampling),
@@ -80,19 +86,30 @@ def request_values(
     }
     if sampling.get("logprobs") is not None:
         values |= {"return_logprobs": True, "return_cumulative_logprob": True}
-    for name in SEQUENCE:
-        if name in sequence:
-            values[name] = _sequence_value(name, sequence[name])
-    if prompt is not None:
+    for name, value in inputs.items():
+        values[name] = _input_value(name, value)
+    if messages is not None:
+        values["messages"] = _json("messages", messages)
+    elif prompt is None or isinstance(prompt, str):
         values["text_input"] = _check_text("prompt", prompt)
     else:
-        values["messages"] = _json("messages", messages)
+        values["input_ids"] = _token_ids(prompt)
     if tools is not None:
         values["tools"] = _json("tools", tools)
     return values
 
 
-def _sequence_value(name: str, value: object) -> str | bool | int:
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        ids = [operator.index(token) for token in prompt]  # numpy's whole numbers, too
+    except TypeError:
+        raise ValueError(f"prompt={prompt!r}: must be a string, or a list of token ids") from None
+    if not all(0 <= token < 2**31 for token in ids):
+        raise ValueError(f"prompt: token ids must be in 0..{2**31 - 1}")
+    return ids
+
+
+def _input_value(name: str, value: object) -> str | bool | int:
     if name == "sequence_id":
         if isinstance(value, bool) or not (isinstance(value, str) or (isinstance(value, int) and 0 < value < 2**63)):
             raise ValueError(f"{name}={value!r}: must be a string, or a whole number in 1..{2**63 - 1}")
@@ -170,6 +187,7 @@ class Transcript:
     def __init__(self) -> None:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
+        self._prompt_token_ids: tuple[int, ...] | None = None
         self._receipt: Mapping[str, float] | None = None
 
     @property
@@ -185,12 +203,15 @@ class Transcript:
         self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
         logprobs = fields.get("logprobs", ["null"] * len(texts))
         sums = fields.get("cumulative_logprob", [None] * len(texts))
+        ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
+        if "prompt_token_ids" in fields:
+            self._prompt_token_ids = tuple(map(int, fields["prompt_token_ids"]))
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
         new = []
-        for index, (text, reason, count, tokens, total) in enumerate(
-            zip(texts, reasons, counts, logprobs, sums, strict=True)
+        for index, (text, reason, count, tokens, total, own_ids, own_offsets) in enumerate(
+            zip(texts, reasons, counts, logprobs, sums, ids, offsets, strict=True)
         ):
             deltas = self._samples[index]
             delta = Delta(
@@ -200,6 +221,8 @@ class Transcript:
                 index=index,
                 logprobs=_read_logprobs(str(tokens)),
                 cumulative_logprob=None if total is None else float(total),
+                token_ids=own_ids,
+                text_offsets=own_offsets,
             )
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
@@ -213,12 +236,15 @@ class Transcript:
                 finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
                 num_input_tokens=self._num_input_tokens,
                 num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
-                logprobs=_joined(deltas),
+                logprobs=_joined([delta.logprobs for delta in deltas]),
                 cumulative_logprob=deltas[-1].cumulative_logprob if deltas else None,
+                token_ids=_joined([delta.token_ids for delta in deltas]),
+                text_offsets=_joined([delta.text_offsets for delta in deltas]),
             )
             for deltas in self._samples
         ]
-        return replace(first, others=tuple(others), receipt=self._receipt)
+        prompt = self._prompt_token_ids
+        return replace(first, others=tuple(others), receipt=self._receipt, prompt_token_ids=prompt)
 
 
 def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
@@ -228,8 +254,19 @@ def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
     return tuple(tuple(TokenLogprob(int(token), **entry) for token, entry in one.items()) for one in tokens)
 
 
-def _joined(deltas: Sequence[Delta]) -> tuple[Logprobs, ...] | None:
-    parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+def _split(values: Sequence[str | int | float] | None, counts: Sequence[str | int | float]) -> list[Any]:
+    """Of an output that has an element for each token: those of each sample."""
+    if values is None:
+        return [None] * len(counts)
+    left = iter(map(int, values))
+    return [tuple(islice(left, int(count))) for count in counts]
+
+
+T = TypeVar("T")
+
+
+def _joined(pieces: Sequence[tuple[T, ...] | None]) -> tuple[T, ...] | None:
+    parts = [piece for piece in pieces if piece is not None]
     return tuple(one for part in parts for one in part) if parts else None
 
 

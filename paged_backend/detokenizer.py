@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 
 CONTEXT = 5  # prompt tokens decoded along, so that the first output token gets the space it has in context
 TAIL = 16  # tokens that tell whether a long text ends inside a character, which has four bytes at the most
@@ -27,7 +28,11 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        notes_offsets: bool = False,
+        num_before: int = 0,
     ):
+        """stop, include_stop, min_tokens: as the sampling parameters. notes_offsets: whether to fill `offsets`.
+        num_before: characters of the text that stand before what these tokens give."""
         self._decode = decode
         self._ids = list(prompt_ids[-CONTEXT:])
         self._prefix = 0
@@ -37,7 +42,10 @@ class Detokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
+        self._notes_offsets = notes_offsets
         self.num_tokens = 0
+        self.num_chars = num_before  # certain so far, held back or not
+        self.offsets: list[int] = []  # where each token's text begins, or the character that it is a part of
         self.stopped = False
 
     @property
@@ -48,11 +56,14 @@ class Detokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         """Text that these tokens made certain: the same whether they come one by one or at once. Sets `stopped` where
         a stop string is complete; `num_tokens` then tells with which of them."""
-        if not self._stop:
+        if not self._stop and not self._notes_offsets:
             return self._read_on(tokens)
         text = ""
         for token in tokens:
-            text += self._release(self._read_on((token,)))
+            before, uncertain = self.num_chars, self._uncertain() if self._notes_offsets else ""
+            new = self._read_on((token,))
+            self.offsets.append(before + len(commonprefix([uncertain, new])))  # noqa: RUF071  of characters
+            text += self._release(new)
             if self.stopped:
                 break
         return text
@@ -62,6 +73,7 @@ class Detokenizer:
         text = ""
         if self._read < len(self._ids):
             text = self._advance(self._decode(self._ids[self._prefix :]), len(self._ids)).rstrip(INCOMPLETE)
+            self.num_chars += len(text)
         released = self._release(text)
         held, self._held = self._held, ""
         return released if self.stopped else released + held
@@ -78,8 +90,16 @@ class Detokenizer:
                     continue
             text = self._decode(self._ids[self._prefix : end])
             if not text.endswith(INCOMPLETE):
-                return self._advance(text, end)
+                new = self._advance(text, end)
+                self.num_chars += len(new)
+                return new
         return ""
+
+    def _uncertain(self) -> str:
+        """What the tokens look like after which a character is cut: an incomplete character, or bytes of none."""
+        if not 0 < len(self._ids) - self._read <= TAIL:
+            return ""
+        return self._decode(self._ids[self._prefix :])[len(self._decode(self._ids[self._prefix : self._read])) :]
 
     def _advance(self, text: str, end: int) -> str:
         """What of `text`, that of all ids from `prefix` to `end`, is new."""

@@ -377,11 +377,7 @@ class GenerateRequest:
         prompt, output = len(tokens), sampling.max_tokens
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
-        left = min(output, 1)
-        if prompt + left > limits.max_model_len:
-            generates = ", and one token must be left to generate" * left
-            raise invalid("prompt_tokens", prompt, f"must be 1..{limits.max_model_len - left} (max_model_len is"
-                          f" {limits.max_model_len}{generates})")  # fmt: skip
+        check_prompt_length(prompt, output, limits)
         if prompt + output > limits.max_model_len:
             room = limits.max_model_len - prompt
             raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
@@ -418,6 +414,15 @@ def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
     for token in tokens:
         bits[token // 8] |= 1 << token % 8
     return bytes(bits)
+
+
+def check_prompt_length(count: int, max_tokens: int, limits: Limits) -> None:
+    """Raises RequestError for a prompt that leaves no room for an output, if there is to be one."""
+    left = min(max_tokens, 1)
+    if count + left > limits.max_model_len:
+        generates = ", and one token must be left to generate" * left
+        raise invalid("prompt_tokens", count, f"must be 1..{limits.max_model_len - left} (max_model_len is"
+                      f" {limits.max_model_len}{generates})")  # fmt: skip
 
 
 def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:

@@ -58,7 +58,7 @@ class Sample:
     detokenizer: Detokenizer
     include_stop: bool  # whether the token that ends it is part of the text
     text: str = ""  # not sent yet
-    unsent_tokens: int = 0
+    unsent: list[int] = field(default_factory=list)  # tokens, the one that ends it included
     num_tokens: int = 0
     finish: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)  # those that the text is made of
@@ -74,9 +74,8 @@ class Sample:
     def take(self, delta: TokenDelta) -> None:
         """Book what a step gave. A stop string may end the sample before the engine does."""
         tokens, count = delta.token_ids, len(delta.token_ids)
-        if delta.finish is FinishReason.STOP and not self.include_stop:
-            tokens = tokens[:-1]  # the token that ends the output is counted, but its text is not output
-        self.tokens += tokens
+        # The token that ends the output is counted, but its text is not output.
+        self.tokens += tokens[:-1] if delta.finish is FinishReason.STOP and not self.include_stop else tokens
         if self.detokenizer.watches:
             self.speak()
             if self.detokenizer.stopped:
@@ -84,7 +83,7 @@ class Sample:
                 count = len(self.tokens) - self.num_tokens
                 self.finish = FinishReason.STOP
         self.num_tokens += count
-        self.unsent_tokens += count
+        self.unsent += tokens[:count]
         if delta.logprobs:
             counted = delta.logprobs[:count]
             self.logprobs += counted
@@ -103,6 +102,24 @@ class Sample:
         self.speak()
         self._say(self.detokenizer.flush())
         self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+
+    def send(self, *, offsets: bool, logprobs: bool) -> wire.SampleOutput:
+        """What a response tells of it: all that was not sent yet."""
+        output = wire.SampleOutput(
+            self.text,
+            self.finish.value if self.finish else None,
+            self.unsent,
+            self._unsent_offsets() if offsets else (),
+            self.logprobs if logprobs else None,
+            self.cumulative_logprob,
+        )
+        self.text, self.unsent, self.logprobs = "", [], []
+        return output
+
+    def _unsent_offsets(self) -> list[int]:
+        known = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
+        # The token that ended it, whose text is not output, is where the text ends.
+        return known + [self.detokenizer.num_chars] * (len(self.unsent) - len(known))
 
     def _say(self, text: str) -> None:
         if text:
@@ -129,6 +146,7 @@ class Stream:
     last_token: float | None = field(default=None, init=False)
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
     finished: bool = field(default=False, init=False)  # whether every sample is
+    sent: bool = field(default=False, init=False)  # whether any response is
 
     @property
     def ended(self) -> bool:
@@ -409,20 +427,16 @@ class Responder:
                 self._send(stream)
 
     def _send(self, stream: Stream) -> None:
-        prefix = stream.call.prompt if stream.call.echo and stream.call.prompt is not None else ""
+        call, logprobs = stream.call, stream.request.sampling.logprobs is not None
         outputs = wire.write(
-            stream.call,
-            texts=[prefix + sample.text for sample in stream.samples],
-            finish_reasons=[sample.finish.value if sample.finish else None for sample in stream.samples],
-            num_input_tokens=len(stream.request.prompt_token_ids),
-            num_output_tokens=[sample.unsent_tokens for sample in stream.samples],
-            logprobs=None if stream.request.sampling.logprobs is None else [one.logprobs for one in stream.samples],
-            cumulative_logprobs=[sample.cumulative_logprob for sample in stream.samples],
+            call,
+            [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.samples],
+            prompt_token_ids=stream.request.prompt_token_ids,
+            first=not stream.sent,
             token_text=stream.token_text,
-            receipt=stream.receipt() if stream.finished and stream.call.return_receipt else None,
+            receipt=stream.receipt() if stream.finished and call.return_receipt else None,
         )
-        for sample in stream.samples:
-            sample.text, sample.unsent_tokens, sample.logprobs = "", 0, []
+        stream.sent = True
         stream.channel.send(outputs, final=stream.finished)
 
     def _close(self, stream: Stream, outcome: str) -> None:

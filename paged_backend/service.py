@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -32,7 +33,15 @@ from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks, check_devices
 from paged_backend.parallel_rank import ROOT, Prepared, prepare
 from paged_backend.parallel_workers import ParallelRunner, Workers
-from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams, invalid
+from paged_backend.request import (
+    ErrorCode,
+    GenerateRequest,
+    Limits,
+    RequestError,
+    SamplingParams,
+    check_prompt_length,
+    invalid,
+)
 from paged_backend.responder import Responder, Sample, Stream
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
@@ -263,15 +272,14 @@ class Service:
         turn = self._turn(call, sampling) if call.sequence else None
         try:
             if call.only_ends and turn:
-                outputs = wire.write(
-                    call, texts=[""], finish_reasons=["stop"], num_input_tokens=0, num_output_tokens=[0]
-                )
+                outputs = wire.write(call, [wire.SampleOutput("", "stop", ())], prompt_token_ids=())
                 turn.finish([], "")
                 turn = None
                 channel.send(outputs, final=True)
                 return None
             request = self._request(call, sampling, turn)
-            return Stream(request, call, channel, self._samples(request), arrived, self._encode, self._token_text, turn)
+            samples = self._samples(call, request)
+            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, turn)
         except Exception:
             if turn:
                 turn.undo()
@@ -293,7 +301,7 @@ class Service:
     def _request(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> GenerateRequest:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
-        tokens = self._tokenize(call, turn)
+        tokens = self._tokenize(call, sampling, turn)
         limits, bad_words = self._assembly.limits, self._bad_words(sampling)
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
@@ -320,37 +328,50 @@ class Service:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _tokenize(self, call: wire.Call, turn: Turn | None) -> list[int]:
+    def _tokenize(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> list[int]:
         """The prompt, after what the session has said before. Only its beginning gets what the tokenizer puts there."""
+        if call.embedding and call.embedding.ids is not None:
+            return call.embedding.ids
+        before = turn.tokens_before() if turn and call.messages is None else []
         if call.input_ids is not None:
-            return call.input_ids
-        before = turn.tokens_before() if turn and call.prompt is not None else []
+            return before + self._token_ids(call.input_ids, sampling)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
         text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
         if len(text) > self._longest_text:
-            name = "text_input" if call.prompt is not None else "messages"
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"{name}: {len(text)} characters; must be at most {self._longest_text}, which no prompt within"
-                f" max_model_len={self._assembly.limits.max_model_len} exceeds",
+                f"{call.prompt_field}: {len(text)} characters; must be at most {self._longest_text}, which no prompt"
+                f" within max_model_len={self._assembly.limits.max_model_len} exceeds",
             )
         return before + self._tokenizer.encode(text, add_special_tokens=call.prompt is not None and not before)
 
-    def _samples(self, request: GenerateRequest) -> list[Sample]:
+    def _token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
+        """Raises RequestError for too many of them, and for one that is none of the model's."""
+        check_prompt_length(len(ids), sampling.max_tokens, self._assembly.limits)
+        last = self._assembly.limits.vocab_size - 1
+        (wrong,) = np.nonzero((ids < 0) | (ids > last))
+        if len(wrong):
+            raise invalid(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
+        return ids.tolist()
+
+    def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
-        return [
-            Sample(
-                Detokenizer(
-                    _decoder(self._tokenizer, sampling.skip_special_tokens),
-                    request.prompt_token_ids,
-                    stop=sampling.stop,
-                    include_stop=sampling.include_stop_str_in_output,
-                    min_tokens=sampling.min_tokens,
-                ),
+        decode = _decoder(self._tokenizer, sampling.skip_special_tokens)
+        echoed = _echoed(call, decode)
+
+        def sample() -> Sample:
+            detokenizer = Detokenizer(
+                decode,
+                request.prompt_token_ids,
+                stop=sampling.stop,
                 include_stop=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
+                notes_offsets=call.return_text_offsets,
+                num_before=len(echoed),
             )
-            for _ in range(sampling.n)
-        ]
+            return Sample(detokenizer, sampling.include_stop_str_in_output, text=echoed)
+
+        return [sample() for _ in range(sampling.n)]
 
 
 def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
@@ -361,6 +382,13 @@ def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
     return 0 if call.return_cumulative_logprob else None
+
+
+def _echoed(call: wire.Call, decode: Callable[[list[int]], str]) -> str:
+    """What of the prompt comes before the output."""
+    if not call.echo:
+        return ""
+    return decode(call.input_ids.tolist()) if call.input_ids is not None else call.prompt or ""
 
 
 def _refuse(channel: Channel, error: RequestError) -> None:

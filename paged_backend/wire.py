@@ -1,7 +1,7 @@
 """Triton's tensors and parameters to a request, and back. The only place that spells a tensor's name.
 
-The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`, receipts and maps of
-the pool.
+The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`, token ids, text
+offsets, receipts and maps of the pool.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ INPUTS = {
     "text_input": _STRING,
     "messages": _STRING,
     "tools": _STRING,
+    "input_ids": TensorSpec("TYPE_INT32", (-1,)),
     "image": TensorSpec("TYPE_STRING", (-1,)),
     "stream": _BOOL,
     "sampling_parameters": _STRING,
@@ -49,6 +50,8 @@ INPUTS = {
     "return_logprobs": _BOOL,
     "return_num_input_tokens": _BOOL,
     "return_num_output_tokens": _BOOL,
+    "return_token_ids": _BOOL,
+    "return_text_offsets": _BOOL,
     "return_receipt": _BOOL,
     "announce": _BOOL,
     "pool_map": _BOOL,
@@ -62,10 +65,19 @@ OUTPUTS = {
     "logprobs": TensorSpec("TYPE_STRING", (-1,)),
     "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
     "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,)),
+    "token_ids": TensorSpec("TYPE_INT32", (-1,)),
+    "prompt_token_ids": TensorSpec("TYPE_INT32", (-1,)),
+    "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "receipt": _STRING,
     "pool_map": _STRING,
 }
-NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32}
+NUMPY_TYPES = {
+    "TYPE_STRING": np.object_,
+    "TYPE_BOOL": np.bool_,
+    "TYPE_FP32": np.float32,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_INT32": np.int32,
+}
 
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
@@ -99,8 +111,8 @@ class SequenceControl(NamedTuple):
 class Call:
     """A request as it was sent: read and typed, not yet tokenized or held against the model's limits."""
 
-    prompt: str | None  # either this
-    messages: list[dict[str, Any]] | None  # or a conversation, for the model's chat template
+    prompt: str | None  # one of this,
+    messages: list[dict[str, Any]] | None  # a conversation, for the model's chat template, and `input_ids`
     sampling: dict[str, Any]
     stream: bool
     echo: bool  # put the prompt before the output
@@ -112,7 +124,9 @@ class Call:
     sequence: SequenceControl | None = None
     return_logprobs: bool = False
     return_cumulative_logprob: bool = False
-    input_ids: list[int] | None = None  # or the prompt as token ids
+    input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt's tokens, to which nothing is added
+    return_token_ids: bool = False
+    return_text_offsets: bool = False
     embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
     tools: list[dict[str, Any]] | None = None  # beside `messages`
     announce: bool = False  # with an empty response, as soon as it is let in
@@ -121,6 +135,22 @@ class Call:
     def only_ends(self) -> bool:
         """Whether it ends a session and asks for nothing."""
         return self.prompt is None and self.messages is None and self.input_ids is None
+
+    @property
+    def prompt_field(self) -> str:
+        """The input that the prompt came in."""
+        return "text_input" if self.prompt is not None else "messages" if self.messages is not None else "input_ids"
+
+
+class SampleOutput(NamedTuple):
+    """What one response tells of one sample."""
+
+    text: str
+    finish_reason: str | None
+    token_ids: Sequence[int]
+    text_offsets: Sequence[int] = ()
+    logprobs: Sequence[Logprobs] | None = None  # of each token; None where the sampling parameters do not ask for any
+    cumulative_logprob: float = 0.0
 
 
 def read(
@@ -138,8 +168,8 @@ def read(
     stream = _bool(tensors, "stream", False)
     sequence = _sequence(parameters, sequence_id, flags)
     embedding = _embedding(tensors, sequence)
-    prompt, messages = (
-        (embedding.text, None) if embedding else _prompt(tensors, may_lack=sequence is not None and sequence.end)
+    prompt, messages, input_ids = (
+        (embedding.text, None, None) if embedding else _prompt(tensors, may_lack=sequence is not None and sequence.end)
     )
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
     sampling = from_parameters | _sampling_parameters(tensors)
@@ -148,7 +178,8 @@ def read(
         messages=messages,
         sampling=sampling | _lists(tensors, sampling),
         stream=stream,
-        echo=embedding is None and _echo(tensors, stream=stream, chat=messages is not None),
+        echo=embedding is None
+        and _echo(tensors, stream=stream, chat=messages is not None, tokens=input_ids is not None),
         return_finish_reason=_bool(tensors, "return_finish_reason", False),
         return_num_input_tokens=_bool(tensors, "return_num_input_tokens", False),
         return_num_output_tokens=_bool(tensors, "return_num_output_tokens", False),
@@ -157,7 +188,9 @@ def read(
         sequence=sequence,
         return_logprobs=_bool(tensors, "return_logprobs", False),
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
-        input_ids=embedding.ids if embedding else None,
+        input_ids=input_ids,
+        return_token_ids=_bool(tensors, "return_token_ids", False),
+        return_text_offsets=_bool(tensors, "return_text_offsets", False),
         embedding=embedding,
         tools=_tools(tensors, chat=messages is not None),
         announce=_bool(tensors, "announce", False),
@@ -166,37 +199,41 @@ def read(
 
 def write(
     call: Call,
+    samples: Sequence[SampleOutput],
     *,
-    texts: list[str],
-    finish_reasons: list[str | None],
-    num_input_tokens: int,
-    num_output_tokens: list[int],
-    logprobs: Sequence[Sequence[Logprobs]] | None = None,
-    cumulative_logprobs: Sequence[float] = (0.0,),
+    prompt_token_ids: Sequence[int],
+    first: bool = True,
     token_text: Callable[[int], str] = str,
     receipt: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The output tensors of one response, an element for each sample; the optional ones only where the call asked for
-    them. logprobs: of each token of each sample; None where the sampling parameters do not ask for any."""
-    values: dict[str, Any] = {"text_output": [text.encode() for text in texts]}
-    if call.return_finish_reason:
-        values["finish_reason"] = [str(reason).encode() for reason in finish_reasons]  # "None" until the last response
+    """The output tensors of one response, an element for each sample, or for each of their tokens; the optional ones
+    only where the call asked for them. first: whether it is the request's first response."""
+    values: dict[str, Any] = {"text_output": [one.text.encode() for one in samples]}
+    if call.return_finish_reason:  # "None" until the last response
+        values["finish_reason"] = [str(one.finish_reason).encode() for one in samples]
     if call.return_num_input_tokens:
-        values["num_input_tokens"] = [num_input_tokens]
+        values["num_input_tokens"] = [len(prompt_token_ids)]
     if call.return_num_output_tokens:
-        values["num_output_tokens"] = num_output_tokens
+        values["num_output_tokens"] = [len(one.token_ids) for one in samples]
+    if call.return_token_ids:
+        values["token_ids"] = [token for one in samples for token in one.token_ids]
+        if first:
+            values["prompt_token_ids"] = prompt_token_ids
+    if call.return_text_offsets:
+        values["text_offsets"] = [offset for one in samples for offset in one.text_offsets]
     if call.return_logprobs:
-        none = [b"null"] * len(texts)
-        values["logprobs"] = none if logprobs is None else [_logprobs_json(one, token_text) for one in logprobs]
+        values["logprobs"] = [_logprobs_json(one.logprobs, token_text) for one in samples]
     if call.return_cumulative_logprob:
-        values["cumulative_logprob"] = cumulative_logprobs
+        values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
     if receipt is not None:
         values["receipt"] = [json.dumps(receipt).encode()]
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
 
 
-def _logprobs_json(tokens: Sequence[Logprobs], token_text: Callable[[int], str]) -> bytes:
+def _logprobs_json(tokens: Sequence[Logprobs] | None, token_text: Callable[[int], str]) -> bytes:
     """A JSON list with an object for each token, its own entry first."""
+    if tokens is None:
+        return b"null"
     spelled = [
         {
             str(one.token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token)}
@@ -292,18 +329,24 @@ def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int)
     return SequenceControl(name, *given) if name else None
 
 
-def _prompt(tensors: Mapping[str, np.ndarray], *, may_lack: bool) -> tuple[str | None, list[dict[str, Any]] | None]:
-    prompt, messages = _text(tensors, "text_input"), _text(tensors, "messages")
-    if may_lack and not prompt and messages is None:
-        return None, None
-    if (prompt is None) == (messages is None):
-        given = "neither is given" if prompt is None else "both are given"
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages: {given}; give exactly one")
+def _prompt(
+    tensors: Mapping[str, np.ndarray], *, may_lack: bool
+) -> tuple[str | None, list[dict[str, Any]] | None, np.ndarray | None]:
+    """As text, as messages, or as token ids: one of them is not None."""
+    prompt, messages, ids = _text(tensors, "text_input"), _text(tensors, "messages"), tensors.get("input_ids")
+    if may_lack and not prompt and messages is None and ids is None:
+        return None, None, None
+    given = [name for name in ("text_input", "messages", "input_ids") if name in tensors]
+    if len(given) != 1:
+        names = f"{' and '.join(given)} are given" if given else "none is given"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages, input_ids: {names}; give exactly one")
     if prompt == "":  # whatever a tokenizer would put before it
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one character")
+    if ids is not None and not ids.size:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
     if messages is None:
-        return prompt, None
-    return None, check_messages(_json("messages", messages))
+        return prompt, None, ids
+    return None, check_messages(_json("messages", messages)), None
 
 
 def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, Any]] | None:
@@ -370,9 +413,10 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
     return sampling, timeout_us
 
 
-def _echo(tensors: Mapping[str, np.ndarray], *, stream: bool, chat: bool) -> bool:
-    """The prompt comes back before the output unless streaming; an explicit wish that cannot be met is refused."""
-    exclude = _bool(tensors, "exclude_input_in_output", stream or chat)
+def _echo(tensors: Mapping[str, np.ndarray], *, stream: bool, chat: bool, tokens: bool) -> bool:
+    """The prompt comes back before the output unless streaming, or where it came as tokens and nobody wants its text;
+    an explicit wish that cannot be met is refused."""
+    exclude = _bool(tensors, "exclude_input_in_output", stream or chat or tokens)
     if stream and not exclude:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, STREAM_WITH_INPUT, verbatim=True)
     if chat and not exclude:

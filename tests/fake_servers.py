@@ -88,14 +88,15 @@ def refusal(message: str) -> Any:
 _DECODE = {
     "BYTES": lambda raw: deserialize_bytes_tensor(raw)[0].decode(),
     "BOOL": lambda raw: struct.unpack("?", raw)[0],
+    "INT32": lambda raw: np.frombuffer(raw, np.int32).tolist(),
 }
 
 
 def grpc_inputs(request: Any) -> dict[str, Any]:
     inputs = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
-        assert list(tensor.shape) == [1]
         inputs[tensor.name] = _DECODE[tensor.datatype](raw)
+        assert list(tensor.shape) == [len(inputs[tensor.name]) if tensor.datatype == "INT32" else 1]
     return inputs
 
 

@@ -113,7 +113,10 @@ class TestRequest:
         [
             (None, None, {}, "exactly one of prompt and messages"),
             ("a", [], {}, "exactly one of prompt and messages"),
-            (5, None, {}, "prompt=5: must be a string"),
+            (5, None, {}, "prompt=5: must be a string, or a list of token ids"),
+            ([1, "2"], None, {}, "prompt=.*must be a string, or a list of token ids"),
+            ([-1], None, {}, "prompt: token ids must be in 0"),
+            ("a", None, {"return_token_ids": 1}, "return_token_ids=1: must be True or False"),
             ("a\ud800", None, {}, "prompt: character 1"),
             (None, [{"role": "user", "content": "\ud800"}], {}, "messages: character"),
             (None, [{1, 2}], {}, "messages=.*not JSON"),
@@ -125,8 +128,9 @@ class TestRequest:
         with pytest.raises(ValueError, match=named):
             request_values(prompt, messages, sampling, stream=True)
 
-    def test_both_protocols_carry_the_same_values(self):
-        values = request_values("hé\0", None, {"stop": "é"}, stream=True)
+    @pytest.mark.parametrize("prompt", ["hé\0", [5, 2**31 - 1]])
+    def test_both_protocols_carry_the_same_values(self, prompt):
+        values = request_values(prompt, None, {"stop": "é", "return_token_ids": True}, stream=True)
         request = grpc_wire.infer_request("m", values, "id-1")
         assert (request.model_name, request.id) == ("m", "id-1")
         assert grpc_inputs(request) == values
@@ -198,6 +202,17 @@ class TestResponse:
         assert (second.logprobs, second.cumulative_logprob) == (((nine,),), -1.75)
         whole = transcript.completion()
         assert (whole.logprobs, whole.cumulative_logprob) == (((seven, nine), (nine,)), -1.75)
+
+    def test_token_ids_and_offsets_are_told_apart_by_the_counts(self):
+        transcript = Transcript()
+        said = {"text_output": ["ab", "c"], "num_output_tokens": [2, 1], "num_input_tokens": [2]}
+        first = transcript.add({**said, "token_ids": [4, 5, 6], "text_offsets": [0, 1, 0], "prompt_token_ids": [1, 2]})
+        assert [(delta.token_ids, delta.text_offsets) for delta in first] == [((4, 5), (0, 1)), ((6,), (0,))]
+        last = {"text_output": ["", ""], "num_output_tokens": [0, 1], "finish_reason": ["stop", "stop"]}
+        transcript.add({**last, "token_ids": [7], "text_offsets": [1]})
+        whole = transcript.completion()
+        assert (whole.token_ids, whole.text_offsets, whole.prompt_token_ids) == ((4, 5), (0, 1), (1, 2))
+        assert (whole.others[0].token_ids, whole.others[0].text_offsets) == ((6, 7), (0, 1))
 
     def test_without_being_asked_for_they_are_none(self):
         transcript = Transcript()

@@ -81,6 +81,35 @@ def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
     assert detokenizer.stopped == stopped
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text("abé€🚀", max_size=20), st.integers(0, 9))
+def test_every_byte_of_a_character_has_its_offset(text, before):
+    one, many = (Detokenizer(decode, encode("é"), notes_offsets=True, num_before=before) for _ in range(2))
+    for token in encode(text):
+        one.push([token])
+    many.push(encode(text))
+    own = [before + index for index, char in enumerate(text) for _ in char.encode()]
+    assert one.offsets == many.offsets == own
+    assert one.num_chars == before + len(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_a_character_after_bytes_of_none_has_its_own_offset(ids):
+    detokenizer = Detokenizer(decode, [], notes_offsets=True)
+    text = detokenizer.push(ids) + detokenizer.flush()
+    assert detokenizer.offsets == sorted(detokenizer.offsets)
+    for token, offset in zip(ids, detokenizer.offsets, strict=True):
+        if decode([token]).isascii():
+            assert text[offset] == decode([token])
+
+
+def test_offsets_are_those_in_the_text_that_no_stop_string_cuts():
+    detokenizer = Detokenizer(decode, [], stop=["cd"], notes_offsets=True)
+    assert detokenizer.push(encode("abcdef")) == "ab"
+    assert detokenizer.offsets == [0, 1, 2, 3]
+
+
 def test_text_that_could_begin_a_stop_string_is_held_back_and_released():
     detokenizer = Detokenizer(decode, [], stop=["END"])
     assert [detokenizer.push([token]) for token in encode("aENb")] == ["a", "", "", "ENb"]

@@ -30,11 +30,9 @@ def test_config_backend_and_client_name_the_same_tensors(section):
 
 
 def test_the_tensors_are_those_of_the_vllm_backend():
-    """As its documentation lists them; `messages`, receipts and maps of the pool are ours."""
-    assert tensors_of("input") == {
+    """As its documentation lists them; the others are ours."""
+    theirs = {
         "text_input": ("TYPE_STRING", (1,)),
-        "messages": ("TYPE_STRING", (1,)),
-        "tools": ("TYPE_STRING", (1,)),
         "image": ("TYPE_STRING", (-1,)),
         "stream": ("TYPE_BOOL", (1,)),
         "sampling_parameters": ("TYPE_STRING", (1,)),
@@ -44,19 +42,11 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "return_logprobs": ("TYPE_BOOL", (1,)),
         "return_num_input_tokens": ("TYPE_BOOL", (1,)),
         "return_num_output_tokens": ("TYPE_BOOL", (1,)),
-        "return_receipt": ("TYPE_BOOL", (1,)),
-        "announce": ("TYPE_BOOL", (1,)),
-        "pool_map": ("TYPE_BOOL", (1,)),
         "embedding_request": ("TYPE_STRING", (1,)),
-        "stop": ("TYPE_STRING", (-1,)),
-        "bad_words": ("TYPE_STRING", (-1,)),
-        "choice": ("TYPE_STRING", (-1,)),
-        "stop_token_ids": ("TYPE_INT32", (-1,)),
-        "allowed_token_ids": ("TYPE_INT32", (-1,)),
     }
-    assert set(tensors_of("output")) == {
+    assert theirs.items() <= tensors_of("input").items()
+    assert tensors_of("output").keys() >= {
         "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
-        "receipt", "pool_map",
     }  # fmt: skip
 
 
@@ -119,6 +109,13 @@ def test_a_list_given_twice_in_a_parameter_is_refused():
     assert refusal({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
 
 
+def test_token_ids_are_a_prompt_that_does_not_come_back_unasked():
+    ids = np.array([5, 6], dtype=np.int32)
+    call = read(input_ids=ids)
+    assert (call.prompt, call.messages, call.input_ids.tolist(), call.echo) == (None, None, [5, 6], False)
+    assert read(input_ids=ids, exclude_input_in_output=flag(False)).echo
+
+
 def test_a_conversation():
     turns = [{"role": "user", "content": "hi"}]
     call = read(messages=text(json.dumps(turns)), stream=flag(True))
@@ -179,7 +176,7 @@ def test_half_a_character_anywhere_in_messages_is_refused():
 def test_only_an_end_may_come_without_a_prompt():
     assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
     assert read({"sequence_id": 7, "sequence_end": True}).only_ends
-    assert "neither is given" in refusal({"sequence_id": 7})
+    assert "none is given" in refusal({"sequence_id": 7})
 
 
 def test_headers_that_the_server_forwards_are_none_of_our_business():
@@ -221,8 +218,13 @@ def test_what_a_client_reads_of_an_error():
     ("tensors", "reason"),
     [
         ({"text_input": text("")}, "text_input: the prompt is empty"),
-        ({}, "text_input, messages: neither is given"),
-        ({"text_input": text("x"), "messages": text("[]")}, "text_input, messages: both are given"),
+        ({}, "text_input, messages, input_ids: none is given; give exactly one"),
+        (
+            {"text_input": text("x"), "messages": text("[]")},
+            "text_input, messages, input_ids: text_input and messages are given; give exactly one",
+        ),
+        ({"input_ids": np.array([1]), "text_input": text("")}, "text_input, messages, input_ids: text_input and inp"),
+        ({"input_ids": np.array([], dtype=np.int32)}, "input_ids: the prompt is empty; give at least one token"),
         ({"text_input": text(b"\xff")}, "text_input: byte 0 is not valid UTF-8"),
         ({"text_input": np.array([b"a", b"b"], dtype=object)}, "text_input: has 2 elements; must have 1"),
         ({"text_input": np.array([], dtype=object)}, "text_input: has 0 elements; must have 1"),
@@ -267,7 +269,8 @@ def test_bad_parameters(parameters, reason):
 def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
     counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
     call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
-    outputs = wire.write(call, texts=["é"], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2])
+    part = wire.SampleOutput("é", finish, [4, 5])
+    outputs = wire.write(call, [part], prompt_token_ids=[1, 2, 3])
     assert {name: value.tolist() for name, value in outputs.items()} == {
         "text_output": ["é".encode()],
         "finish_reason": [str(finish).encode()],
@@ -275,28 +278,35 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
         "num_output_tokens": [2],
     }
     assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
-    plain = wire.write(
-        read(text_input=text("x")), texts=[""], finish_reasons=[finish], num_input_tokens=3, num_output_tokens=[2]
-    )
-    assert list(plain) == ["text_output"]
+    assert list(wire.write(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
+
+
+def test_token_ids_and_offsets_of_all_samples_stand_one_after_another():
+    call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
+    parts = [wire.SampleOutput("ab", None, [4, 5], [0, 1]), wire.SampleOutput("", None, [], [])]
+    found = [wire.write(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
+    told = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
+    assert told == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
+    assert {value.dtype for name, value in found[0].items() if name != "text_output"} == {np.dtype(np.int32)}
+    assert "prompt_token_ids" not in found[1]
 
 
 ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
 
 
-def logprobs_of(call, count, **values):
-    outputs = wire.write(
-        call, texts=[""] * count, finish_reasons=[None] * count, num_input_tokens=3, num_output_tokens=[0] * count,
-        **values,
-    )  # fmt: skip
+def logprobs_of(call, told, sums, **options):
+    parts = [
+        wire.SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
+        for one, total in zip(told, sums, strict=True)
+    ]
+    outputs = wire.write(call, parts, prompt_token_ids=[1], **options)
     assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
     return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
 
 
 def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
     tokens = [(TokenLogprob(7, -2.5, 3), TokenLogprob(300, -0.5, 1)), (TokenLogprob(8, -0.25, 1),)]
-    told = {"logprobs": [tokens, []], "cumulative_logprobs": [-2.75, 0.0], "token_text": lambda token: f"é{token}"}
-    spelled, sums = logprobs_of(read(**ASKED), 2, **told)
+    spelled, sums = logprobs_of(read(**ASKED), [tokens, []], [-2.75, 0.0], token_text=lambda token: f"é{token}")
     assert spelled == [
         [
             {
@@ -312,7 +322,7 @@ def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
 
 
 def test_without_the_sampling_parameter_log_probabilities_are_null():
-    assert logprobs_of(read(**ASKED), 2, cumulative_logprobs=[-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
+    assert logprobs_of(read(**ASKED), [None, None], [-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
 
 
 def test_a_map_of_the_pool_is_asked_for_alone():

@@ -89,7 +89,7 @@ def test_a_time_limit_ends_a_request_with_what_it_has(server):
 
 BAD = [
     ({"text_input": ""}, "text_input: the prompt is empty"),
-    ({}, "text_input, messages: neither is given"),
+    ({}, "text_input, messages, input_ids: none is given"),
     ({"text_input": "x " * 9000}, "prompt_tokens="),
     ({"text_input": "x " * 1_000_000}, "text_input: 2000000 characters; must be at most 663552"),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens": 0}'}, "max_tokens=0: must be 1..8192"),
