@@ -10,20 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.masks import Mask, apply, gather
 from paged_backend.sequence import Draw
 from paged_backend.sequence import Sequence as Sample
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Rows that may draw some tokens only."""
-
-    rows: Tensor  # [num_rows] int64
-    bits: Tensor  # [num_rows, ceil(vocab / 32)] int32: of token t bit t % 32 of element t // 32, set where it may
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +46,12 @@ def prepare(draws: Sequence[Draw]) -> Constraints | None:
     asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.is_constrained]
     if not asking:
         return None
-    return Constraints(_mask(asking), _bias(asking))
+    entries = [entry for one in asking for entry in _entries(*one)]
+    forbidden: dict[int, list[int]] = {}
+    for row, token, value, *_ in entries:
+        if value == -math.inf:
+            forbidden.setdefault(row, []).append(token)
+    return Constraints(gather(asking, forbidden), _bias(entries))
 
 
 def follow(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:
@@ -68,7 +65,7 @@ def constrained(logits: Tensor, constraints: Constraints) -> Tensor:
     probabilities."""
     logits = logits.float()
     if constraints.mask is not None:
-        logits = _masked(logits, constraints.mask)
+        logits = apply(logits, constraints.mask)
     if constraints.bias is not None:
         bias = constraints.bias
         values = bias.values.where(bias.latest == bias.wanted, 0.0)
@@ -76,26 +73,7 @@ def constrained(logits: Tensor, constraints: Constraints) -> Tensor:
     return logits
 
 
-def _masked(logits: Tensor, mask: Mask) -> Tensor:
-    octets = mask.bits.view(torch.uint8)[:, :, None]  # the lowest bits come first
-    bits = octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = (bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
-    return logits.index_put((mask.rows,), logits[mask.rows].masked_fill(~allowed, -math.inf))
-
-
-Asking = Sequence[tuple[int, Sample, int]]  # a row, and its draw
-
-
-def _mask(asking: Asking) -> Mask | None:
-    found = [(row, seq.request.allowed) for row, seq, _ in asking if seq.request.allowed is not None]
-    if not found:
-        return None
-    bits = np.stack([np.frombuffer(allowed, "<i4") for _, allowed in found])
-    return Mask(torch.tensor([row for row, _ in found]), torch.from_numpy(bits))
-
-
-def _bias(asking: Asking) -> Bias | None:
-    entries = [entry for one in asking for entry in _entries(*one)]
+def _bias(entries: Sequence[Entry]) -> Bias | None:
     if not entries:
         return None
     rows, tokens, values, latest, wanted = zip(*entries, strict=True)
@@ -107,7 +85,7 @@ def _bias(asking: Asking) -> Bias | None:
 
 def _entries(row: int, sequence: Sample, position: int) -> Iterator[Entry]:
     request, generated = sequence.request, position - sequence.num_prompt
-    if generated < request.sampling.min_tokens:
+    if generated < request.sampling.min_tokens and not request.guides:
         for token in request.stop_ids:
             yield row, token, -math.inf, 0, 0
     for token, value in request.sampling.logit_bias:

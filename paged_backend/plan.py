@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager, Copy, Move
-from paged_backend.request import HiddenState, Logprobs
+from paged_backend.request import HiddenState, Logprobs, RequestError
 from paged_backend.sequence import Group, Sequence
 
 
@@ -19,9 +19,9 @@ class Scored(NamedTuple):
     logprobs: Logprobs
 
 
-# A token, or of a beam the likeliest ones; None: what a wrong guess led to. After those of all draws come the hidden
-# states of chunks that embed.
-Drawn = int | Scored | list[Candidate] | HiddenState | None
+# A token, or of a beam the likeliest ones, or why there is none; None: what a wrong guess led to. After those of all
+# draws come the hidden states of chunks that embed.
+Drawn = int | Scored | list[Candidate] | RequestError | HiddenState | None
 
 
 @dataclass(slots=True)

@@ -10,7 +10,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from paged_backend.masks import Guide
 
 
 class ErrorCode(Enum):
@@ -344,12 +347,14 @@ class GenerateRequest:
     logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
     allowed: bytes | None = None  # bitmask of the tokens that may be drawn; None: all
+    guides: tuple[Guide, ...] = ()  # of each sample, which of them may come next; none: any
 
     @cached_property
     def is_constrained(self) -> bool:
         """Whether any token may be forbidden or favoured."""
         sampling = self.sampling
-        return bool(sampling.min_tokens or sampling.logit_bias or self.bad_words or self.allowed is not None)
+        masked = self.allowed is not None or bool(self.guides)
+        return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words)
 
     @property
     def reads_output(self) -> bool:

@@ -18,6 +18,7 @@ from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.hidden_states import recorded
 from paged_backend.kv_cache import KVCache
 from paged_backend.plan import Drawn, Plan, Scored, reached
+from paged_backend.request import ErrorCode, RequestError
 from paged_backend.sampler import Likeliest, Scores, follow, likeliest, sample, score
 from paged_backend.transfers import Transfers
 
@@ -40,6 +41,7 @@ class Launched:
     checks: tuple[Check, ...]
     guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
+    lost: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
     arrived: torch.cuda.Event | None
 
     def result(self) -> list[Drawn]:
@@ -58,6 +60,8 @@ class Launched:
             token = drawn[row]
             if isinstance(token, int):
                 drawn[row] = Scored(token, logprobs)
+        for row, reason in self.lost:
+            drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
         if self.hidden is not None:
             drawn += [array("f", row.tobytes()) for row in self.hidden.numpy()]
         return drawn
@@ -153,7 +157,9 @@ class Runner:
             beams, scores = beams and beams.to_host(), scores and scores.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
-        return Launched(tokens, beams, scores, packed.checks, guessed, hidden, arrived)
+        constraints = packed.sampling.constraints
+        lost = constraints.mask.lost if constraints and constraints.mask else ()
+        return Launched(tokens, beams, scores, packed.checks, guessed, hidden, lost, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         graphs = self._graphs

@@ -200,8 +200,8 @@ class Scheduler:
     @property
     def wants_results(self) -> bool:
         """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
-        from what was drawn, and guesses follow it."""
-        return self._stuck or self._guess is not None or any(group.beams for group in self._running.values())
+        from what was drawn, guides and guesses follow it."""
+        return self._stuck or self._guess is not None or any(group.in_turn for group in self._running.values())
 
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run. At most one may be in flight."""
@@ -232,7 +232,7 @@ class Scheduler:
         for chunk in draft.chunks:
             sequence = chunk.sequence
             group = self._running[sequence.key]
-            if chunk.draws != (sequence,) or chunk.length > 1 or group.beams or not sequence.generated:
+            if chunk.draws != (sequence,) or chunk.length > 1 or group.in_turn or not sequence.generated:
                 continue
             left = sequence.request.sampling.max_tokens - sequence.generated - 1
             most = min(self._max_guesses, draft.budget, left)
@@ -299,6 +299,8 @@ class Scheduler:
                     deltas.append(self._append_scored(group, sequence, token, more))
                 elif isinstance(token, list):
                     deltas += self._rank(group, sequence, token)
+                elif isinstance(token, RequestError):
+                    deltas.append(self._lose(group, token))
         for group, sequence in embedding:
             hidden = next(drawn)
             if group and not sequence.ended:
@@ -636,6 +638,14 @@ class Scheduler:
         self._end(group, sequence)
         return TokenDelta(group.key, finish=FinishReason.STOP, usage=group.usage, hidden=hidden)
 
+    def _lose(self, group: Group, error: RequestError) -> TokenDelta:
+        """One of its samples has come to where no token can follow."""
+        self._remove(group)
+        self._release(group)
+        for sequence in group.sequences:
+            sequence.ended = True
+        return TokenDelta(group.key, error=error)
+
     def _append_scored(self, group: Group, sequence: Sequence, first: Scored, more: list[Drawn]) -> TokenDelta:
         scored = [first, *(one for one in more if isinstance(one, Scored))]  # what follows a wrong guess is None
         tokens: list[Drawn] = [one.token if isinstance(one, Scored) else one for one in more]
@@ -721,7 +731,7 @@ class Scheduler:
 
 def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReason | None:
     """Whether a token is the last of an output, which has `generated` with it, and why."""
-    if token in request.stop_ids and generated >= request.sampling.min_tokens:
+    if token in request.stop_ids and (request.guides or generated >= request.sampling.min_tokens):
         return FinishReason.STOP
     return FinishReason.LENGTH if generated >= request.sampling.max_tokens else None
 

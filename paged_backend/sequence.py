@@ -143,6 +143,11 @@ class Group:
         return self.request.sampling.beam_width if self.beams else len(self.sequences)
 
     @property
+    def in_turn(self) -> bool:
+        """Whether a step needs to know what the one before has drawn."""
+        return self.beams is not None or bool(self.request.guides)
+
+    @property
     def swapped(self) -> bool:
         return any(sequence.swapped for sequence in self.sequences)
 
