@@ -81,6 +81,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 256
 MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_LOGIT_BIASES = 1024
+MAX_BIASED_WORDS = 128
 MAX_SALT_BYTES = 256
 MAX_LOGPROBS = 20
 
@@ -216,6 +217,15 @@ def _logit_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[int, float
     return tuple(sorted(read.items()))
 
 
+def _word_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[str, float], ...]:
+    """Pairs of a word and what is added to the logits of its tokens."""
+    biases = {} if value is None else value
+    if not isinstance(biases, Mapping):
+        raise invalid(name, value, 'must be an object like {"sea": 2.5}, from words to numbers')
+    words = _strings(MAX_BIASED_WORDS, MAX_BAD_WORD_BYTES)(name, list(biases), limits)
+    return tuple((word, _bias(f"{name}[{json.dumps(word)}]", biases[word], limits)) for word in words)
+
+
 def _samples(name: str, value: Any, limits: Limits) -> int:
     return _whole(name, value, 1, limits.max_num_seqs)
 
@@ -269,6 +279,7 @@ class SamplingParams:
     presence_penalty: float = _param(_between(-2, 2), 0.0)
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
     logit_bias: tuple[tuple[int, float], ...] = _param(_logit_bias, ())
+    word_bias: tuple[tuple[str, float], ...] = _param(_word_bias, ())
     bad_words: tuple[str, ...] = _param(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES), ())
     allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
     skip_special_tokens: bool = _param(_flag, True)

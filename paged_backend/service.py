@@ -34,6 +34,7 @@ from paged_backend.parallel import Ranks, check_devices
 from paged_backend.parallel_rank import ROOT, Prepared, prepare
 from paged_backend.parallel_workers import ParallelRunner, Workers
 from paged_backend.request import (
+    MAX_LOGIT_BIASES,
     ErrorCode,
     GenerateRequest,
     Limits,
@@ -299,6 +300,7 @@ class Service:
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
 
     def _request(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> GenerateRequest:
+        sampling = self._spread(sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
         tokens = self._tokenize(call, sampling, turn)
@@ -313,6 +315,20 @@ class Service:
             session=goes_on,
             logprobs=logprobs,
         )
+
+    def _spread(self, sampling: SamplingParams) -> SamplingParams:
+        """With the bias of each word on all of its tokens. Raises RequestError for too many of them."""
+        if not sampling.word_bias:
+            return sampling
+        sums = dict(sampling.logit_bias)
+        for word, bias in sampling.word_bias:
+            for token in self._encode(word):
+                if token < self._assembly.limits.vocab_size:  # others never come
+                    sums[token] = sums.get(token, 0.0) + bias
+        if len(sums) > MAX_LOGIT_BIASES:
+            raise invalid("word_bias", f"{len(sums)} tokens", f"must be at most {MAX_LOGIT_BIASES} tokens, those of"
+                          " logit_bias among them")  # fmt: skip
+        return replace(sampling, logit_bias=tuple(sorted(sums.items())))
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it stands after a space, and as it stands elsewhere."""

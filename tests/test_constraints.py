@@ -270,5 +270,15 @@ def test_a_word_is_forbidden_with_and_without_a_space_before_it(service, monkeyp
     assert words == {b"ab", b" ab", b"c", b" c", b"\n", b" \n"}
 
 
+def test_a_words_bias_is_on_each_of_its_tokens(service, monkeypatch):
+    requests = []
+    monkeypatch.setattr(service._engine, "submit", requests.append)
+    (a, b) = service._encode("ab")
+    sampling = {"word_bias": {"ab": 2, "b": 0.5}, "logit_bias": {str(a): -1}}
+    service.submit(Caller(text_input="The sea", sampling_parameters=json.dumps(sampling)))
+    (request,) = requests
+    assert dict(request.sampling.logit_bias) == {a: 1.0, b: 2.5}
+
+
 def _byte(service):
     return lambda token: service._tokenizer.decode([token]).encode()[0]

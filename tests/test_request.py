@@ -39,6 +39,8 @@ def test_defaults_are_those_of_vllm():
         ("allowed_token_ids", None, None),
         ("allowed_token_ids", [7, "5"], frozenset({5, 7})),
         ("logit_bias", None, ()),
+        ("word_bias", None, ()),
+        ("word_bias", {"sea": "2.5", " ": -100}, (("sea", 2.5), (" ", -100.0))),
         ("logit_bias", {"7": "-100", 5: 2}, ((5, 2.0), (7, -100.0))),
         ("seed", None, None),
         ("logprobs", None, None),
@@ -102,6 +104,9 @@ def test_values_are_read_as_their_type(name, value, read):
         ("allowed_token_ids", 5, "list"),
         ("allowed_token_ids", [0] * 16385, "at most 16384"),
         ("logit_bias", [1], "must be an object"),
+        ("word_bias", ["sea"], "must be an object"),
+        ("word_bias", {"": 1}, "non-empty"),
+        ("word_bias", {str(word): 1 for word in range(129)}, "at most 128 strings"),
         ("logit_bias", {"1000": 1}, "0..999"),
         ("logit_bias", {"x": 1}, "0..999"),
         ("logit_bias", {"5": 1, "05": 2}, "token 5 is there twice"),
@@ -127,6 +132,7 @@ def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
 @pytest.mark.parametrize("bias", [100.5, "much", None, True])
 def test_a_bad_bias_is_refused_with_its_token(bias):
     assert refusal(logit_bias={"5": bias}).startswith(f"INVALID_ARGUMENT: logit_bias[5]={json.dumps(bias)}: must be")
+    assert refusal(word_bias={"a": bias}).startswith(f'INVALID_ARGUMENT: word_bias["a"]={json.dumps(bias)}: must be')
 
 
 def admitted(bad_words=(), eos=(), **sampling):

@@ -16,6 +16,7 @@ backend: "python"
 max_batch_size: {batch}
 model_transaction_policy {{ decoupled: true }}
 instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+parameters [ {{ key: "engine_model_name" value {{ string_value: "paged_llm" }} }} ]  # the model that generates
 """
 
 

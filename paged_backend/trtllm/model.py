@@ -1,23 +1,22 @@
-"""What the model.py of each of tensorrtllm_backend's models is made of."""
+"""The models that stand in front of the engine's own, as Triton's Python backend loads them. Nothing here imports torch,
+so that they are ready at once."""
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
+import triton_python_backend_utils as pb_utils
+
 from paged_backend.trtllm.relay import Relay
 
-ENGINE = "paged_llm"
 
-
-class Model:
-    """A TritonPythonModel but for the server's module, which only the server's own process has."""
-
-    pb_utils: Any
-
+class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self.relay = Relay(self.pb_utils, args["model_name"], ENGINE)
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"]["string_value"])
 
     def execute(self, requests: list[Any]) -> None:
         """Begin each request and return; answers go out through its response sender, from other threads."""

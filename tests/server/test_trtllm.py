@@ -186,6 +186,17 @@ def test_a_stop_word_ends_the_text_and_is_part_of_it(tiny_server):
     assert text_of(parts).decode() == whole[: whole.index(word) + len(word)]
 
 
+def test_biased_and_bad_words(tiny_server):
+    asked = {"text_input": [["The sea"]], "max_tokens": [[6]], "exclude_input_in_output": [[True]]}
+    (part,) = answers(tiny_server, **asked, embedding_bias_words=[["k", ""]], embedding_bias_weights=[[100.0, 1.0]])
+    assert part["text_output"].tolist() == [b"kkkkkk"]
+    (part,) = answers(
+        tiny_server, **asked, embedding_bias_words=[["k", "m"]], embedding_bias_weights=[[100.0, 50.0]],
+        bad_words=[["k"]],
+    )  # fmt: skip
+    assert part["text_output"].tolist() == [b"mmmmmm"]
+
+
 def test_an_end_id_ends_it(tiny_server):
     parts = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[9]], end_id=[[-1]], pad_id=[[0]], stream=[[True]],

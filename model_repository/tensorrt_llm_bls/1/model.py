@@ -1,16 +1,10 @@
-"""A model of tensorrtllm_backend's, in front of the engine in `paged_llm`. Everything is in paged_backend/trtllm/."""
+"""A model of tensorrtllm_backend's, in front of the engine in `paged_llm`: see paged_backend/trtllm/."""
 
 import sys
 from pathlib import Path
-
-import triton_python_backend_utils
 
 _ROOT = Path(__file__).resolve().parents[3]
 if (_ROOT / "paged_backend").is_dir():  # a checkout serves as it stands; elsewhere the package is installed
     sys.path.insert(0, str(_ROOT))
 
-from paged_backend.trtllm.model import Model  # noqa: E402
-
-
-class TritonPythonModel(Model):
-    pb_utils = triton_python_backend_utils
+from paged_backend.trtllm.model import TritonPythonModel  # noqa: E402, F401
