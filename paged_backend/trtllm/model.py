@@ -1,5 +1,5 @@
-"""The models that stand in front of the engine's own, as Triton's Python backend loads them. Nothing here imports torch,
-so that they are ready at once."""
+"""The models that stand in front of the engine's own, as Triton's Python backend loads them. Nothing here imports
+torch, so that they are ready at once."""
 
 from __future__ import annotations
 

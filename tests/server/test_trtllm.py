@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from transformers import GenerationConfig
 from tritonclient.utils import InferenceServerException
 
 from tests.server.conftest import WAIT, idle, post, raw_stream
@@ -273,4 +275,93 @@ def test_many_streams_at_once(tiny_server):
         ended = 0
         while ended < 80:
             ended += stream.next()[1]
+    idle(tiny_server)
+
+
+# --- token ids -------------------------------------------------------------------------------------------------------
+
+IDS = [40, 50, 60, 70, 80]
+
+
+def core(server, **values):
+    """As tensorrtllm_backend's own client calls the core model."""
+    asked = {
+        "input_ids": [IDS], "input_lengths": [[len(IDS)]], "request_output_len": [[6]], "beam_width": [[1]],
+        "temperature": [[1.0]], "streaming": [[True]], "end_id": [[-1]], "pad_id": [[0]], "runtime_top_k": [[1]],
+        "runtime_top_p": [[0.0]],
+    }  # fmt: skip
+    return answers(server, "tensorrt_llm", **asked | values)
+
+
+def greedy(tiny, prompt, tokens):
+    ids = torch.tensor([prompt])
+    tiny[1].generation_config.eos_token_id = None
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    found = tiny[1].generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return found[0, len(prompt) :].tolist()
+
+
+def test_tokens_are_those_of_the_model(tiny_server, tiny):
+    expected = greedy(tiny, IDS, 6)
+    parts = core(tiny_server)
+    assert [token for part in parts for token in part["output_ids"][0, 0].tolist()] == expected
+    assert all(part["sequence_length"].tolist() == [[part["output_ids"].shape[2]]] for part in parts)
+    (part,) = core(tiny_server, streaming=[[False]])
+    assert part["output_ids"].tolist() == [[IDS + expected]], "the prompt comes back"
+    (part,) = core(tiny_server, streaming=[[False]], exclude_input_in_output=[[True]])
+    assert part["output_ids"].tolist() == [[expected]]
+
+
+def test_rows_of_token_ids_are_padded_to_one_length(tiny_server, tiny):
+    rows = {"input_ids": [IDS, [33, 34, 0, 0, 0]], "input_lengths": [[5], [2]]}
+    both = {name: [[value], [value]] for name, value in {"request_output_len": 4, "end_id": -1}.items()}
+    parts = answers(tiny_server, "tensorrt_llm", **rows, **both, exclude_input_in_output=[[True], [True]])
+    found = {part["batch_index"].item(): part["output_ids"][0, 0].tolist() for part in parts}
+    assert found == {0: greedy(tiny, IDS, 4), 1: greedy(tiny, [33, 34], 4)}
+
+
+def test_an_end_id_is_no_part_of_the_tokens_and_a_stop_word_is(tiny_server, tiny):
+    expected = greedy(tiny, IDS, 6)
+    last = next(index for index in range(1, 6) if expected[index] not in expected[:index])
+    asked = {"streaming": [[False]], "exclude_input_in_output": [[True]], "return_num_output_tokens": [[True]]}
+    (part,) = core(tiny_server, end_id=[[expected[last]]], **asked)
+    assert part["output_ids"].tolist() == [[expected[:last]]]
+    assert part["num_output_tokens"].tolist() == [[last]]
+    (part,) = core(tiny_server, stop_words_list=[[[expected[last]], [1]]], **asked)
+    assert part["output_ids"].tolist() == [[expected[: last + 1]]]
+    (part,) = core(tiny_server, bad_words_list=[[[expected[0]], [1]]], **asked)
+    assert expected[0] not in part["output_ids"]
+
+
+def test_biased_tokens(tiny_server):
+    bias = np.zeros((1, 320), np.float32)
+    bias[0, 77] = 100
+    (part,) = core(tiny_server, embedding_bias=bias, streaming=[[False]], exclude_input_in_output=[[True]])
+    assert part["output_ids"].tolist() == [[[77] * 6]]
+
+
+def test_beams_of_token_ids(tiny_server):
+    (part,) = core(
+        tiny_server, streaming=[[False]], beam_width=[[3]], len_penalty=[[1.0]], early_stopping=[[False]],
+        exclude_input_in_output=[[True]],
+    )  # fmt: skip
+    assert part["output_ids"].shape == (1, 3, 6)
+    assert part["sequence_length"].tolist() == [[6, 6, 6]]
+
+
+def test_what_its_own_tests_send_beside(tiny_server):
+    """A pad token for a decoder that has none, and settings with their default values."""
+    parts = core(
+        tiny_server, decoder_input_ids=[[0]], decoder_input_lengths=[[1]], runtime_top_p_decay=[[1.0]],
+        num_return_sequences=[[1]], return_log_probs=[[True]], return_perf_metrics=[[True]],
+    )  # fmt: skip
+    assert sum(part["output_log_probs"].shape[2] for part in parts) == 6
+    assert parts[-1]["kv_cache_alloc_total_blocks"] > 0
+
+
+def test_bad_token_ids_are_named(tiny_server):
+    with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: request_output_len=999: must be"):
+        core(tiny_server, request_output_len=[[999]])
+    with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: input_ids"):
+        core(tiny_server, input_ids=[[1, 2, 3, 4, 9999]])
     idle(tiny_server)
