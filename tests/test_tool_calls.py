@@ -1,0 +1,161 @@
+"""Calls of tools in what models write: recorded texts, cut at every place."""
+
+import json
+import random
+
+import pytest
+
+from client.openai.tool_calls import ANY, FORMATS, JSON, Arguments, ArgumentsReader, CallBegun, CallReader, Content
+
+NAMES = ("weather", "search", "now")
+PARIS = '{"city": "Paris", "days": [1, 2], "note": "a \\"}{\\" é"}'
+CALL = f'{{"name": "weather", "arguments": {PARIS}}}'
+PARAMETERS = f'{{"name": "weather", "parameters": {PARIS}}}'
+SEARCH = '{"name": "search", "arguments": {"q": "x"}}'
+WEATHER = ("weather", PARIS)
+
+
+def read(form, pieces, **options):
+    """(content, [(name, arguments)])."""
+    reader = CallReader(form, NAMES, **options)
+    read = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
+    return joined(read)
+
+
+def joined(pieces):
+    content, calls = "", []
+    for piece in pieces:
+        if isinstance(piece, Content):
+            content += piece.text
+        elif isinstance(piece, CallBegun):
+            assert piece.call == len(calls)
+            calls.append([piece.name, ""])
+        else:
+            assert isinstance(piece, Arguments)
+            calls[piece.call][1] += piece.text
+    return content, [tuple(call) for call in calls]
+
+
+def cuts(text):
+    """Whole, by characters, and in pieces of any length."""
+    yield [text]
+    yield list(text)
+    rnd = random.Random(7)
+    for _ in range(20):
+        places = sorted(rnd.sample(range(len(text) + 1), min(4, len(text))))
+        yield [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+RECORDED = {
+    "hermes": [
+        (f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
+        (
+            f"Let me look.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{SEARCH}\n</tool_call>",
+            "Let me look.",
+            [WEATHER, ("search", '{"q": "x"}')],
+        ),
+        (f"<tool_call>{CALL}</tool_call>\nThat is all.", "That is all.", [WEATHER]),
+        ('<tool_call>\n{"arguments": {}, "name": "now"}\n</tool_call>', "", [("now", "{}")]),
+        ('<tool_call>\n{"name": "now"}\n</tool_call>', "", [("now", "{}")]),
+        ('<tool_call>\n{"name": "now", "arguments": null}\n</tool_call>', "", [("now", "{}")]),
+        (
+            '<tool_call>{"id": 7, "name": "now", "arguments": "{\\"a\\": 1}", "x": [1]}</tool_call>',
+            "",
+            [("now", '{"a": 1}')],
+        ),
+    ],
+    "llama3_json": [
+        (PARAMETERS, "", [WEATHER]),
+        (f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", "", [WEATHER, WEATHER]),
+        ('{"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{CALL}, {SEARCH}]", "", [WEATHER, ("search", '{"q": "x"}')]),
+        (f"[TOOL_CALLS] [{CALL}]", "", [WEATHER]),
+        (f"[{CALL}]", "", [WEATHER]),  # where the decoder leaves special tokens out
+        (f"One moment.[TOOL_CALLS]weather{PARIS}", "One moment.", [WEATHER]),
+        (f"[TOOL_CALLS]weather[CALL_ID]abc123[ARGS]{PARIS}[TOOL_CALLS]now{{}}", "", [WEATHER, ("now", "{}")]),
+    ],
+}
+CASES = [(FORMATS[form], *case) for form, cases in RECORDED.items() for case in cases]
+CASES += [(ANY, *case) for cases in RECORDED.values() for case in cases]
+
+TEXTS = [
+    "",
+    "Plain words, and 1 < 2.",
+    "  {not JSON}",
+    "[1] As noted, [2] says so.",
+    '{"answer": 42}',
+    '{"name": "Ada", "arguments": {"born": 1815}}',  # no such tool
+    '{"name": "weather", "arguments": 3}',
+    '{"name": ["weather"]}',
+    '[{"name": 3}]',
+    '{"name": "weather"',
+    '{"nam',
+    "The tag is \n<tool_call> and nothing more. ",
+    '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>',
+    "<tool_call>weather</tool_call>",
+    "<tool",
+    "[TOOL_CALLS]nobody{}",
+    "[TOOL_CALLS]weather",
+    "ends in space \n",
+    '{"' + "a" * 300,
+    "{" * 2000,
+    '{"name": "weather", "arguments": ' + "[" * 2000,
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_calls_are_found_however_the_text_comes(form, text, content, calls):
+    for pieces in cuts(text):
+        assert read(form, pieces) == (content, calls), pieces
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize("form", [*FORMATS.values(), ANY, JSON])
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_without_a_call_stays_as_it_is(form, text):
+    for pieces in cuts(text):
+        assert read(form, pieces) == (text, []), pieces
+
+
+def test_a_call_is_told_before_it_is_whole():
+    reader = CallReader(ANY, NAMES)
+    pieces = reader.push('<tool_call>{"name": "weather", "arguments": {"city": "Pa')
+    assert pieces == [CallBegun(0, "weather"), Arguments(0, '{"city": "Pa')]
+    assert reader.push('ris"}') == [Arguments(0, 'ris"}')]
+    assert reader.push("}</tool_call>") + reader.finish() == []
+
+
+def test_a_call_that_the_limit_cuts_off_keeps_what_it_has():
+    assert read(ANY, [f"<tool_call>{CALL[:50]}"]) == ("", [("weather", CALL[:50].partition('"arguments": ')[2])])
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+def test_without_parallel_calls_the_first_one_counts(form):
+    text = {"hermes": f"<tool_call>{CALL}</tool_call><tool_call>{SEARCH}</tool_call>", "mistral": f"[{CALL}, {SEARCH}]"}
+    for pieces in cuts(text[form]):
+        assert read(FORMATS[form], pieces, parallel=False) == ("", [WEATHER])
+
+
+def test_what_spoils_a_second_call_is_text_and_the_first_one_stays():
+    for pieces in cuts(f"[{CALL}, {{3}}] so"):
+        assert read(JSON, pieces) == ("{3}] so", [WEATHER])
+
+
+def test_the_arguments_of_a_named_tool_are_the_whole_text():
+    reader = ArgumentsReader("weather")
+    pieces = [piece for text in ("", '{"a"', ": 1}") for piece in reader.push(text)] + reader.finish()
+    assert joined(pieces) == ("", [("weather", '{"a": 1}')])
+
+
+def test_any_text_reads_the_same_however_it_comes():
+    """Strings of what calls are made of: in pieces or whole, and never nothing of it."""
+    rnd = random.Random(3)
+    parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", '"name"', ":", '"weather"', ",", '"arguments"',
+             "{}", " ", "[", "]", "a", "\n", CALL, "weather"]  # fmt: skip
+    for _ in range(400):
+        text = "".join(rnd.choices(parts, k=rnd.randrange(1, 14)))
+        whole = read(ANY, [text])
+        assert read(ANY, list(text)) == whole, text
+        assert whole[0] or whole[1] or not text.strip(" \n"), text
