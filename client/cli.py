@@ -16,6 +16,7 @@ from client.types import PagedError
 from client.wire import check_timeout
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -109,6 +110,12 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
         help=f"of a chat request that names no limit (default {DEFAULT_MAX_TOKENS})",
+    )
+    add(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes calls of tools (default auto: by the template of --tokenizer, else any of the ways)",
     )
     parser.set_defaults(run=openai)
 
@@ -330,6 +337,7 @@ def openai(args: argparse.Namespace) -> int:
         api_keys=args.api_key,
         max_request_bytes=args.max_request_bytes,
         default_max_tokens=args.default_max_tokens,
+        tool_parser=args.tool_parser,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.serving.tritonserver import choose_ports
+from tests.fake_servers import SERVERS, Seen
 
 ROOT = Path(__file__).parents[1]
 WAIT = 120  # seconds after which an answer that never comes fails the test
@@ -63,3 +64,45 @@ def gateway(server_url: str, *flags: str) -> Iterator[Gateway]:
         finally:
             process.terminate()
             process.wait(WAIT)
+
+
+@contextmanager
+def recording_server() -> Iterator[Seen]:
+    """A server without a model that says what `asked_for` has, and keeps each request and its sampling parameters."""
+    with SERVERS["grpc"]() as seen:
+        seen.asked_for = {"say": ["Hello", " there"]}
+        own = seen.script
+
+        def script(inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
+            if "pool_map" in inputs:
+                return own(inputs, request_id)
+            seen.requests.append({**inputs, "request_id": request_id})
+            seen.sampling.append(json.loads(inputs["sampling_parameters"]))
+            seen.asked.set()
+            return seen.asked_for
+
+        seen.script = script
+        yield seen
+
+
+@contextmanager
+def saying(fake: Seen, **script: Any) -> Iterator[None]:
+    """Lets a recording server answer by a script of tests/fake_servers.py."""
+    before, fake.asked_for = fake.asked_for, script
+    try:
+        yield
+    finally:
+        fake.asked_for = before
+
+
+PROMPT = {"model": "paged_llm", "prompt": "x"}
+CHAT = {"model": "paged_llm", "messages": [{"role": "user", "content": "x"}]}
+BODIES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+
+
+def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Checks the shape that OpenAI's errors have."""
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return body["error"]

@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import socket
-from contextlib import contextmanager
+from functools import partial
 
 import openai
 import pytest
@@ -14,31 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from client import cli
 from client.openai.chat_template import ChatTemplate
-from tests.fake_servers import SERVERS
-from tests.gateway import WAIT, gateway
+from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
 from tests.server.conftest import until
-
-PROMPT = {"model": "paged_llm", "prompt": "x"}
-CHAT = {"model": "paged_llm", "messages": [{"role": "user", "content": "x"}]}
-BODIES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
 
 
 @pytest.fixture(scope="module")
 def fake():
-    with SERVERS["grpc"]() as seen:
-        seen.asked_for = {"say": ["Hello", " there"]}
-        seen.sampling = []
-        own = seen.script
-
-        def script(inputs, request_id):
-            if "pool_map" in inputs:
-                return own(inputs, request_id)
-            seen.requests.append({**inputs, "request_id": request_id})
-            seen.sampling.append(json.loads(inputs["sampling_parameters"]))
-            seen.asked.set()
-            return seen.asked_for
-
-        seen.script = script
+    with recording_server() as seen:
         yield seen
 
 
@@ -50,25 +32,7 @@ def front(fake):
 
 @pytest.fixture
 def says(fake):
-    """Lets the server answer by a script of tests/fake_servers.py."""
-
-    @contextmanager
-    def answering(**script):
-        before, fake.asked_for = fake.asked_for, script
-        try:
-            yield
-        finally:
-            fake.asked_for = before
-
-    return answering
-
-
-def error_of(status, body):
-    """Checks the shape that OpenAI's errors have."""
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    return body["error"]
+    return partial(saying, fake)
 
 
 class TestRequests:
@@ -102,6 +66,16 @@ class TestRequests:
         sent = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
         assert json.loads(fake.requests[-1]["messages"]) == sent
 
+    @pytest.mark.parametrize("path", BODIES)
+    def test_what_asks_for_nothing_reaches_nobody(self, front, fake, path):
+        front.ask(path, BODIES[path])
+        fields = {
+            "user": "me", "safety_identifier": "x", "prompt_cache_key": "y", "metadata": {"a": "b"}, "store": False,
+            "service_tier": "auto", "response_format": {"type": "text"},
+        }  # fmt: skip
+        assert front.ask(path, BODIES[path] | fields)[0] == 200
+        assert fake.sampling[-1] == fake.sampling[-2]
+
     def test_an_answer_has_the_id_that_the_server_saw(self, front, fake):
         status, body = front.ask("/v1/completions", PROMPT)
         assert (status, body["id"]) == (200, fake.requests[-1]["request_id"])
@@ -113,11 +87,8 @@ class TestRequests:
             ("/v1/completions", "echo", True),
             ("/v1/completions", "best_of", 2),
             ("/v1/completions", "suffix", ""),
-            ("/v1/completions", "response_format", {"type": "json_object"}),
-            ("/v1/chat/completions", "response_format", {"type": "json_object"}),
-            ("/v1/chat/completions", "tools", [{"type": "function"}]),
-            ("/v1/chat/completions", "tool_choice", "auto"),
-            ("/v1/chat/completions", "parallel_tool_calls", True),
+            ("/v1/chat/completions", "functions", [{"name": "f"}]),
+            ("/v1/chat/completions", "function_call", "auto"),
         ],
     )
     def test_what_is_not_served_is_refused_by_name(self, front, path, field, value):
@@ -130,7 +101,6 @@ class TestRequests:
         ("path", "fields", "named"),
         [
             ("/v1/completions", {"temprature": 1}, "temprature"),
-            ("/v1/completions", {"user": "me"}, "user"),
             ("/v1/completions", {"messages": []}, "messages"),
             ("/v1/completions", {"max_completion_tokens": 1}, "max_completion_tokens"),
             ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
@@ -149,8 +119,10 @@ class TestRequests:
             ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
             ("/v1/chat/completions", {"messages": "x"}, "messages"),
             ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
-            ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+            ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "x": "y"}]}, "messages.0.x"),
+            ("/v1/completions", {"store": True}, "store"),
+            ("/v1/completions", {"service_tier": "flex"}, "service_tier"),
             (
                 "/v1/chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -141,6 +141,8 @@ def test_without_parallel_calls_the_first_one_counts(form):
 def test_what_spoils_a_second_call_is_text_and_the_first_one_stays():
     for pieces in cuts(f"[{CALL}, {{3}}] so"):
         assert read(JSON, pieces) == ("{3}] so", [WEATHER])
+    for pieces in cuts(f"<tool_call>{CALL}</tool_call>\n<tool_call>{{3}}</tool_call>"):
+        assert read(ANY, pieces) == ("<tool_call>{3}</tool_call>", [WEATHER])
 
 
 def test_the_arguments_of_a_named_tool_are_the_whole_text():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from client.openai import logprobs
-from client.openai.schema import ChatRequest, CompletionRequest
+from client.openai.chat_schema import ChatRequest
+from client.openai.schema import CompletionRequest
+from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
 from client.types import Completion, Delta, Logprobs
 
 
@@ -30,8 +33,10 @@ class Answer(ABC):
         choices = [self._sample(index, sample) for index, sample in enumerate(samples)]
         return self._body(self.whole_object, choices) | {"usage": usage(completion)}
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._body(self.chunk_object, [self._piece(delta)])
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """None where there is nothing to tell yet."""
+        piece = self._piece(delta)
+        return None if piece is None else self._body(self.chunk_object, [piece])
 
     def usage_chunk(self, completion: Completion) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completion)}
@@ -43,7 +48,7 @@ class Answer(ABC):
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _piece(self, delta: Delta) -> dict[str, Any]: ...
+    def _piece(self, delta: Delta) -> dict[str, Any] | None: ...
 
 
 class CompletionAnswer(Answer):
@@ -54,10 +59,12 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}  # by sample: where its next token begins
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        return _choice(index, sample, self._logprobs(index, sample.logprobs), text=sample.text)
+        return _choice(index, sample.finish_reason, self._logprobs(index, sample.logprobs), text=sample.text)
 
-    def _piece(self, delta: Delta) -> dict[str, Any]:
-        return _choice(delta.index, delta, self._logprobs(delta.index, delta.logprobs), text=delta.text)
+    def _piece(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.text and not delta.finish_reason and not delta.logprobs:
+            return None
+        return _choice(delta.index, delta.finish_reason, self._logprobs(delta.index, delta.logprobs), text=delta.text)
 
     def _logprobs(self, index: int, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -69,26 +76,61 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: ChatRequest, reader: Callable[[], Reader]) -> None:
+        """reader: makes one for each sample."""
         super().__init__(request.model)
-        self._begun: set[int] = set()  # samples that have had their role
         self._top_logprobs = request.top_logprobs or 0
+        self._readers: defaultdict[int, Reader] = defaultdict(reader)
+        self._calling: set[int] = set()  # samples that have called a tool
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
-        return _choice(index, sample, self._logprobs(sample.logprobs), message=message)
+        read = self._read(index, sample)
+        message = {"role": "assistant", "content": None if "tool_calls" in read else "", "refusal": None, **read}
+        for call in read.get("tool_calls", ()):
+            del call["index"]
+        return _choice(index, self._reason(index, sample), self._logprobs(sample.logprobs), message=message)
 
-    def _piece(self, delta: Delta) -> dict[str, Any]:
-        role = {} if delta.index in self._begun else {"role": "assistant"}
-        self._begun.add(delta.index)
-        return _choice(delta.index, delta, self._logprobs(delta.logprobs), delta={**role, "content": delta.text})
+    def _piece(self, delta: Delta) -> dict[str, Any] | None:
+        role = {} if delta.index in self._readers else {"role": "assistant", "content": ""}
+        news = role | self._read(delta.index, delta)
+        if not news and not delta.finish_reason and not delta.logprobs:
+            return None
+        return _choice(delta.index, self._reason(delta.index, delta), self._logprobs(delta.logprobs), delta=news)
+
+    def _read(self, index: int, part: Completion | Delta) -> dict[str, Any]:
+        """What a part of a sample adds to its message."""
+        reader = self._readers[index]
+        pieces = reader.push(part.text) + (reader.finish() if part.finish_reason else [])
+        if any(isinstance(piece, CallBegun) for piece in pieces):
+            self._calling.add(index)
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        calls = _calls(pieces)
+        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _reason(self, index: int, part: Completion | Delta) -> str | None:
+        stopped = part.finish_reason == "stop" and index in self._calling
+        return "tool_calls" if stopped else part.finish_reason
 
     def _logprobs(self, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         return None if tokens is None else logprobs.of_chat(tokens, self._top_logprobs)
 
 
-def _choice(index: int, part: Completion | Delta, told: dict[str, Any] | None, **text: Any) -> dict[str, Any]:
-    return {"index": index, **text, "logprobs": told, "finish_reason": part.finish_reason}
+def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            function = {"name": piece.name, "arguments": ""}
+            calls[piece.call] = {
+                "index": piece.call, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function
+            }  # fmt: skip
+        elif isinstance(piece, Arguments):
+            call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.text
+    return list(calls.values())
+
+
+def _choice(index: int, finish_reason: str | None, told: dict[str, Any] | None, **text: Any) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
 
 
 def usage(completion: Completion) -> dict[str, Any]:

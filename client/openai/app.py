@@ -17,9 +17,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from client.async_client import AsyncClient
 from client.openai import embeddings, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
 from client.openai.errors import ApiError, from_engine
 from client.openai.streaming import ClientGone, EventStream, while_connected
+from client.openai.tool_calls import Format
+from client.openai.tools import tool_use
 from client.openai.translation import EngineRequest
 from client.types import Delta, PagedError
 
@@ -36,6 +39,7 @@ class Settings:
         api_keys: one of which a request must bring; empty: none is asked for.
         max_request_bytes: of a body.
         default_max_tokens: of a chat request that names no limit.
+        tool_format: how the model writes calls of tools.
     """
 
     url: str | None
@@ -44,6 +48,7 @@ class Settings:
     api_keys: Sequence[str]
     max_request_bytes: int
     default_max_tokens: int
+    tool_format: Format
 
 
 class Gateway:
@@ -65,15 +70,19 @@ class Gateway:
         return await self._answer(request, body, asked, CompletionAnswer(body))
 
     async def chat_completions(self, request: Request) -> Response:
-        body = schema.parse(schema.ChatRequest, await self._read(request))
+        body = schema.parse(ChatRequest, await self._read(request))
         self._check_model(body.model)
-        asked = await translation.from_chat(body, self._settings.template, self._settings.default_max_tokens)
-        return await self._answer(request, body, asked, ChatAnswer(body))
+        settings = self._settings
+        use = tool_use(body, settings.tool_format)
+        asked = await translation.from_chat(
+            body, use, settings.tool_format, settings.template, settings.default_max_tokens
+        )
+        return await self._answer(request, body, asked, ChatAnswer(body, use.reader))
 
     async def _answer(
         self,
         request: Request,
-        body: schema.CompletionRequest | schema.ChatRequest,
+        body: schema.GenerateBody,
         asked: EngineRequest,
         answer: Answer,
     ) -> Response:

@@ -9,6 +9,8 @@ from jinja2 import TemplateError
 
 from client.openai.errors import ApiError
 
+Message = dict[str, Any]
+
 
 class ChatTemplate:
     """Turns a conversation into the prompt that the server tokenizes.
@@ -40,13 +42,20 @@ class ChatTemplate:
                 " begins with; without a tokenizer the server applies its own template"
             )
 
-    def prompt(self, messages: list[dict[str, str]]) -> str:
+    @property
+    def text(self) -> str:
+        """The template itself."""
+        return str(self._tokenizer.chat_template)
+
+    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """Raises ApiError where the template refuses the conversation."""
         try:
-            return self._render(messages).removeprefix(self._begin)
+            return self._render(messages, tools).removeprefix(self._begin)
         except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ApiError(400, f"messages: the chat template refuses them: {reason}", param="messages") from error
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        )

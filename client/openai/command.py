@@ -12,6 +12,8 @@ import uvicorn
 
 from client.openai.app import Settings, create_app
 from client.openai.chat_template import ChatTemplate
+from client.openai.tool_calls import FORMATS
+from client.openai.tools import format_of
 from client.session import UsageError
 from client.sync_client import DEFAULT_URLS
 
@@ -28,14 +30,17 @@ def run(
     api_keys: Sequence[str],
     max_request_bytes: int,
     default_max_tokens: int,
+    tool_parser: str,
 ) -> int:
     """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
     try:
         template = ChatTemplate(tokenizer) if tokenizer else None
     except ValueError as error:
         raise UsageError(f"--tokenizer {error}") from None
+    form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
     try:
-        app = create_app(Settings(url, model, template, api_keys, max_request_bytes, default_max_tokens))
+        settings = Settings(url, model, template, api_keys, max_request_bytes, default_max_tokens, form)
+        app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     try:

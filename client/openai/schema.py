@@ -9,34 +9,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, from_json
 
 from client.openai.errors import ApiError
 
-_NOTHING = (None,)
-# OpenAI's fields that are not served yet, and the values that ask for nothing.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-}
-_NOT_SERVED_COMPLETION = {**_NOT_SERVED, "echo": (None, False), "best_of": (None, 1), "suffix": _NOTHING}
-_NOT_SERVED_CHAT = {
-    **_NOT_SERVED,
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
-    "parallel_tool_calls": _NOTHING,
-    "functions": (None, []),
-    "function_call": (None, "none"),
-}
-_DEPTH = {"messages": 3, "stream_options": 2}  # of the path to a field; in others pydantic's own words would follow
+# OpenAI's fields that are not served, and the values that ask for nothing.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {"logit_bias": (None, {})}
+# Of the path to a field; in others pydantic's own words would follow.
+_DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Body(_Strict):
+class Body(StrictModel):
     """What every request has."""
 
     not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -47,7 +35,7 @@ class Body(_Strict):
         """Raises ApiError for fields that contradict each other."""
 
 
-class SamplingFields(_Strict):
+class SamplingFields(StrictModel):
     """The fields that go to the engine under their own names. None: the engine's default."""
 
     max_tokens: int | None = None
@@ -71,13 +59,57 @@ class SamplingFields(_Strict):
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structured_outputs: dict[str, Any] | str | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class _Request(SamplingFields, Body):
+class JsonSchema(StrictModel):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # an answer is held to the schema in any case
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            reason = "is missing" if self.json_schema is None else f"has no meaning with type={self.type}"
+            raise ApiError(400, f"response_format.json_schema: {reason}", param="response_format.json_schema")
+
+
+class GuidedFields(StrictModel):
+    """What an answer is held to, in the words of others: the engine's own are among the sampling fields."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class InertFields(StrictModel):
+    """What clients send that asks for nothing of a server that stores nothing and serves everyone alike."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -88,10 +120,12 @@ class _Request(SamplingFields, Body):
     def check(self) -> None:
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
+        if self.response_format:
+            self.response_format.check()
 
 
-class CompletionRequest(_Request):
-    not_served = _NOT_SERVED_COMPLETION
+class CompletionRequest(GenerateBody):
+    not_served: ClassVar = {**NOT_SERVED, "echo": (None, False), "best_of": (None, 1), "suffix": (None,)}
 
     prompt: str | list[str]
     logprobs: int | None = None
@@ -102,26 +136,6 @@ class CompletionRequest(_Request):
         if not isinstance(prompt, str) and len(prompt) != 1:
             raise ValueError(f"has {len(prompt)} prompts; must be a string or a list of one")
         return prompt
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    refusal: None = None  # answers carry it, and come back as the next turn's history
-
-
-class ChatRequest(_Request):
-    not_served = _NOT_SERVED_CHAT
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
 
 
 RequestT = TypeVar("RequestT", bound=Body)

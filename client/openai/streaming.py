@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -88,10 +88,11 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[str]:
         try:
-            yield self._chunk(self._first)
+            for chunk in self._chunks(self._first):
+                yield chunk
             async for delta in self._stream:
-                if delta.text or delta.finish_reason or delta.logprobs:
-                    yield self._chunk(delta)
+                for chunk in self._chunks(delta):
+                    yield chunk
         except PagedError as error:
             yield _json(from_engine(error, self._names).body)
             return
@@ -100,9 +101,11 @@ class EventStream(Response):
             yield _json(self._answer.usage_chunk(self._stream.completion))
         yield "[DONE]"
 
-    def _chunk(self, delta: Delta) -> str:
+    def _chunks(self, delta: Delta) -> Iterator[str]:
         """With usage asked for, every chunk before the last says that it has none."""
-        return _json(self._answer.chunk(delta) | ({"usage": None} if self._include_usage else {}))
+        chunk = self._answer.chunk(delta)
+        if chunk is not None:
+            yield _json(chunk | ({"usage": None} if self._include_usage else {}))
 
 
 def _json(value: Any) -> str:

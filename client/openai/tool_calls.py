@@ -106,6 +106,7 @@ class CallReader:
         self._names = names
         self._parallel = parallel
         self._rest = ""  # text that was not read yet
+        self._before = ""  # what was read before what may be a call
         self._ended = False
         self._num_calls = 0
         self._pieces: list[Piece] = []
@@ -155,18 +156,19 @@ class CallReader:
                 break
         return len(certain.rstrip())
 
-    def _calls(self, raw: str) -> _Steps:
-        """Calls, until something else comes. raw: what was read before them, which is text if there are none."""
-        calls = self._num_calls
-        spoilt = None
+    def _calls(self, before: str) -> _Steps:
+        """Calls, until something else comes. before: what was read on the way, which is text if there are none."""
+        self._before, calls, spoilt = before, self._num_calls, None
         while spoilt is None:
-            raw += yield from self._skip(_SPACE + _SEPARATORS, self._marks)
-            if self._form.named and any(mark in raw for mark in self._form.begin):
+            self._before += yield from self._skip(_SPACE + _SEPARATORS, self._marks)
+            if self._form.named and any(mark in self._before for mark in self._form.begin):
                 spoilt = yield from self._named_call()
             else:
                 spoilt = yield from self._object()
-            raw = raw if self._num_calls == calls else ""
-        self._say(raw + spoilt)
+        if self._num_calls > calls:  # what ends a call is no text, but what would have begun another one is
+            mark = self._begin.search(self._before)
+            self._before = self._before[mark.start() :] if mark else ""
+        self._say(self._before + spoilt)
 
     def _named_call(self) -> Generator[None, None, str | None]:
         """As `_object`, but the arguments alone, perhaps with the tool's name before them."""
@@ -213,6 +215,7 @@ class CallReader:
     def _call(self, name: str) -> Callable[[str], None]:
         """Begin a call. Returns what takes its arguments."""
         index, self._num_calls = self._num_calls, self._num_calls + 1
+        self._before = ""
         if index and not self._parallel:
             return lambda text: None
         self._pieces.append(CallBegun(index, name))

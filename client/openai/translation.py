@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from client.openai.chat_template import ChatTemplate
 from client.openai.errors import ApiError
-from client.openai.schema import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
+from client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
+from client.openai.tool_calls import MISTRAL, Format
+from client.openai.tools import ToolUse
+
+Sampling = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -17,9 +23,10 @@ class EngineRequest:
     """The arguments of AsyncClient.stream and .generate."""
 
     prompt: str | None  # either this
-    messages: list[dict[str, str]] | None  # or a conversation
-    sampling: Mapping[str, Any]
-    names: Mapping[str, str]  # the engine's names of fields -> the caller's, where they differ
+    messages: list[dict[str, Any]] | None  # or a conversation
+    sampling: Sampling
+    # The engine's names of fields -> the caller's, where they differ.
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -27,42 +34,85 @@ class EngineRequest:
 
 
 def from_completion(request: CompletionRequest) -> EngineRequest:
-    prompt = request.prompt if isinstance(request.prompt, str) else request.prompt[0]
-    sampling = _sampling(request)
+    sampling, names = _sampling(request, None)
     if request.logprobs is not None:
         sampling["logprobs"] = request.logprobs
-    return EngineRequest(prompt, None, sampling, {"text_input": "prompt", "prompt_tokens": "prompt"})
+    prompt = request.prompt if isinstance(request.prompt, str) else request.prompt[0]
+    return EngineRequest(prompt, None, sampling, names | {"text_input": "prompt", "prompt_tokens": "prompt"})
 
 
-async def from_chat(request: ChatRequest, template: ChatTemplate | None, default_max_tokens: int) -> EngineRequest:
+async def from_chat(
+    request: ChatRequest, use: ToolUse, form: Format, template: ChatTemplate | None, default_max_tokens: int
+) -> EngineRequest:
     """Without a template of the gateway's own the engine applies the model's."""
-    sampling = _sampling(request)
-    names = {"text_input": "messages", "prompt_tokens": "messages"}
+    sampling, names = _sampling(request, use.schema)
+    names |= {"text_input": "messages", "prompt_tokens": "messages"}
     if request.max_completion_tokens is not None:
-        if request.max_tokens is not None:
-            raise ApiError(400, "max_tokens: means nothing beside max_completion_tokens", param="max_tokens")
         sampling["max_tokens"] = request.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
     if request.logprobs:
         sampling["logprobs"] = request.top_logprobs or 0
         names["logprobs"] = "top_logprobs"
-    elif request.top_logprobs is not None:
-        raise ApiError(400, "top_logprobs: has a meaning with logprobs=true only", param="top_logprobs")
+    if request.may_call and form is MISTRAL:
+        sampling.setdefault("skip_special_tokens", False)  # its mark is one
     sampling.setdefault("max_tokens", default_max_tokens)
-    messages = [_message(message) for message in request.messages]
+    messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
     if template is None:
-        return EngineRequest(None, messages, sampling, names)
-    prompt = await asyncio.to_thread(template.prompt, messages)
+        return EngineRequest(None, messages, sampling | ({"tools": use.in_prompt} if use.in_prompt else {}), names)
+    prompt = await asyncio.to_thread(template.prompt, messages, use.in_prompt)
     return EngineRequest(prompt, None, sampling, names)
 
 
-def _sampling(request: SamplingFields) -> dict[str, Any]:
+def _sampling(request: GenerateBody, call_schema: dict[str, Any] | None) -> tuple[Sampling, dict[str, str]]:
+    """And the caller's names of fields. Raises ApiError where an answer would be held to two things."""
     values = {name: getattr(request, name) for name in SamplingFields.model_fields}
-    return {name: value for name, value in values.items() if value is not None}
+    sampling = {name: value for name, value in values.items() if value is not None}
+    names: dict[str, str] = {}
+    for own, name, value in [*_guidance(request), ("tools", "json_schema", call_schema)]:
+        if value is None:
+            continue
+        if name in sampling:
+            other = names.get(name, name)
+            raise ApiError(400, f"{own}: the answer is held to {other} already; leave one of the two out", param=own)
+        sampling[name], names[name] = value, own
+    return sampling, names
 
 
-def _message(message: ChatMessage) -> dict[str, str]:
-    """As chat templates know it: "developer" is OpenAI's newer word for "system"."""
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
-    return {"role": role, "content": content if isinstance(content, str) else "".join(part.text for part in content)}
+def _guidance(request: GenerateBody) -> Iterator[tuple[str, str, Any]]:
+    """The caller's name, the engine's, and the value."""
+    yield "guided_json", "json_schema", request.guided_json
+    yield "guided_regex", "regex", request.guided_regex
+    yield "guided_choice", "choice", request.guided_choice
+    yield "guided_grammar", "grammar", request.guided_grammar
+    asked = request.response_format or ResponseFormat(type="text")
+    yield "response_format", "json_object", True if asked.type == "json_object" else None
+    schema = asked.json_schema and (asked.json_schema.schema_ or {"type": "object"})  # left out: any object
+    yield "response_format", "json_schema", schema
+
+
+def _message(place: str, message: ChatMessage) -> dict[str, Any]:
+    """As chat templates know it: "developer" is OpenAI's newer word for "system", and arguments are objects."""
+    content = message.content if message.content is not None else ""
+    turn: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if isinstance(content, str) else "".join(part.text for part in content),
+    }
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _call(f"{place}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
+        ]
+    return turn
+
+
+def _call(place: str, call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{place}.function.arguments"
+        raise ApiError(400, f"{field}: must be the JSON text of an object", param=field)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

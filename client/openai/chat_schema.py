@@ -1,0 +1,116 @@
+"""Chat requests: messages, and tools that the model may call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from client.openai.errors import ApiError
+from client.openai.schema import NOT_SERVED, GenerateBody, StrictModel
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str  # JSON text of an object
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None  # for the template
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # What answers carry, which come back as the next turn's history.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+    def check(self, place: str) -> None:
+        """Raises ApiError for fields that the role lacks, or does not have."""
+        if self.tool_calls and self.role != "assistant":
+            raise _wrong(f"{place}.tool_calls", f"is for the role assistant, not {self.role}")
+        if self.content is None and not self.tool_calls:
+            raise _wrong(f"{place}.content", "is missing")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise _wrong(f"{place}.tool_call_id", "is missing" if self.role == "tool" else "is for the role tool")
+
+
+class Function(StrictModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(GenerateBody):
+    not_served: ClassVar = {**NOT_SERVED, "functions": (None, []), "function_call": (None, "none")}
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def check(self) -> None:
+        super().check()
+        for index, message in enumerate(self.messages):
+            message.check(f"messages.{index}")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise _wrong("max_tokens", "means nothing beside max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _wrong("top_logprobs", "has a meaning with logprobs=true only")
+        self._check_tools([tool.function.name for tool in self.tools or ()])
+
+    def _check_tools(self, names: Sequence[str]) -> None:
+        for index, name in enumerate(names):
+            if not _TOOL_NAME.fullmatch(name):
+                raise _wrong(f"tools.{index}.function.name", "must be 1..64 letters, digits, '_', '-' or '.'")
+            if name in names[:index]:
+                raise _wrong(f"tools.{index}.function.name", f"{name!r} is there twice")
+        if not names and self.tool_choice not in (None, "none"):
+            raise _wrong("tool_choice", "has a meaning with tools only")
+        if not names and self.parallel_tool_calls is not None:
+            raise _wrong("parallel_tool_calls", "has a meaning with tools only")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise _wrong("tool_choice", f"{self.tool_choice.function.name[:80]!r} is none of the tools")
+        if self.may_call and self.response_format and self.response_format.type != "text":
+            raise _wrong("response_format", "cannot hold for an answer that may call tools; leave one of the two out")
+
+
+def _wrong(field: str, reason: str) -> ApiError:
+    return ApiError(400, f"{field}: {reason}", param=field)
