@@ -7,7 +7,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,6 +84,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIASED_WORDS = 128
 MAX_SALT_BYTES = 256
 MAX_LOGPROBS = 20
+AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "best_of": (1, None),
@@ -257,6 +258,14 @@ def _tokens_from(low: int) -> Callable[[str, Any, Limits], int]:
     return lambda name, value, limits: _whole(name, value, low, limits.max_model_len)
 
 
+def _max_tokens(name: str, value: Any, limits: Limits) -> int:
+    return AS_MANY if value is None else _whole(name, value, 1, limits.max_model_len)
+
+
+def _truncate(name: str, value: Any, limits: Limits) -> int | None:
+    return None if value is None else _whole(name, value, 1, limits.max_model_len)
+
+
 def _param(read: Callable[[str, Any, Limits], Any], default: Any) -> Any:
     return field(default=default, metadata={"read": read})
 
@@ -265,7 +274,7 @@ def _param(read: Callable[[str, Any, Limits], Any], default: Any) -> Any:
 class SamplingParams:
     """How to draw tokens and when to stop; names, meanings and defaults are vLLM's."""
 
-    max_tokens: int = _param(_tokens_from(1), 16)
+    max_tokens: int = _param(_max_tokens, 16)
     min_tokens: int = _param(_tokens_from(0), 0)
     temperature: float = _param(_between(0, 100), 1.0)  # 0: greedy
     top_k: int = _param(_top_k, 0)
@@ -289,6 +298,8 @@ class SamplingParams:
     beam_width: int = _param(_samples, 1)  # above 1: beam search
     length_penalty: float = _param(_between(-10, 10), 1.0)  # a score is log-probability / length ** length_penalty
     early_stopping: bool | str = _param(_early_stopping, False)
+    add_special_tokens: bool = _param(_flag, True)  # those that the tokenizer puts around text
+    truncate_prompt_tokens: int | None = _param(_truncate, None)  # how many of the prompt are kept, its last
     priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
     cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
 
@@ -308,10 +319,14 @@ class SamplingParams:
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
                 raise invalid(name, value, f"unknown sampling parameter; {hint}")
         params = cls(**read)
-        if params.min_tokens > params.max_tokens:
-            raise invalid("min_tokens", params.min_tokens, f"must be 0..max_tokens={params.max_tokens}")
+        params.check_min_tokens()
         params._check_beams()
         return params
+
+    def check_min_tokens(self) -> None:
+        """Raises RequestError for more than there may be at all."""
+        if self.min_tokens > self.max_tokens:
+            raise invalid("min_tokens", self.min_tokens, f"must be 0..max_tokens={self.max_tokens}")
 
     @property
     def has_penalty(self) -> bool:
@@ -390,29 +405,15 @@ class GenerateRequest:
     ) -> GenerateRequest:
         """Raises RequestError for a prompt that is empty, or a request that can never fit the model or the pool, or may
         find no token that it can draw."""
-        prompt, output = len(tokens), sampling.max_tokens
+        prompt = len(tokens)
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
-        check_prompt_length(prompt, output, limits)
-        if prompt + output > limits.max_model_len:
-            room = limits.max_model_len - prompt
-            raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
-                          f" (max_model_len is {limits.max_model_len})")  # fmt: skip
+        sampling = fitted(prompt, sampling, limits)
         if max(tokens) >= limits.vocab_size:  # the tokenizer knows tokens that the model has no embedding for
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
-        at_once = blocks_at_most(prompt, 1, sampling.num_seqs, limits.block_size)
-        if at_once > limits.num_blocks:
-            raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
-                          f" {limits.num_blocks}")  # fmt: skip
-        needed = blocks_at_most(prompt, output, sampling.num_seqs, limits.block_size)
-        if needed > limits.num_blocks:
-            kind = "samples" if sampling.beam_width == 1 else "beams"
-            of = f" of {sampling.num_seqs} {kind}" if sampling.num_seqs > 1 else ""
-            raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
-                          f" which has {limits.num_blocks}")  # fmt: skip
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
         allowed = None
         if sampling.allowed_token_ids is not None:
@@ -432,6 +433,32 @@ def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
     return bytes(bits)
 
 
+def fitted(prompt: int, sampling: SamplingParams, limits: Limits) -> SamplingParams:
+    """The same with a number of output tokens that fits the model and the pool after a prompt of so many tokens. Raises
+    RequestError where none does, or not as many as are asked for."""
+    check_prompt_length(prompt, sampling.max_tokens, limits)
+    output, count = sampling.max_tokens, sampling.num_seqs
+    room = limits.max_model_len - prompt
+    if output != AS_MANY and output > room:
+        raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
+                      f" (max_model_len is {limits.max_model_len})")  # fmt: skip
+    at_once = blocks_at_most(prompt, min(output, 1), count, limits.block_size)
+    if at_once > limits.num_blocks:
+        raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
+                      f" {limits.num_blocks}")  # fmt: skip
+    if output == AS_MANY:
+        sampling = replace(sampling, max_tokens=min(room, tokens_at_most(prompt, count, limits)))
+        sampling.check_min_tokens()
+        return sampling
+    needed = blocks_at_most(prompt, output, count, limits.block_size)
+    if needed > limits.num_blocks:
+        kind = "samples" if sampling.beam_width == 1 else "beams"
+        of = f" of {count} {kind}" if count > 1 else ""
+        raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
+                      f" which has {limits.num_blocks}")  # fmt: skip
+    return sampling
+
+
 def check_prompt_length(count: int, max_tokens: int, limits: Limits) -> None:
     """Raises RequestError for a prompt that leaves no room for an output, if there is to be one."""
     left = min(max_tokens, 1)
@@ -446,6 +473,13 @@ def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:
     keys and values are never needed."""
     shared = prompt // block_size if n > 1 else 0
     return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
+
+
+def tokens_at_most(prompt: int, n: int, limits: Limits) -> int:
+    """How long an output may be so that `blocks_at_most` is no more than the pool has."""
+    shared = prompt // limits.block_size if n > 1 else 0
+    each = shared + (limits.num_blocks - shared) // n
+    return each * limits.block_size - prompt + 1
 
 
 class Usage(NamedTuple):

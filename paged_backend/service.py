@@ -293,6 +293,9 @@ class Service:
         if not self._assembly.scheduler.blocks.caching:
             raise invalid("sequence_id", name, "sessions keep what the prefix cache finds, and it is off"
                           " (enable_prefix_caching)")  # fmt: skip
+        if sampling.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", sampling.truncate_prompt_tokens, "means nothing in a session, which"
+                          " keeps what was said; leave it out")  # fmt: skip
         if sampling.num_seqs > 1:
             field = "n" if sampling.n > 1 else "beam_width"
             raise invalid(field, getattr(sampling, field), "must be 1 in a session, which goes on from one answer")
@@ -349,8 +352,9 @@ class Service:
         if call.embedding and call.embedding.ids is not None:
             return call.embedding.ids
         before = turn.tokens_before() if turn and call.messages is None else []
+        last = None if sampling.truncate_prompt_tokens is None else -sampling.truncate_prompt_tokens
         if call.input_ids is not None:
-            return before + self._token_ids(call.input_ids, sampling)
+            return before + self._token_ids(call.input_ids[last:], sampling)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
         text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
         if len(text) > self._longest_text:
@@ -359,7 +363,8 @@ class Service:
                 f"{call.prompt_field}: {len(text)} characters; must be at most {self._longest_text}, which no prompt"
                 f" within max_model_len={self._assembly.limits.max_model_len} exceeds",
             )
-        return before + self._tokenizer.encode(text, add_special_tokens=call.prompt is not None and not before)
+        special = sampling.add_special_tokens and call.prompt is not None and not before
+        return before + self._tokenizer.encode(text, add_special_tokens=special)[last:]
 
     def _token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
         """Raises RequestError for too many of them, and for one that is none of the model's."""
@@ -373,7 +378,7 @@ class Service:
     def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
         decode = _decoder(self._tokenizer, sampling.skip_special_tokens)
-        echoed = _echoed(call, decode)
+        echoed = _echoed(call, request, decode)
 
         def sample() -> Sample:
             detokenizer = Detokenizer(
@@ -400,11 +405,13 @@ def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
     return 0 if call.return_cumulative_logprob else None
 
 
-def _echoed(call: wire.Call, decode: Callable[[list[int]], str]) -> str:
-    """What of the prompt comes before the output."""
+def _echoed(call: wire.Call, request: GenerateRequest, decode: Callable[[list[int]], str]) -> str:
+    """What comes before the output: the text as it was sent, or that of the tokens that were, or that are left."""
     if not call.echo:
         return ""
-    return decode(call.input_ids.tolist()) if call.input_ids is not None else call.prompt or ""
+    if request.sampling.truncate_prompt_tokens is not None:
+        return decode(list(request.prompt_token_ids))
+    return call.prompt or "" if call.input_ids is None else decode(call.input_ids.tolist())
 
 
 def _refuse(channel: Channel, error: RequestError) -> None:

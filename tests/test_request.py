@@ -60,7 +60,6 @@ def test_values_are_read_as_their_type(name, value, read):
         ("max_tokens", 1.5, "1..8192"),
         ("max_tokens", True, "1..8192"),
         ("max_tokens", "many", "1..8192"),
-        ("max_tokens", None, "1..8192"),
         ("max_tokens", [], "1..8192"),
         ("min_tokens", -1, "0..8192"),
         ("temperature", -0.1, "at least 0"),
@@ -232,3 +231,20 @@ def test_a_long_value_is_shortened_in_the_message():
 def test_an_error_is_text_that_can_be_sent():
     """JSON may hold halves of characters in names, too."""
     assert refusal(**{"\ud800": 1}).encode().startswith(b"INVALID_ARGUMENT: \\ud800=1: unknown sampling parameter")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 3}, {"beam_width": 4, "n": 2}], ids=str)
+@pytest.mark.parametrize("prompt", [1, 15, 16, 17, 1000, 4000])
+def test_as_many_tokens_as_there_is_room_for(prompt, sampling):
+    params = SamplingParams.parse({"max_tokens": None} | sampling, LIMITS)
+    room = GenerateRequest.admit(0, [1] * prompt, params, 0, frozenset(), LIMITS).sampling.max_tokens
+    given = [SamplingParams.parse({"max_tokens": count} | sampling, LIMITS) for count in (room, room + 1)]
+    GenerateRequest.admit(0, [1] * prompt, given[0], 0, frozenset(), LIMITS)
+    with pytest.raises(RequestError, match=f"max_tokens={room + 1}: "):
+        GenerateRequest.admit(0, [1] * prompt, given[1], 0, frozenset(), LIMITS)
+
+
+def test_min_tokens_may_be_more_than_there_is_room_for():
+    params = SamplingParams.parse({"max_tokens": None, "min_tokens": 200}, LIMITS)
+    with pytest.raises(RequestError, match=r"min_tokens=200: must be 0\.\.max_tokens=97"):
+        GenerateRequest.admit(0, [1] * 4000, params, 0, frozenset(), LIMITS)

@@ -139,3 +139,58 @@ def test_a_session_goes_on_in_token_ids(service):
 
     first, second = turn(IDS, 1), turn([5, 6], 2)
     assert second["prompt_token_ids"] == [*IDS, *first["token_ids"], 5, 6]
+
+
+def test_the_last_tokens_of_a_prompt_are_kept(service):
+    kept = service.ask(input_ids=IDS[-4:], sampling_parameters=sampling(), **RETURNED)
+    cut = sampling(truncate_prompt_tokens=4)
+    for prompt in ({"input_ids": IDS}, {"text_input": TEXT, "exclude_input_in_output": True}, {"input_ids": IDS[-4:]}):
+        assert service.ask(**prompt, sampling_parameters=cut, **RETURNED) == kept
+    long = service.ask(input_ids=[1] * 1000 + IDS[-4:], sampling_parameters=cut, **RETURNED)
+    assert long["prompt_token_ids"] == IDS[-4:]
+
+
+def test_of_a_prompt_that_was_cut_what_is_left_stands_before_the_output(service):
+    cut = sampling(truncate_prompt_tokens=3)
+    answer = service.ask(text_input=TEXT, sampling_parameters=cut, **RETURNED)
+    assert answer["text_output"][0].decode().startswith(" é")
+    assert answer["text_offsets"][0] == 2
+
+
+def test_a_session_is_not_cut(service):
+    caller = Caller(input_ids=IDS, sampling_parameters=sampling(truncate_prompt_tokens=3))
+    caller.correlation_id, caller.flags = lambda: 8, lambda: 3
+    service.service.submit(caller)
+    assert "truncate_prompt_tokens=3: means nothing in a session" in caller.refusal()
+
+
+@pytest.fixture(scope="module")
+def beginning(tiny, tmp_path_factory):
+    """One whose tokenizer puts a token before text."""
+    from tokenizers.processors import TemplateProcessing
+
+    directory, tokenizer = tmp_path_factory.mktemp("tokenizer"), byte_tokenizer()
+    own = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = own
+    tokenizer.save_pretrained(directory)
+    with serving(tiny[0], tokenizer=str(directory)) as running:
+        yield running
+
+
+def test_special_tokens_are_put_around_text_unless_that_is_unwanted(beginning):
+    end = TOKENIZER.eos_token_id
+    for prompt, given, expected in (
+        ({"text_input": TEXT}, {}, [end, *IDS]),
+        ({"text_input": TEXT}, {"add_special_tokens": False}, IDS),
+        ({"input_ids": IDS}, {}, IDS),
+        ({"text_input": TEXT}, {"truncate_prompt_tokens": 2}, IDS[-2:]),
+    ):
+        answer = beginning.ask(**prompt, sampling_parameters=sampling(**given), **RETURNED)
+        assert answer["prompt_token_ids"] == expected
+
+
+def test_as_many_tokens_as_the_context_has_room_for(service):
+    free = sampling(max_tokens=None, temperature=0)
+    answer = service.ask(input_ids=IDS, sampling_parameters=free, return_finish_reason=True, **RETURNED)
+    assert answer["num_output_tokens"] == [256 - len(IDS)]
+    assert answer["finish_reason"] == [b"length"]
