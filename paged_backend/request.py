@@ -92,8 +92,17 @@ _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here 
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "lora_name": (None,),
+    "use_beam_search": (False,),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "flat_logprobs": (False,),
+    "skip_reading_prefix_cache": (False,),
+    "logits_processors": ([],),
+    "extra_args": ({},),
 }
 
+
+_NULL_IS_NO_LIMIT = ("max_tokens",)  # any other that is null has its default
 
 _NOT_WITH_BEAMS = (
     "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -145,11 +154,12 @@ def _between(low: float, high: float, *, above: bool = False) -> Callable[[str, 
 
 
 def _flag(name: str, value: Any, limits: Limits) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
+    """0 and 1 count, and each as a string: request parameters may carry one."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    flag = known.get(str(value).lower()) if isinstance(value, str | int) else None
+    if flag is None:
         raise invalid(name, value, "must be true or false")
-    return value
+    return flag
 
 
 def _top_k(name: str, value: Any, limits: Limits) -> int:
@@ -310,10 +320,11 @@ class SamplingParams:
         read = {}
         for name, value in values.items():
             if name in _REFUSED:
-                if value not in _REFUSED[name] or isinstance(value, bool):
+                if value is not None and not any(value == one and type(value) is type(one) for one in _REFUSED[name]):
                     raise invalid(name, value, "not supported yet; leave it out")
             elif name in readers:
-                read[name] = readers[name](name, value, limits)
+                if value is not None or name in _NULL_IS_NO_LIMIT:
+                    read[name] = readers[name](name, value, limits)
             else:
                 near = difflib.get_close_matches(str(name), readers, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"

@@ -1,6 +1,7 @@
 """Sampling parameters and admission: what is taken, and how a refusal reads."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
@@ -30,6 +31,9 @@ def test_defaults_are_those_of_vllm():
         ("temperature", 1, 1.0),
         ("top_k", -1, 0),
         ("ignore_eos", "true", True),
+        ("ignore_eos", "False", False),
+        ("ignore_eos", 1, True),
+        ("ignore_eos", "0", False),
         ("stop", "END", ("END",)),
         ("stop", ["a", "b"], ("a", "b")),
         ("stop", None, ()),
@@ -85,7 +89,11 @@ def test_values_are_read_as_their_type(name, value, read):
         ("stop_token_ids", 5, "list"),
         ("stop_token_ids", [0] * 257, "at most 256"),
         ("ignore_eos", "maybe", "true or false"),
-        ("ignore_eos", 1, "true or false"),
+        ("ignore_eos", 2, "true or false"),
+        ("ignore_eos", 1.0, "true or false"),
+        ("detokenize", False, "not supported yet"),
+        ("use_beam_search", True, "not supported yet"),
+        ("logits_processors", ["x"], "not supported yet"),
         ("repetition_penalty", 0, "above 0"),
         ("presence_penalty", -2.5, "at least -2"),
         ("frequency_penalty", 2.5, "at most 2"),
@@ -154,6 +162,22 @@ def test_allowed_tokens_of_which_none_may_be_left_are_refused(more):
     with pytest.raises(RequestError, match=r"allowed_token_ids=\[3, 4\]: bad_words and min_tokens may forbid all"):
         admitted(allowed_token_ids=[3, 4], **more)
     admitted(allowed_token_ids=[3, 4, 5], **more)
+
+
+def test_a_value_that_asks_for_nothing_is_taken_under_any_name_of_vllms():
+    """Null is the default, but of max_tokens; clients that fill in every field send the rest."""
+    defaults = SamplingParams.parse({}, LIMITS)
+    names = {spec.name for spec in fields(SamplingParams)} - {"max_tokens"}
+    assert SamplingParams.parse(dict.fromkeys(names), LIMITS) == defaults
+    rest = {"use_beam_search": False, "detokenize": True, "spaces_between_special_tokens": True, "extra_args": {}}
+    rest |= {
+        "flat_logprobs": False,
+        "skip_reading_prefix_cache": False,
+        "logits_processors": [],
+        "guided_decoding": None,
+    }
+    assert SamplingParams.parse(rest, LIMITS) == defaults
+    assert SamplingParams.parse(dict.fromkeys(rest), LIMITS) == defaults
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])

@@ -7,13 +7,27 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from client.cli import main
 from paged_backend import wire
-from tests.server.conftest import plain_server, post
+from tests.server.conftest import plain_server, post, until
 
 ROOT = Path(__file__).parents[2]
 CONFIG = 'backend: "{backend}"\ninstance_group [ {{ count: 1 kind: {kind} }} ]\n'
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 0
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "of_vllm"
+  model_version: -1
+  input_map { key: "text_input" value: "text_input" }
+  output_map { key: "text_output" value: "text_output" }
+} ] }
+"""
 OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4}
 
 
@@ -37,6 +51,8 @@ def server(tiny, tmp_path_factory):
     add_model(repository, "silent_by_config", tiny[0], backend="paged", config=report)
     options = OPTIONS | {"disable_log_stats": True}
     add_model(repository, "silent_by_options", tiny[0], backend="vllm", options=options)
+    (repository / "pipeline" / "1").mkdir(parents=True)
+    (repository / "pipeline" / "config.pbtxt").write_text(ENSEMBLE)
     with plain_server(repository, backends=backends) as running:
         running.backends = backends
         yield running
@@ -121,12 +137,34 @@ def test_who_wants_no_metrics_has_none(server, model):
     assert samples(server, model) == {}
 
 
-def test_a_server_without_metrics_serves(tiny, tmp_path, server):
-    """And refuses a model of which config.pbtxt says something else of a tensor than the engine does."""
-    add_model(tmp_path, "good", tiny[0], backend="paged")
-    text = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
-    add_model(tmp_path, "bad", tiny[0], backend="paged", config=text)
-    flags = ("--allow-metrics=false", "--exit-on-error=false")
-    with plain_server(tmp_path, *flags, backends=server.backends) as quiet:
-        assert post(quiet, {"text_input": "Once"}, model="good")[0] == 200
-        assert "configuration expects datatype TYPE_INT32 for input 'text_input'" in "".join(quiet.log)
+def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
+    """Loaded and unloaded on demand; one that cannot be is refused with the reason, and harms no other."""
+    good = {"text_input": "Once", "max_tokens": 2}
+    add_model(tmp_path, "good", tiny[0], backend="vllm")
+    add_model(tmp_path, "attribute", tiny[0], backend="vllm", options={"invalid_attribute": True})
+    add_model(tmp_path, "weights", tmp_path / "nowhere", backend="vllm")
+    other = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
+    add_model(tmp_path, "tensor", tiny[0], backend="vllm", config=other)
+    flags = ("--allow-metrics=false", "--model-control-mode=explicit", "--load-model=good")
+    with (
+        plain_server(tmp_path, *flags, backends=server.backends) as quiet,
+        grpcclient.InferenceServerClient(quiet.grpc_url) as client,
+    ):
+        assert post(quiet, good, model="good")[0] == 200
+        for model, reason in (
+            ("attribute", "invalid_attribute: unknown engine option"),
+            ("weights", "nowhere"),
+            ("tensor", "configuration expects datatype TYPE_INT32 for input 'text_input'"),
+        ):
+            with pytest.raises(InferenceServerException, match=reason):
+                client.load_model(model)
+        client.unload_model("good")
+        until(lambda: not client.is_model_ready("good"), "the end of a model")
+        client.load_model("good")
+        assert post(quiet, good, model="good")[0] == 200
+
+
+def test_an_ensemble_may_have_it_as_a_step(server):
+    status, text = post(server, {"text_input": "Once", "max_tokens": 3}, "generate_stream", model="pipeline")
+    assert status == 200
+    assert json.loads(text.removeprefix("data: "))["text_output"].startswith("Once")
