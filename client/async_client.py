@@ -14,13 +14,16 @@ from client.sync_client import DEFAULT_URLS
 from client.types import Completion, Delta, Embedding, PagedError, PoolMap
 from client.wire import (
     POOL_MAP_REQUEST,
+    STOP_REQUEST,
     Fields,
     Message,
     Prompt,
     Values,
+    check_request_id,
     check_timeout,
     embedding_values,
     read_embedding,
+    read_num_stopped,
     read_pool_map,
     request_values,
 )
@@ -151,6 +154,10 @@ class AsyncClient:
     async def pool_map(self, *, timeout: float | None = None) -> PoolMap:
         """See Client.pool_map."""
         return read_pool_map(await self._ask(POOL_MAP_REQUEST, "", timeout))
+
+    async def cancel(self, request_id: str, *, timeout: float | None = None) -> int:
+        """See Client.cancel."""
+        return read_num_stopped(await self._ask(STOP_REQUEST, check_request_id(request_id), timeout))
 
     async def embed(
         self,

@@ -12,13 +12,16 @@ from client.stream import Cancellable, StreamBase
 from client.types import Completion, Delta, Embedding, PagedError, PoolMap
 from client.wire import (
     POOL_MAP_REQUEST,
+    STOP_REQUEST,
     Fields,
     Message,
     Prompt,
     Values,
+    check_request_id,
     check_timeout,
     embedding_values,
     read_embedding,
+    read_num_stopped,
     read_pool_map,
     request_values,
 )
@@ -151,7 +154,7 @@ class Client:
             messages: instead of `prompt`, a conversation: {"role": ..., "content": ...} each. The server
                 applies the model's chat template. `tools=[...]` beside them, functions as OpenAI's
                 interface describes them, are for the template, too.
-            request_id: appears in the server's log.
+            request_id: appears in the server's log; `cancel` ends the request by it.
             timeout: seconds for the whole request; None: no limit.
             sampling: the server's sampling parameters, vLLM's names: max_tokens=64, stop=["\\n"], … And
                 return_token_ids and return_text_offsets; for a session sequence_id, sequence_start and
@@ -176,6 +179,16 @@ class Client:
             PagedError: the server cannot be reached or has no such map.
         """
         return read_pool_map(self._ask(POOL_MAP_REQUEST, "", timeout))
+
+    def cancel(self, request_id: str, *, timeout: float | None = None) -> int:
+        """End whatever is open at the server under this request id, whoever sent it; how many requests that were. They
+        end with the error CANCELLED.
+
+        Raises:
+            ValueError: no request id, or a timeout that is none.
+            PagedError: the server cannot be reached.
+        """
+        return read_num_stopped(self._ask(STOP_REQUEST, check_request_id(request_id), timeout))
 
     def embed(
         self,

@@ -31,6 +31,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_receipt": ("TYPE_BOOL", (1,)),
     "announce": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
+    "stop_request": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
     "stop": ("TYPE_STRING", (-1,)),
     "bad_words": ("TYPE_STRING", (-1,)),
@@ -50,6 +51,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_offsets": ("TYPE_INT32", (-1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
+    "num_stopped": ("TYPE_UINT32", (1,)),
 }
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
@@ -148,6 +150,7 @@ def read_embedding(answer: Fields | None) -> Embedding:
 
 
 POOL_MAP_REQUEST: Values = {"pool_map": True}
+STOP_REQUEST: Values = {"stop_request": True}
 
 
 def read_pool_map(answer: Fields | None) -> PoolMap:
@@ -157,6 +160,20 @@ def read_pool_map(answer: Fields | None) -> PoolMap:
         return PoolMap(**{field.name: values[field.name] for field in fields(PoolMap)})
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
+
+
+def check_request_id(request_id: str) -> str:
+    if not request_id:
+        raise ValueError(f"request_id={request_id!r}: must be that of the request to end")
+    return request_id
+
+
+def read_num_stopped(answer: Fields | None) -> int:
+    """Raises PagedError where the one response of such a request is none of the kind."""
+    try:
+        return int((answer or {})["num_stopped"][0])
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no count: {type(error).__name__}: {error}") from None
 
 
 def _json_object(sampling: Mapping[str, object]) -> str:

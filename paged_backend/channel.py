@@ -30,13 +30,14 @@ class Channel:
         self._error_text = error_text
         self.closed = False
 
-    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int]:
+    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]:
         """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence
-        (0 or "": none), and its flags."""
+        (0 or "": none), its flags, and its id ("": none)."""
         request = self._request
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
         parameters = json.loads(request.parameters() or "{}")
-        return tensors, parameters, request.timeout(), request.correlation_id(), request.flags()
+        own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
+        return tensors, parameters, *own
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
         """A round trip to the server process: never on the engine's thread."""

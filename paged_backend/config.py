@@ -141,6 +141,12 @@ class EngineConfig:
         optional=True,
     )
     max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
+    max_queue_size: int = option(
+        _whole(0),
+        "requests that may wait to be let in, those that have just come included; one more is refused at once, with"
+        " `UNAVAILABLE`. 0: no limit",
+        0,
+    )
     max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
     target_step_ms: float | None = option(
         _above_zero,

@@ -21,7 +21,7 @@ from paged_backend.request import (
 )
 
 INPUT, DIMENSIONS = "embedding_request.input", "embedding_request.pooling_params.dimensions"
-_SAMPLING = ("priority", "cache_salt")  # what of the sampling parameters has a meaning without a draw
+_SAMPLING = ("priority", "cache_salt", "timeout_ms")  # what of the sampling parameters has a meaning without a draw
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def parse_sampling(values: Mapping[str, Any], limits: Limits) -> SamplingParams:
         if name not in _SAMPLING:
             raise invalid(name, values[name], "means nothing beside embedding_request; leave it out")
     given = SamplingParams.parse(values, limits)
-    return SamplingParams(max_tokens=0, temperature=0.0, priority=given.priority, cache_salt=given.cache_salt)
+    kept = {name: getattr(given, name) for name in _SAMPLING}
+    return SamplingParams(max_tokens=0, temperature=0.0, **kept)
 
 
 def embedding_json(hidden: HiddenState, dimensions: int | None) -> str:

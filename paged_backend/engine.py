@@ -119,8 +119,8 @@ class Flight:
 
 
 class Engine:
-    """Runs requests until told to stop. `submit` and `abort` may be called from any thread; `emit` is called on
-    the engine's own and must not block."""
+    """Runs requests until told to stop. `submit` is called from one thread, `abort` may be from any; `emit` is called
+    on the engine's own and must not block."""
 
     def __init__(
         self,
@@ -140,6 +140,8 @@ class Engine:
         self._disk = disk
         self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
+        self._submitted = 0  # requests
+        self._dropped = 0  # of them, while their blocks were being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
         self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | Die | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -165,7 +167,14 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._dead
 
+    @property
+    def waiting(self) -> int:
+        """Requests that were submitted and have not computed yet; for the thread that submits. Never less than there
+        are: each of the numbers has one thread that changes it, and those that are subtracted only grow."""
+        return self._submitted - self._dropped - self._scheduler.departed
+
     def submit(self, request: GenerateRequest) -> None:
+        self._submitted += 1
         if self._fetcher and self._disk and self._disk.up:
             self._fetching.add(request.key)
             self._fetcher.submit(self._fetch, request)
@@ -252,6 +261,7 @@ class Engine:
     def _drop(self, message: Abort) -> bool:
         if message.key in self._fetching:
             self._fetching.remove(message.key)
+            self._dropped += 1
             return True
         if message.index is None:
             return self._scheduler.abort(message.key)

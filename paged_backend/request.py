@@ -37,6 +37,15 @@ class RequestError(Exception):
         self.verbatim = verbatim
 
 
+class QueueFull(RequestError):
+    """As many requests wait as may."""
+
+    def __init__(self, waiting: int):
+        super().__init__(
+            ErrorCode.UNAVAILABLE, f"{waiting} requests wait, which is max_queue_size; send it again later"
+        )
+
+
 def invalid(field_name: str, value: Any, limit: str) -> RequestError:
     shown = json.dumps(value, default=str)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
@@ -255,6 +264,10 @@ def _salt(name: str, value: Any, limits: Limits) -> str:
     return value
 
 
+def _timeout_ms(name: str, value: Any, limits: Limits) -> int | None:
+    return None if value is None else _whole(name, value, 1, 2**31 - 1)
+
+
 def _early_stopping(name: str, value: Any, limits: Limits) -> bool | str:
     if value == "never":
         return value
@@ -312,6 +325,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = _param(_truncate, None)  # how many of the prompt are kept, its last
     priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
     cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
+    timeout_ms: int | None = _param(_timeout_ms, None)  # from arrival; what there is then is the answer
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], limits: Limits) -> SamplingParams:

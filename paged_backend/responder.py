@@ -7,6 +7,7 @@ thread. Tokens that pile up for a stream while others are served go out as one r
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -147,14 +148,15 @@ class Stream:
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
     finished: bool = field(default=False, init=False)  # whether every sample is
     sent: bool = field(default=False, init=False)  # whether any response is
+    deadline: float = field(init=False)  # by time.monotonic()
+
+    def __post_init__(self) -> None:
+        limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
+        self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
 
     @property
     def ended(self) -> bool:
         return self.finished or self.error is not None
-
-    def overdue(self, now: float) -> bool:
-        limit = self.call.timeout_us
-        return limit > 0 and now - self.arrived > limit / 1e6
 
     def take(self, delta: TokenDelta, when: float) -> None:
         """Book what a step gave one of the samples."""
@@ -212,8 +214,19 @@ class Stream:
         self.finished = True
 
 
+@dataclass(frozen=True)
 class Refused:
     """A request that was answered with an error at once."""
+
+    outcome: str  # as the metrics name it
+
+
+@dataclass(frozen=True, eq=False)
+class Cancel:
+    """End what is open under a request id, and answer how many that were."""
+
+    channel: Channel
+    request_id: str
 
 
 class Responder:
@@ -223,7 +236,9 @@ class Responder:
         self._metrics = metrics
         self._sessions = sessions
         self._engine: Aborts | None = None
-        self._inbox: SimpleQueue[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | Cancel | None] = (
+            SimpleQueue()
+        )
         self._died: RequestError | None = None
         self._streams: dict[int, Stream] = {}
         self._lookers: list[Channel] = []  # those who wait for a map of the pool
@@ -247,9 +262,13 @@ class Responder:
         """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
         self._inbox.put(stream)
 
-    def refused(self) -> None:
+    def refused(self, outcome: str) -> None:
         """Count a request that never became a stream."""
-        self._inbox.put(Refused())
+        self._inbox.put(Refused(outcome))
+
+    def cancel(self, channel: Channel, request_id: str) -> None:
+        """Cancel the streams of this id, and answer how many those were."""
+        self._inbox.put(Cancel(channel, request_id))
 
     def look(self, channel: Channel) -> None:
         """Answer with the next map of the pool. Must come before the engine is asked for it."""
@@ -279,7 +298,9 @@ class Responder:
             self._poll()
             self._metrics.show_sessions(len(self._sessions))
 
-    def _take(self, message: Stream | Channel | PoolMap | Refused | EngineDied, touched: dict[int, Stream]) -> None:
+    def _take(
+        self, message: Stream | Channel | PoolMap | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+    ) -> None:
         """Anything but a step."""
         if isinstance(message, Stream):
             self._streams[message.request.key] = message
@@ -297,7 +318,9 @@ class Responder:
         elif isinstance(message, PoolMap):
             self._show_pool(message)
         elif isinstance(message, Refused):
-            self._metrics.ended("refused")
+            self._metrics.ended(message.outcome)
+        elif isinstance(message, Cancel):
+            self._cancel_all(message)
         else:
             touched |= self._fail_all(message.reason)
 
@@ -310,7 +333,7 @@ class Responder:
         self._stats, self._generated = None, 0
         self._next_show = time.monotonic() + SHOW_SECONDS
 
-    def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | None]:
+    def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | Cancel | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
         session, nor past the time when the metrics are to be updated."""
         messages = []
@@ -381,12 +404,14 @@ class Responder:
     def _answer_lookers(self, answer: Callable[[Channel], None]) -> None:
         lookers, self._lookers = self._lookers, []
         for channel in lookers:
-            try:
-                answer(channel)
-            except Exception as error:
-                log.exception("a map of the pool could not be sent")
-                with suppress(Exception):
-                    channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            _answer(channel, answer)
+
+    def _cancel_all(self, message: Cancel) -> None:
+        found = [stream for stream in self._streams.values() if stream.call.request_id == message.request_id]
+        for stream in found:
+            self._guarded(stream, lambda stream: self._cancel(stream, "the request was ended by a stop_request"))
+        outputs = wire.write_num_stopped(len(found))
+        _answer(message.channel, lambda channel: channel.send(outputs, final=True))
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], None]) -> None:
         try:
@@ -463,7 +488,7 @@ class Responder:
         if now < self._next_poll:
             return
         self._sessions.expire()
-        for stream in [stream for stream in self._streams.values() if stream.overdue(now)]:
+        for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
             self._guarded(stream, self._expire)
         asked = self._ask_some()
         took = time.monotonic() - now
@@ -487,9 +512,12 @@ class Responder:
     def _ask(self, stream: Stream) -> None:
         """A round trip, like sending."""
         if stream.channel.is_cancelled():
-            stream.error = RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
-            self._abort(stream.request.key)
-            self._deliver(stream)
+            self._cancel(stream, "the request was cancelled by its client")
+
+    def _cancel(self, stream: Stream, reason: str) -> None:
+        stream.error = RequestError(ErrorCode.CANCELLED, reason)
+        self._abort(stream.request.key)
+        self._deliver(stream)
 
     def _expire(self, stream: Stream) -> None:
         if stream.call.embedding:  # of which a part is of no use
@@ -509,6 +537,16 @@ class Responder:
     def _end(self, key: int, index: int) -> None:
         assert self._engine is not None
         self._engine.end(key, index)
+
+
+def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
+    """One that is no stream's."""
+    try:
+        answer(channel)
+    except Exception as error:
+        log.exception("a question could not be answered")
+        with suppress(Exception):
+            channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
 
 def _outcome(stream: Stream) -> str:

@@ -113,6 +113,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[Group] = []  # by rank
         self._running: dict[int, Group] = {}
+        self.departed = 0  # requests that no longer wait to compute for the first time
         self._in_flight = 0  # plans that are not committed, nor have failed
         self._stuck = False  # whether somebody waits for a commit
         self._guess = guess if max_guesses else None
@@ -470,6 +471,7 @@ class Scheduler:
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
             draft.entered.append(group.key)
+            self.departed += 1
             self._count_hit(group, hit)
         draft.put(group, leader, length)
 
@@ -727,6 +729,7 @@ class Scheduler:
     def _remove(self, group: Group) -> None:
         if self._running.pop(group.key, None) is None:
             self._waiting.remove(group)
+            self.departed += group.preemptions == 0
 
 
 def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReason | None:

@@ -38,6 +38,7 @@ from paged_backend.request import (
     ErrorCode,
     GenerateRequest,
     Limits,
+    QueueFull,
     RequestError,
     SamplingParams,
     check_prompt_length,
@@ -215,6 +216,7 @@ class Service:
         self._token_text = _token_texts(self._tokenizer)
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
+        self._max_queue_size = config.max_queue_size
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._responder = Responder(metrics, self._sessions)
         assembly = self._assembly
@@ -237,7 +239,7 @@ class Service:
         self._assembly.close()
 
     def submit(self, pb_request: Any) -> None:
-        """Read, tokenize, check and queue one request of the server's."""
+        """Read, tokenize, check and queue one request of the server's. To be called from one thread."""
         arrived = time.monotonic()
         try:
             channel = Channel(self._pb_utils, pb_request)
@@ -248,9 +250,8 @@ class Service:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
             received = channel.received()
-            if wire.asks_for_pool_map(*received):
-                self._responder.look(channel)
-                self._engine.look()
+            if question := wire.question(*received):
+                self._answer(question, channel, wire.request_id(received[1], received[-1]))
                 return
             call = wire.read(*received)
             stream = self._admit(call, channel, arrived)
@@ -259,10 +260,21 @@ class Service:
                 self._engine.submit(stream.request)
         except RequestError as error:
             _refuse(channel, error)
-            self._responder.refused()
+            self._responder.refused("queue_full" if isinstance(error, QueueFull) else "refused")
         except Exception as error:
             log.exception("a request could not be taken")
             _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _answer(self, question: str, channel: Channel, request_id: str) -> None:
+        if question == "pool_map":
+            self._responder.look(channel)
+            self._engine.look()
+        elif not request_id:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT, "stop_request: has no request id (`id` over HTTP); give that of the request"
+            )
+        else:
+            self._responder.cancel(channel, request_id)
 
     def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
         """A stream of a request that may be queued; None where the request was answered here."""
@@ -278,6 +290,8 @@ class Service:
                 turn = None
                 channel.send(outputs, final=True)
                 return None
+            if self._max_queue_size and (waiting := self._engine.waiting) >= self._max_queue_size:
+                raise QueueFull(waiting)
             request = self._request(call, sampling, turn)
             samples = self._samples(call, request)
             return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, turn)

@@ -55,6 +55,7 @@ INPUTS = {
     "return_receipt": _BOOL,
     "announce": _BOOL,
     "pool_map": _BOOL,
+    "stop_request": _BOOL,
     "embedding_request": _STRING,
     **LISTS,
 }
@@ -70,6 +71,7 @@ OUTPUTS = {
     "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "receipt": _STRING,
     "pool_map": _STRING,
+    "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
 }
 NUMPY_TYPES = {
     "TYPE_STRING": np.object_,
@@ -82,6 +84,7 @@ NUMPY_TYPES = {
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
 
+QUESTIONS = ("pool_map", "stop_request")  # inputs that stand alone and are answered at once
 _NOT_YET = ("image",)
 # What may stand beside an embedding_request.
 _WITH_EMBEDDING = frozenset(
@@ -91,7 +94,8 @@ _WITH_EMBEDDING = frozenset(
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
 MAX_SEQUENCE_ID_BYTES = 128
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
-_PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout",))
+_PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
+MAX_REQUEST_ID_BYTES = 256
 # Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
 _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
@@ -122,6 +126,7 @@ class Call:
     return_receipt: bool
     timeout_us: int
     sequence: SequenceControl | None = None
+    request_id: str = ""  # the client's; need not be unique
     return_logprobs: bool = False
     return_cumulative_logprob: bool = False
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt's tokens, to which nothing is added
@@ -159,9 +164,10 @@ def read(
     timeout_us: int = 0,
     sequence_id: int | str = 0,
     flags: int = 0,
+    own_id: str = "",
 ) -> Call:
-    """Raises RequestError for what is missing, malformed, contradictory or not supported yet. `sequence_id` and `flags`
-    are the request's own; over the generate endpoints they come as parameters."""
+    """Raises RequestError for what is missing, malformed, contradictory or not supported yet. `sequence_id`, `flags`
+    and `own_id` are the request's own; over the generate endpoints they come as parameters."""
     for name in _NOT_YET:
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
@@ -186,6 +192,7 @@ def read(
         return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
         sequence=sequence,
+        request_id=request_id(parameters, own_id),
         return_logprobs=_bool(tensors, "return_logprobs", False),
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
         input_ids=input_ids,
@@ -251,27 +258,41 @@ def error_text(error: RequestError) -> str:
     return str(error) if bare else f"{ERROR_PREFIX}{error}"
 
 
-def asks_for_pool_map(
+def question(
     tensors: Mapping[str, np.ndarray],
     parameters: Mapping[str, Any],
     timeout_us: int = 0,
     sequence_id: int | str = 0,
     flags: int = 0,
-) -> bool:
-    """Whether this is no prompt but asks for a map of the pool. Raises RequestError for whatever stands beside that,
-    which would be ignored."""
-    if not _bool(tensors, "pool_map", False):
-        return False
+    own_id: str = "",
+) -> str | None:
+    """Which of `QUESTIONS` this is, where it is no prompt. Raises RequestError for whatever stands beside that, which
+    would be ignored."""
+    asked = next((name for name in QUESTIONS if _bool(tensors, name, False)), None)
+    if asked is None:
+        return None
     sampling, timeout_us = _parameters(parameters, timeout_us)
-    beside = [*sorted(tensors.keys() - {"pool_map"}), *sorted(sampling)]
+    beside = [*sorted(tensors.keys() - {asked}), *sorted(sampling)]
     beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(_sequence(parameters, sequence_id, flags))
     if beside:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside pool_map; leave it out")
-    return True
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside {asked}; leave it out")
+    return asked
+
+
+def request_id(parameters: Mapping[str, Any], own_id: str) -> str:
+    """The client's, or "". The generate endpoints of some servers hand it on as a parameter."""
+    name = parameters.get("id", own_id)
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_REQUEST_ID_BYTES:
+        raise invalid("id", name, f"must be a string of at most {MAX_REQUEST_ID_BYTES} bytes")
+    return name or own_id
 
 
 def write_pool_map(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {"pool_map": np.array([json.dumps(values).encode()], dtype=np.object_)}
+
+
+def write_num_stopped(count: int) -> dict[str, np.ndarray]:
+    return {"num_stopped": np.array([count], dtype=np.uint32)}
 
 
 def _one(tensors: Mapping[str, np.ndarray], name: str) -> Any:
@@ -404,7 +425,7 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise invalid(name, value, "must be a whole number of microseconds, at least 0")
             timeout_us = value
-        elif name in _SEQUENCE:
+        elif name in _SEQUENCE or name == "id":
             continue  # read before
         elif near := difflib.get_close_matches(name.lower().replace("-", "_"), _PARAMETERS, n=1, cutoff=0.8):
             raise invalid(name, value, f"unknown parameter; did you mean {near[0]}?")

@@ -33,6 +33,7 @@ class Caller(SimpleQueue):
         self.inputs, self.get_response_sender = lambda: self.tensors, lambda: self
         self.parameters, self.is_cancelled = lambda: "", lambda: False
         self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.request_id = lambda: ""
 
     def send(self, response: Any, flags: int) -> None:
         tensors, error = response

@@ -43,6 +43,8 @@ class Seen:
         if "pool_map" in inputs:
             text = self.maps.pop(0) if len(self.maps) > 1 else self.maps[0]
             return {"fail": text, "say": []} if text.startswith("UNAVAILABLE") else {"map": text}
+        if "stop_request" in inputs:
+            return {"stopped": len(self.requests)}
         return json.loads(inputs["sampling_parameters"])
 
 
@@ -50,6 +52,9 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The responses that carry text, as outputs by name."""
     if "map" in script:
         yield {"pool_map": script["map"]}
+        return
+    if "stopped" in script:
+        yield {"num_stopped": script["stopped"]}
         return
     say = script["say"]
     ends = not script.keys() & {"fail", "cut", "hold", "vanish"}

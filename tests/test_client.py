@@ -329,6 +329,17 @@ class TestClient:
         with pytest.raises(PagedError, match="INTERNAL: the server sent no map of its pool"):
             client.pool_map()
 
+    def test_ending_a_request_by_its_id(self, client, fake):
+        assert [client.cancel("r", timeout=WAIT), client.cancel("s")] == [1, 2]
+        assert fake.requests == [{"stop_request": True, "request_id": name} for name in ("r", "s")]
+        with pytest.raises(ValueError, match="request_id=''"):
+            client.cancel("")
+
+    def test_an_answer_without_a_count(self, client, monkeypatch):
+        monkeypatch.setattr(sync_client, "STOP_REQUEST", {"sampling_parameters": '{"say": ["a"]}'})
+        with pytest.raises(PagedError, match="INTERNAL: the server sent no count"):
+            client.cancel("r")
+
     def test_an_embedding(self, client, fake):
         assert client.embed("hé", timeout=WAIT, say=["[0.6, 0.8]"]) == Embedding((0.6, 0.8), 7)
         ids = client.embed([np.int64(5), 6], dimensions=2, request_id="r", say=["[1]"])
@@ -515,6 +526,14 @@ class TestAsyncClient:
             return pool
 
         assert self.run(fake, protocol, scenario) == PoolMap(**pool_of("12c."))
+
+    def test_ending_a_request_by_its_id(self, fake, protocol):
+        async def scenario(client):
+            with pytest.raises(ValueError, match="request_id=''"):
+                await client.cancel("")
+            return await client.cancel("r", timeout=WAIT)
+
+        assert self.run(fake, protocol, scenario) == 1
 
     def test_an_embedding(self, fake, protocol):
         async def scenario(client):

@@ -168,6 +168,18 @@ def test_a_sequence_that_makes_no_sense(parameters, reason):
     assert reason in refusal(parameters, text_input=text("x"))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "own", "found"), [({}, "", ""), ({}, "a", "a"), ({"id": "b"}, "", "b"), ({"id": ""}, "a", "a")]
+)
+def test_an_id_comes_with_the_request_or_among_its_parameters(parameters, own, found):
+    assert wire.read({"text_input": text("x")}, parameters, own_id=own).request_id == found
+
+
+@pytest.mark.parametrize("name", [5, True, None, "é" * 129])
+def test_an_id_that_is_none(name):
+    assert "must be a string of at most 256 bytes" in refusal({"id": name}, text_input=text("x"))
+
+
 def test_half_a_character_anywhere_in_messages_is_refused():
     turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
     assert "messages: hold half a character" in refusal({}, messages=turns)
@@ -325,12 +337,14 @@ def test_without_the_sampling_parameter_log_probabilities_are_null():
     assert logprobs_of(read(**ASKED), [None, None], [-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
 
 
-def test_a_map_of_the_pool_is_asked_for_alone():
-    assert wire.asks_for_pool_map({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0})
-    assert not wire.asks_for_pool_map({"pool_map": flag(False), "text_input": text("x")}, {})
-    assert not wire.asks_for_pool_map({"text_input": text("x")}, {"max_tokens": 3})
+def test_a_question_is_asked_alone():
+    assert wire.question({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0}) == "pool_map"
+    assert wire.question({"stop_request": flag(True)}, {}) == "stop_request"
+    assert wire.question({"pool_map": flag(False), "text_input": text("x")}, {}) is None
+    assert wire.question({"text_input": text("x")}, {"max_tokens": 3}) is None
 
 
+@pytest.mark.parametrize("asked", wire.QUESTIONS)
 @pytest.mark.parametrize(
     ("tensors", "parameters", "others", "named"),
     [
@@ -344,8 +358,8 @@ def test_a_map_of_the_pool_is_asked_for_alone():
         ({}, {}, (0, 7), "sequence_id"),
     ],
 )
-def test_what_stands_beside_a_map_is_refused_by_name(tensors, parameters, others, named):
-    with pytest.raises(RequestError, match=f"{named}: means nothing beside pool_map; leave it out"):
-        wire.asks_for_pool_map({"pool_map": flag(True)} | tensors, parameters, *others)
+def test_what_stands_beside_a_question_is_refused_by_name(asked, tensors, parameters, others, named):
+    with pytest.raises(RequestError, match=f"{named}: means nothing beside {asked}; leave it out"):
+        wire.question({asked: flag(True)} | tensors, parameters, *others)
     with pytest.raises(RequestError, match="sequence_end=true: needs a sequence_id"):
-        wire.asks_for_pool_map({"pool_map": flag(True)}, {"sequence_end": True})
+        wire.question({asked: flag(True)}, {"sequence_end": True})

@@ -79,6 +79,22 @@ def test_leaving_a_stream_frees_its_blocks(client, server):
     idle(server)
 
 
+def test_a_request_ends_by_its_id(client, server):
+    with client.stream("Once upon a time", request_id="mine", **LONG) as stream:
+        next(stream)
+        assert client.cancel("mine") == 1
+        with pytest.raises(PagedError, match="CANCELLED: the request was ended by a stop_request"):
+            list(stream)
+    assert client.cancel("mine") == 0
+    idle(server)
+
+
+def test_a_time_limit_keeps_what_there_is(client, server):
+    answer = client.generate("Once upon a time", timeout_ms=1500, **LONG)
+    assert (answer.finish_reason, answer.text != "") == ("timeout", True)
+    idle(server)
+
+
 def test_a_timeout_frees_the_blocks(client, server):
     with pytest.raises(PagedError) as raised:
         client.generate("Once", timeout=1, **LONG)

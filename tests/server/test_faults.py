@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,6 +85,24 @@ def test_a_time_limit_ends_a_request_with_what_it_has(server):
     assert status == 200
     assert json.loads(text)["finish_reason"] == "timeout"
     assert len(json.loads(text)["text_output"]) > len(body["text_input"])
+    idle(server)
+
+
+def test_a_request_over_http_ends_by_its_id(server):
+    """Its client waits for the whole of it, and no connection is closed that would tell."""
+    before = cancelled(server)
+    long = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "id": "mine"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, server, long)
+        until(lambda: metrics(server)["paged_requests{running}"] == 1, "the request")
+        status, text = post(server, {"id": "mine", "stop_request": True})
+        assert (status, json.loads(text)["num_stopped"]) == (200, 1)
+        status, text = answer.result()
+    assert (status, "CANCELLED: the request was ended by a stop_request" in text) == (400, True)
+    assert json.loads(post(server, {"id": "mine", "stop_request": True})[1])["num_stopped"] == 0
+    assert cancelled(server) == before + 1
+    status, text = post(server, {"stop_request": True})
+    assert (status, "stop_request: has no request id" in text) == (400, True)
     idle(server)
 
 

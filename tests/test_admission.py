@@ -1,0 +1,326 @@
+"""What ends a request before its tokens do: time limits in every stage, a full queue, and a word from elsewhere. The
+engine is real; a gate holds its steps, and the responder's clock is turned by hand."""
+
+import json
+import time
+from queue import SimpleQueue
+from threading import Semaphore
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paged_backend import responder
+from paged_backend.config import EngineConfig
+from paged_backend.runner import Runner
+from paged_backend.service import Service
+from tests import test_responder as fakes
+from tests.in_process import TINY, WAIT
+
+FOREVER = 10**6
+
+
+class Error(fakes.Error):
+    UNAVAILABLE, INVALID_ARG = "UNAVAILABLE", "INVALID_ARG"
+
+
+PB_UTILS = SimpleNamespace(**vars(fakes.PB_UTILS) | {"TritonError": Error})
+
+
+class Gate:
+    """Holds every step before it is launched, until it is let through."""
+
+    def __init__(self, monkeypatch):
+        self._let, self._asked, launch = Semaphore(0), SimpleQueue(), Runner.launch
+
+        def held(runner, packed):
+            self._asked.put(None)
+            self._let.acquire()
+            return launch(runner, packed)
+
+        monkeypatch.setattr(Runner, "launch", held)
+
+    def wait(self):
+        """Until the next step is held."""
+        self._asked.get(timeout=WAIT)
+
+    def step(self, count=1):
+        """Let steps through, and wait until one more is held."""
+        for _ in range(count):
+            self._let.release()
+            self.wait()
+
+    def open(self):
+        self._let.release(FOREVER)
+
+
+class Asked:
+    """One request of the server's, and the answers to it."""
+
+    def __init__(self, service, request_id="", **inputs):
+        self._tensors = [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: np.array([value]))
+            for name, value in inputs.items()
+        ]
+        self._answers, self._id = SimpleQueue(), request_id
+        service.submit(self)
+
+    def inputs(self):
+        return self._tensors
+
+    def request_id(self):
+        return self._id
+
+    def get_response_sender(self):
+        return self
+
+    def parameters(self):
+        return ""
+
+    def is_cancelled(self):
+        return False
+
+    def timeout(self):
+        return 0
+
+    correlation_id = flags = timeout
+
+    def send(self, response, flags):
+        tensors, error = response
+        self._answers.put((error.text if error else {name: value.tolist() for name, value in tensors}, flags == 1))
+
+    def answer(self):
+        """The only one."""
+        answer, final = self._answers.get(timeout=WAIT)
+        assert final
+        assert self._answers.empty()
+        return answer
+
+
+TOLD = {"return_finish_reason": True, "return_num_output_tokens": True}
+
+
+def ask(service, text="abcd", *, request_id="", **sampling):
+    sampling = {"max_tokens": 9, "temperature": 0, "ignore_eos": True} | sampling
+    return Asked(service, request_id, text_input=text, sampling_parameters=json.dumps(sampling), **TOLD)
+
+
+def finish(asked):
+    answer = asked.answer()
+    return answer["finish_reason"][0].decode(), answer["num_output_tokens"][0]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def serve(tiny, monkeypatch):
+    """Makes services, and checks at the end that nothing is left in them."""
+    made = []
+
+    def make(**options):
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "launch", UNHELD)  # while it loads
+            made.append(Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])} | options), PB_UTILS, {}))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.stop()
+        scheduler = service._assembly.scheduler
+        scheduler.check()
+        assert not scheduler.has_work
+        assert scheduler.blocks.num_used == 0
+        assert service._engine.waiting == 0
+
+
+UNHELD = Runner.launch
+
+
+class Clock:
+    def __init__(self):
+        self.ahead = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(responder, "time", made)
+    return made
+
+
+HOUR = 3_600_000  # milliseconds
+
+
+def test_a_request_that_waits_ends_at_its_time(serve, gate, clock):
+    service = serve(max_num_seqs=1)
+    running = ask(service)
+    gate.wait()
+    waiting = ask(service, timeout_ms=HOUR)
+    gate.step()
+    clock.ahead += HOUR / 1e3
+    assert finish(waiting) == ("timeout", 0)
+    gate.open()
+    assert finish(running) == ("length", 9)
+
+
+def test_a_prompt_that_is_half_read_ends_at_its_time(serve, gate, clock):
+    service = serve(max_num_batched_tokens=8, max_num_seqs=8)
+    reading = ask(service, "x" * 30, timeout_ms=HOUR)
+    gate.wait()
+    gate.step(2)
+    clock.ahead += HOUR / 1e3
+    assert finish(reading) == ("timeout", 0)
+    gate.open()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_was_generated_by_then_is_the_answer(serve, gate, clock, n):
+    service = serve()
+    asked = ask(service, timeout_ms=HOUR, n=n)
+    gate.wait()
+    gate.step(4)
+    clock.ahead += HOUR / 1e3
+    answer = asked.answer()
+    assert answer["finish_reason"] == [b"timeout"] * n
+    assert answer["num_output_tokens"] == [4] * n
+    gate.open()
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.01])
+def test_a_request_that_was_pushed_out_ends_at_its_time(serve, gate, clock, swap_space):
+    mode = "swap" if swap_space else "recompute"
+    service = serve(num_gpu_blocks_override=8, swap_space=swap_space, preemption_mode=mode)
+    lower = ask(service, "a" * 16, timeout_ms=HOUR, priority=1)
+    gate.wait()
+    gate.step(3)
+    higher = ask(service, "b" * 20)
+    gate.step()
+    assert service._assembly.scheduler.stats.preemptions == 1
+    clock.ahead += HOUR / 1e3
+    assert finish(lower) == ("timeout", 4)
+    gate.open()
+    assert finish(higher) == ("length", 9)
+
+
+@pytest.mark.parametrize(("timeout_us", "timeout_ms"), [(10**6 * 60, HOUR), (HOUR * 1000, 60_000), (0, 60_000)])
+def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms, monkeypatch):
+    monkeypatch.setattr(Asked, "timeout", lambda self: timeout_us)
+    service = serve()
+    asked = ask(service, timeout_ms=timeout_ms)
+    gate.wait()
+    gate.step()
+    clock.ahead += 59
+    gate.step()
+    assert asked._answers.empty()
+    clock.ahead += 1
+    assert finish(asked)[0] == "timeout"
+    gate.open()
+
+
+def outcomes(monkeypatch):
+    found = []
+    monkeypatch.setattr("paged_backend.metrics.Metrics.ended", lambda self, reason: found.append(reason))
+    return found
+
+
+def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away(serve, gate, clock, monkeypatch):
+    ended = outcomes(monkeypatch)
+    service = serve(max_num_seqs=1, max_queue_size=2)
+    running = ask(service)
+    gate.wait()
+    waiting = [ask(service), ask(service, timeout_ms=HOUR)]
+    refused = ask(service).answer()
+    assert refused == (
+        "Error generating stream: UNAVAILABLE: 2 requests wait, which is max_queue_size; send it again later"
+    )
+    clock.ahead += HOUR / 1e3
+    assert finish(waiting[1]) == ("timeout", 0)
+    gate.step(2)  # in which the engine is told
+    later = ask(service)
+    assert "2 requests wait" in ask(service).answer()
+    gate.open()
+    assert [finish(one) for one in (running, waiting[0], later)] == [("length", 9)] * 3
+    service._responder.stop()
+    assert sorted(ended) == ["length"] * 3 + ["queue_full"] * 2 + ["timeout"]
+    monkeypatch.setattr(service._responder, "stop", lambda: None)
+
+
+def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
+    service = serve(num_gpu_blocks_override=8, max_queue_size=1)
+    lower = ask(service, "a" * 16, priority=1)
+    gate.wait()
+    gate.step(3)
+    higher = ask(service, "b" * 20)
+    gate.step()
+    third = ask(service)
+    assert "1 requests wait" in ask(service).answer()
+    gate.open()
+    assert [finish(one)[0] for one in (lower, higher, third)] == ["length"] * 3
+
+
+def test_nothing_is_lost_or_let_in_beyond_the_limit_while_steps_run(serve, monkeypatch):
+    """The engine takes requests from the queue while others come."""
+    service, most = serve(max_queue_size=3, max_num_seqs=2), []
+    admit = service._assembly.scheduler.add
+    monkeypatch.setattr(
+        service._assembly.scheduler,
+        "add",
+        lambda request: (admit(request), most.append(service._assembly.scheduler.stats.waiting)),
+    )
+    answers = [one.answer() for one in [ask(service, max_tokens=1) for _ in range(300)]]
+    taken = [one for one in answers if isinstance(one, dict)]
+    assert len(most) == len(taken) >= 3
+    assert max(most) <= 3
+    assert all("max_queue_size" in one for one in answers if isinstance(one, str))
+
+
+def test_a_session_ends_in_spite_of_a_full_queue(serve, gate, monkeypatch):
+    service = serve(max_num_seqs=1, max_queue_size=1)
+    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7, "sequence_start": true}')
+    first = ask(service)
+    gate.wait()
+    gate.step(9 - 1)
+    gate._let.release()
+    assert finish(first) == ("length", 9)
+    monkeypatch.setattr(Asked, "parameters", lambda self: "")
+    running = ask(service)
+    gate.wait()
+    waiting = ask(service)
+    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7}')
+    assert "max_queue_size" in ask(service).answer()
+    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7, "sequence_end": true}')
+    assert finish(Asked(service, text_input="", **TOLD)) == ("stop", 0)
+    gate.open()
+    assert [finish(one)[0] for one in (running, waiting)] == ["length"] * 2
+
+
+def test_a_request_ends_by_its_id(serve, gate):
+    """Every one of that id, running or waiting, and no other."""
+    service = serve(max_num_seqs=1)
+    running, waiting, other = (ask(service, request_id=name) for name in ("one", "one", "other"))
+    gate.wait()
+    gate.step(2)
+
+    assert stop(service, "one").answer() == {"num_stopped": [2]}
+    for one in (running, waiting):
+        assert one.answer() == "CANCELLED: the request was ended by a stop_request"
+    assert stop(service, "one").answer() == stop(service, "nobody's").answer() == {"num_stopped": [0]}
+    gate.open()
+    assert finish(other) == ("length", 9)
+    assert stop(service, "other").answer() == {"num_stopped": [0]}
+
+
+def stop(service, name, **beside):
+    return Asked(service, name, stop_request=True, **beside)
+
+
+def test_what_to_stop_needs_a_name_and_nothing_else(serve):
+    service = serve()
+    assert "INVALID_ARGUMENT: stop_request: has no request id" in stop(service, "").answer()
+    assert "text_input: means nothing beside stop_request" in stop(service, "one", text_input="x").answer()
