@@ -147,7 +147,9 @@ class EngineConfig:
         " `UNAVAILABLE`. 0: no limit",
         0,
     )
-    max_num_batched_tokens: int = option(_whole(1), "tokens in one step at the most; a longer prompt is chunked", 512)
+    max_num_batched_tokens: int = option(
+        _whole(1), "tokens in one step at the most, or `max_num_seqs` if that is more; a longer prompt is chunked", 512
+    )
     target_step_ms: float | None = option(
         _above_zero,
         "milliseconds that a step should take while sequences decode, or twice what decoding takes, if that is more:"

@@ -94,6 +94,7 @@ GAUGES = (
     Gauge("vllm:num_requests_running", "Requests that compute", lambda stats: stats.running),
     Gauge("vllm:num_requests_waiting", "Requests that wait", lambda stats: stats.waiting),
     Gauge("vllm:kv_cache_usage_perc", "Share of the pool in use, 0 to 1", lambda stats: stats.usage),
+    Gauge("vllm:gpu_cache_usage_perc", "The same, as earlier versions name it", lambda stats: stats.usage),
     _trt_blocks("max", lambda stats: stats.blocks_total),
     _trt_blocks("used", lambda stats: stats.blocks_used),
     _trt_blocks("free", lambda stats: stats.blocks_total - stats.blocks_used),

@@ -61,6 +61,7 @@ class PlainServer:
     grpc_url: str
     metrics_url: str
     log: list[str]  # its lines, up to where it was ready
+    backends: Path | None
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def plain_server(
         # What it prints later is read, too: a full pipe would hold it up.
         threading.Thread(target=process.stdout.read, daemon=True).start()
         until(lambda: listens(ports["http"]), "an open port, which the server promises before it is")
-        yield PlainServer(*(f"localhost:{port}" for port in ports.values()), log)
+        yield PlainServer(*(f"localhost:{port}" for port in ports.values()), log, backends)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, "".join(log)

@@ -54,7 +54,6 @@ def server(tiny, tmp_path_factory):
     (repository / "pipeline" / "1").mkdir(parents=True)
     (repository / "pipeline" / "config.pbtxt").write_text(ENSEMBLE)
     with plain_server(repository, backends=backends) as running:
-        running.backends = backends
         yield running
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.server.conftest import MODEL, WAIT, idle, tensors
+from tests.server.conftest import MODEL, WAIT, idle, post, tensors
 
 PROMPT = "The most dangerous animal is"
 # As its own clients write them: strings, once as a tensor and once as parameters of the request.
@@ -194,6 +194,17 @@ def test_a_stream_that_is_to_have_it_is_refused_in_these_very_words(client):
 def test_an_error_has_the_prefix_that_clients_look_for(client, inputs, reason):
     client.send(**inputs)
     assert client.error().message().startswith(f"Error generating stream: INVALID_ARGUMENT: {reason}")
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_the_body_that_its_readme_posts(tiny_server, endpoint):
+    """Tensors and sampling parameters side by side, in an object of their own."""
+    parameters = {"stream": False, "temperature": 0, "max_tokens": 5, "ignore_eos": True, "return_finish_reason": True}
+    status, text = post(tiny_server, {"text_input": PROMPT, "parameters": parameters}, endpoint)
+    assert status == 200
+    answer = json.loads(text.removeprefix("data: "))
+    assert answer["text_output"].startswith(PROMPT)
+    assert answer["finish_reason"] == "length"
 
 
 def test_requests_of_a_stream_that_is_cancelled_end_as_one_cancellation(tiny_server):
