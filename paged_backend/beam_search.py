@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_backend.request import FinishReason, SamplingParams
+from paged_backend.request import FinishReason, Logprobs, SamplingParams
 
 
 class Candidate(NamedTuple):
@@ -25,6 +25,7 @@ class Candidate(NamedTuple):
 
     token: int
     log_prob: float
+    logprobs: Logprobs = ()  # of it and the likeliest, under the model's own distribution, where they are asked for
 
 
 class Continuation(NamedTuple):
@@ -41,6 +42,7 @@ class Hypothesis:
     score: np.float32
     tokens: tuple[int, ...]
     finish: FinishReason
+    logprobs: tuple[Logprobs, ...] = ()  # of each token
 
 
 def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
@@ -56,6 +58,7 @@ class BeamSearch:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._scores = [np.float32(0)]  # of live beams
+        self._logprobs: list[tuple[Logprobs, ...]] = [()]  # of their tokens
         self.hypotheses: list[Hypothesis] = []  # the best first
         self.num_agreed = 0  # tokens that `agree` has given
 
@@ -65,7 +68,11 @@ class BeamSearch:
         width, count = self._sampling.beam_width, len(outputs[0]) + 1
         most = num_candidates(self._sampling, self._stop_ids)
         found = [
-            (self._scores[beam] + np.float32(candidate.log_prob), Continuation(beam, candidate.token))
+            (
+                self._scores[beam] + np.float32(candidate.log_prob),
+                Continuation(beam, candidate.token),
+                candidate.logprobs,
+            )
             for beam, row in enumerate(rows)
             for candidate in row[:most]
             if candidate.log_prob > -math.inf  # else it must not be drawn
@@ -74,18 +81,21 @@ class BeamSearch:
         out_of_tokens = count >= self._sampling.max_tokens
         closed = self._full and self._sampling.early_stopping is True
         live = []
-        for rank, (score, continuation) in enumerate(found[:most]):
+        for rank, (score, continuation, logprobs) in enumerate(found[:most]):
             finish = self._finish(continuation.token, out_of_tokens)
+            told = self._logprobs[continuation.beam]
+            told = (*told, logprobs) if logprobs else told
             if finish is None:
-                live.append((score, continuation))
+                live.append((score, continuation, told))
             elif rank < width and not closed:
                 tokens = (*outputs[continuation.beam], continuation.token)
-                self._keep(Hypothesis(self._normalised(score, count), tokens, finish))
+                self._keep(Hypothesis(self._normalised(score, count), tokens, finish, told))
         del live[width:]
-        self._scores = [score for score, _ in live]
+        self._scores = [score for score, _, _ in live]
+        self._logprobs = [told for _, _, told in live]
         if not live or self._settled(count):
             return []
-        return [continuation for _, continuation in live]
+        return [continuation for _, continuation, _ in live]
 
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
         """Tokens, past those given before, that every output which may still be returned has: `outputs` are those of
@@ -98,6 +108,10 @@ class BeamSearch:
         agreed = tuple(first[self.num_agreed : end])
         self.num_agreed = end
         return agreed
+
+    def agreed_logprobs(self, count: int) -> tuple[Logprobs, ...]:
+        """Of the `count` tokens that `agree` gave last, which every live beam has."""
+        return self._logprobs[0][self.num_agreed - count : self.num_agreed]
 
     @property
     def best(self) -> list[Hypothesis]:

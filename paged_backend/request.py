@@ -370,8 +370,6 @@ class SamplingParams:
                 if name in changed:
                     raise invalid(name, getattr(self, name), "has a meaning with beam_width above 1 only")
             return
-        if self.logprobs is not None:
-            raise invalid("logprobs", self.logprobs, f"not supported with beam_width={self.beam_width}; leave it out")
         if self.n > self.beam_width:
             raise invalid("n", self.n, f"must be 1..beam_width={self.beam_width}")
         for name in _NOT_WITH_BEAMS:
@@ -467,7 +465,7 @@ def fitted(prompt: int, sampling: SamplingParams, limits: Limits) -> SamplingPar
     if output != AS_MANY and output > room:
         raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
                       f" (max_model_len is {limits.max_model_len})")  # fmt: skip
-    at_once = blocks_at_most(prompt, min(output, 1), count, limits.block_size)
+    at_once = blocks_at_most(prompt, 1, count, limits.block_size)
     if at_once > limits.num_blocks:
         raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
                       f" {limits.num_blocks}")  # fmt: skip

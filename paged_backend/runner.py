@@ -17,9 +17,10 @@ from paged_backend.drafter import Drafter, fill
 from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.hidden_states import recorded
 from paged_backend.kv_cache import KVCache
+from paged_backend.logprobs import Scores
 from paged_backend.plan import Drawn, Plan, Scored, reached
 from paged_backend.request import ErrorCode, RequestError
-from paged_backend.sampler import Likeliest, Scores, follow, likeliest, sample, score
+from paged_backend.sampler import Likeliest, follow, likeliest, sample, score
 from paged_backend.transfers import Transfers
 
 log = logging.getLogger("paged_llm")
@@ -56,9 +57,9 @@ class Launched:
             count = len(guesses)
             checked = slice(draw, draw + 1 + count)
             drawn[checked] = reached(drawn[checked], tokens[row : row + count] or guesses)
-        for row, logprobs in self.scores.by_row() if self.scores else ():
+        for row, (logprobs,) in self.scores.by_row() if self.scores else ():
             token = drawn[row]
-            if isinstance(token, int):
+            if isinstance(token, int):  # else a wrong guess led to it
                 drawn[row] = Scored(token, logprobs)
         for row, reason in self.lost:
             drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)

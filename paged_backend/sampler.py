@@ -20,7 +20,8 @@ from kernels.draws import Draws, Filters
 from paged_backend import constraints
 from paged_backend.beam_search import Candidate, num_candidates
 from paged_backend.constraints import Constraints, constrained
-from paged_backend.request import Logprobs, SamplingParams, TokenLogprob
+from paged_backend.logprobs import Asked, Scores
+from paged_backend.request import SamplingParams
 from paged_backend.sequence import Draw
 
 PADDING = 2**62  # in place of a token, beyond every vocabulary
@@ -46,6 +47,7 @@ class Beams:
 
     rows: Tensor  # [num_rows] int64
     most: int  # tokens of each
+    asked: Asked | None  # which of `rows`
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,45 +57,18 @@ class Likeliest:
     rows: Tensor  # [num_rows] int64
     tokens: Tensor  # [num_rows, most] int64
     log_probs: Tensor  # [num_rows, most] float32
+    scores: Scores | None = None  # of these tokens, in some of the rows
 
     def to_host(self) -> Likeliest:
         """On its way there; not to be read before the device has got that far."""
-        return Likeliest(*(one.to("cpu", non_blocking=True) for one in (self.rows, self.tokens, self.log_probs)))
+        there = (one.to("cpu", non_blocking=True) for one in (self.rows, self.tokens, self.log_probs))
+        return Likeliest(*there, self.scores and self.scores.to_host())
 
     def by_row(self) -> Iterator[tuple[int, list[Candidate]]]:
-        for row, *candidates in zip(self.rows.tolist(), self.tokens.tolist(), self.log_probs.tolist(), strict=True):
-            yield row, [Candidate(token, value) for token, value in zip(*candidates, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """Rows whose log probabilities are asked for."""
-
-    rows: Tensor  # [num_rows] int64
-    counts: tuple[int, ...]  # how many of the likeliest tokens, of each row
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Log probabilities of what was drawn, and of the likeliest tokens, as many for every row as any asks for."""
-
-    rows: Tensor  # [num_rows] int64
-    counts: tuple[int, ...]  # how many of the likeliest each row asks for
-    tokens: Tensor  # [num_rows, 1 + most] int64: the one that was drawn, then the likeliest, the first first
-    log_probs: Tensor  # [num_rows, 1 + most] float32
-    ranks: Tensor  # [num_rows, 1 + most] int64
-
-    def to_host(self) -> Scores:
-        """On its way there; not to be read before the device has got that far."""
-        there = (self.rows, self.tokens, self.log_probs, self.ranks)
-        rows, *others = (one.to("cpu", non_blocking=True) for one in there)
-        return Scores(rows, self.counts, *others)
-
-    def by_row(self) -> Iterator[tuple[int, Logprobs]]:
-        lists = (one.tolist() for one in (self.rows, self.tokens, self.log_probs, self.ranks))
-        for count, row, *columns in zip(self.counts, *lists, strict=True):
-            drawn, *likeliest = map(TokenLogprob, *(column[: 1 + count] for column in columns))
-            yield row, (drawn, *(one for one in likeliest if one.token != drawn.token))
+        told = dict(self.scores.by_row()) if self.scores else {}
+        lists = zip(self.rows.tolist(), self.tokens.tolist(), self.log_probs.tolist(), strict=True)
+        for place, (row, *candidates) in enumerate(lists):
+            yield row, list(map(Candidate, *candidates, *([told[place]] if place in told else [])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,23 +122,18 @@ def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
     if batch.constraints:
         log_probs = constrained(logits.index_put((rows,), log_probs), batch.constraints)[rows]
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
-    return Likeliest(rows, best.indices, best.values)
+    scores = None
+    if asked := batch.beams.asked:
+        scores = Scores.of(logits[rows][asked.rows], best.indices[asked.rows], asked)
+    return Likeliest(rows, best.indices, best.values, scores)
 
 
 def score(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Scores | None:
-    """Log probabilities under the model's own distribution: log_softmax of its logits in float32, before penalties,
-    bans, temperature and filters. tokens [num_rows] int64: what was drawn."""
+    """Of rows that ask. tokens [num_rows] int64: what was drawn."""
     if batch.asked is None:
         return None
-    rows, counts = batch.asked.rows, batch.asked.counts
-    logits, drawn = logits[rows].float(), tokens[rows, None]
-    best = logits.topk(min(max(counts), logits.shape[-1]), -1)
-    found = torch.cat((drawn, best.indices), -1)
-    higher = (logits > logits.gather(-1, drawn)).sum(-1, keepdim=True)
-    higher_than_best = (best.values[:, None, :] > best.values[:, :, None]).sum(-1)  # all of which are among the best
-    # JSON has no infinity, which a model may give for tokens that it never draws.
-    log_probs = logits.log_softmax(-1).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
-    return Scores(rows, counts, found, log_probs, 1 + torch.cat((higher, higher_than_best), -1))
+    rows = batch.asked.rows
+    return Scores.of(logits[rows], tokens[rows, None], batch.asked)
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
@@ -205,12 +175,16 @@ def _beams(draws: Rows[Draw]) -> Beams | None:
     if not rows:
         return None
     requests = [draws[row][0].request for row in rows]
-    return Beams(_array(rows, torch.int64), max(num_candidates(one.sampling, one.stop_ids) for one in requests))
+    most = max(num_candidates(one.sampling, one.stop_ids) for one in requests)
+    return Beams(_array(rows, torch.int64), most, _asking([one.logprobs for one in requests]))
 
 
 def _asked(draws: Rows[Draw]) -> Asked | None:
-    asked = [(row, seq.request.logprobs) for row, (seq, _) in enumerate(draws)]
-    found = [(row, count) for row, count in asked if count is not None]
+    return _asking([seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in draws])
+
+
+def _asking(counts: Rows[int | None]) -> Asked | None:
+    found = [(row, count) for row, count in enumerate(counts) if count is not None]
     if not found:
         return None
     return Asked(_array([row for row, _ in found], torch.int64), tuple(count for _, count in found))

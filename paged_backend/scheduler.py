@@ -682,7 +682,7 @@ class Scheduler:
         self._remove(group)
         best, sent = beams.search.best, beams.search.num_agreed
         return [
-            TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage)
+            TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage, one.logprobs[sent:])
             for index, one in enumerate(best)
             if index not in beams.ended
         ]
@@ -711,7 +711,8 @@ class Scheduler:
     def _to_all(self, group: Group, tokens: tuple[int, ...]) -> list[TokenDelta]:
         assert group.beams
         outputs = (index for index in range(group.request.sampling.n) if index not in group.beams.ended)
-        return [TokenDelta(group.key, tokens, None, None, index, group.usage) for index in outputs]
+        told = group.beams.search.agreed_logprobs(len(tokens))
+        return [TokenDelta(group.key, tokens, None, None, index, group.usage, told) for index in outputs]
 
     def _end(self, group: Group, sequence: Sequence) -> None:
         if group.request.session is not None and sequence.blocks:

@@ -411,9 +411,6 @@ class Service:
 
 def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
     """What of log probabilities is worth computing: nothing that is not sent."""
-    if call.return_cumulative_logprob and sampling.beam_width > 1:
-        raise invalid("return_cumulative_logprob", True, f"not supported with beam_width={sampling.beam_width}; leave"
-                      " it out")  # fmt: skip
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
     return 0 if call.return_cumulative_logprob else None

@@ -207,13 +207,77 @@ def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
     assert replays
 
 
+def beams_of(engine, **sampling):
+    """(tokens, what was told of them) of each output of one beam search."""
+    engine.submit(sampling.pop("prompt"), **sampling)
+    outputs, left = defaultdict(lambda: ([], [])), sampling["n"]
+    while left:
+        for delta in engine.steps.get(timeout=WAIT).deltas:
+            assert not delta.error, delta.error
+            outputs[delta.sample][0].extend(delta.token_ids)
+            outputs[delta.sample][1].extend(delta.logprobs)
+            left -= delta.last
+    return [outputs[index] for index in sorted(outputs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"min_tokens": 4, "stop_token_ids": list(range(0, 320, 3))}], ids=["", "ends"])
+def test_beams_tell_those_of_the_tokens_that_they_return(tiny, prompts, options):
+    with running(tiny_assembly(tiny[0])) as engine:
+        for prompt in prompts:
+            for count in (0, 3):
+                found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=3, n=3, logprobs=count, **options)
+                assert len(found) == 3
+                for tokens, told in found:
+                    check(tiny[1], prompt, tokens, told, count)
+
+
+def test_beams_tell_what_transformers_tells(tiny, prompts):
+    directory, model = tiny
+    model.generation_config.eos_token_id = None
+    with running(tiny_assembly(directory)) as engine:
+        for prompt in prompts[:3]:
+            ids = torch.tensor([prompt])
+            theirs = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, num_beams=4, num_return_sequences=2,
+                do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            )  # fmt: skip
+            expected = model.compute_transition_scores(theirs.sequences, theirs.scores, theirs.beam_indices)
+            found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=4, n=2, logprobs=0)
+            for (tokens, told), sequence, scores in zip(found, theirs.sequences, expected, strict=True):
+                assert tokens == sequence[len(prompt) :].tolist()
+                assert [drawn.logprob for (drawn,) in told] == pytest.approx(scores.tolist(), abs=1e-4)
+
+
+def test_beams_that_are_pushed_out_lose_none(tiny, prompts):
+    small = {"num_gpu_blocks_override": 22, "max_num_seqs": 20, "max_num_batched_tokens": 32}
+    with running(tiny_assembly(tiny[0], **small)) as engine:
+        keys = [engine.submit(prompt, max_tokens=12, beam_width=4, logprobs=1) for prompt in prompts]
+        for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
+            check(tiny[1], prompt, output.tokens, output.logprobs, 1)
+        assert engine.history[-1].stats.preemptions > 0
+
+
+@overlapped_too
+def test_beams_that_ask_stand_beside_others_that_do_not(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [
+            engine.submit(prompts[2], max_tokens=8, beam_width=2),
+            engine.submit(prompts[1], max_tokens=8, beam_width=2, logprobs=2),
+            engine.submit(prompts[0], max_tokens=8, logprobs=1),
+        ]
+        plain, beam, sample = engine.wait(*keys)
+    assert plain.logprobs == []
+    check(tiny[1], prompts[1], beam.tokens, beam.logprobs, 2)
+    check(tiny[1], prompts[0], sample.tokens, sample.logprobs, 1)
+
+
 def scores_of(logits, drawn, counts):
     rows = []
     for count in counts:
         request = GenerateRequest(0, (1,), SamplingParams(), 0, frozenset(), logprobs=count)
         rows.append((Sequence(request, [1], []), 1))
     scores = score(logits, torch.tensor(drawn), prepare(rows))
-    return dict(scores.by_row()) if scores else {}
+    return {row: told for row, (told,) in scores.by_row()} if scores else {}
 
 
 def test_tokens_of_one_logit_have_one_rank():

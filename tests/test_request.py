@@ -192,7 +192,6 @@ def test_one_sample_may_be_asked_for_by_name(name):
         ({"temperature": 0.7}, "temperature=0.7: has no meaning with beam_width=2"),
         ({"seed": 0}, "seed=0: has no meaning with beam_width=2"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: has no meaning"),
-        ({"logprobs": 0}, "logprobs=0: not supported with beam_width=2; leave it out"),
         ({"early_stopping": "sometimes"}, 'early_stopping="sometimes": must be true, false or "never"'),
         ({"length_penalty": 11}, "length_penalty=11: must be at least -10"),
         ({"beam_width": 1, "length_penalty": 0.5}, "length_penalty=0.5: has a meaning with beam_width above 1 only"),

@@ -7,7 +7,7 @@ import torch
 
 from client import Client
 from tests.in_process import byte_tokenizer
-from tests.server.conftest import idle, post, raw_stream
+from tests.server.conftest import idle, raw_stream
 
 PROMPT = "The sea is"
 ASKED = {"return_logprobs": True, "return_cumulative_logprob": True, "return_num_output_tokens": True}
@@ -86,10 +86,17 @@ def test_what_a_stop_string_cuts_off_has_none(tiny_server):
     assert len(ids) > ids.index(end) + 1
 
 
-def test_beams_have_none(tiny_server):
-    status, text = post(tiny_server, {"text_input": PROMPT, "beam_width": 2, "logprobs": 1})
-    assert status == 400
-    assert "logprobs=1: not supported with beam_width=2; leave it out" in text
+def test_beams_have_their_own(tiny_server):
+    with raw_stream(tiny_server) as connection:
+        search = {"beam_width": 3, "n": 2, "logprobs": 1, "max_tokens": 6, "ignore_eos": True}
+        connection.send(text_input=PROMPT, stream=True, sampling_parameters=search, **ASKED)
+        responses = connection.all()
+    for sample in range(2):
+        tokens = told(responses, sample)
+        assert len(tokens) == 6
+        total = sum(entries[str(drawn)]["logprob"] for drawn, entries in tokens)
+        assert responses[-1].outputs["cumulative_logprob"][sample] == pytest.approx(total, abs=1e-4)
+    assert told(responses, 0) != told(responses, 1)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

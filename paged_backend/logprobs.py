@@ -1,0 +1,65 @@
+"""Log probabilities under the model's own distribution: log_softmax of its logits in float32, before penalties,
+constraints, temperature and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_backend.request import Logprobs, TokenLogprob
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Rows whose log probabilities are asked for."""
+
+    rows: Tensor  # [num_rows] int64
+    counts: tuple[int, ...]  # how many of the likeliest tokens, of each row
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Of every row `num_told` tokens that were drawn, or may be, and the likeliest, as many for every row as any asks
+    for."""
+
+    rows: Tensor  # [num_rows] int64
+    counts: tuple[int, ...]  # how many of the likeliest each row asks for
+    num_told: int
+    tokens: Tensor  # [num_rows, num_told + most] int64: the likeliest come last, the first first
+    log_probs: Tensor  # [num_rows, num_told + most] float32
+    ranks: Tensor  # [num_rows, num_told + most] int64
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, asked: Asked) -> Scores:
+        """logits [num_rows, vocab] of any float type and tokens [num_rows, num_told] of the rows that are asked for."""
+        logits, counts = logits.float(), asked.counts
+        best = logits.topk(min(max(counts), logits.shape[-1]), -1)
+        found = torch.cat((tokens, best.indices), -1)
+        higher = [(logits > logits.gather(-1, one[:, None])).sum(-1) for one in tokens.unbind(-1)]
+        higher_than_best = (best.values[:, None, :] > best.values[:, :, None]).sum(
+            -1
+        )  # all of which are among the best
+        # JSON has no infinity, which a model may give for tokens that it never draws.
+        log_probs = logits.log_softmax(-1).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
+        ranks = 1 + torch.cat((torch.stack(higher, -1), higher_than_best), -1)
+        return cls(asked.rows, counts, tokens.shape[-1], found, log_probs, ranks)
+
+    def to_host(self) -> Scores:
+        """On its way there; not to be read before the device has got that far."""
+        there = (self.rows, self.tokens, self.log_probs, self.ranks)
+        rows, *others = (one.to("cpu", non_blocking=True) for one in there)
+        return Scores(rows, self.counts, self.num_told, *others)
+
+    def by_row(self) -> Iterator[tuple[int, list[Logprobs]]]:
+        """What is told of each of a row's tokens."""
+        lists = (one.tolist() for one in (self.rows, self.tokens, self.log_probs, self.ranks))
+        for count, row, *columns in zip(self.counts, *lists, strict=True):
+            entries = list(map(TokenLogprob, *columns))
+            likeliest = entries[self.num_told : self.num_told + count]
+            yield (
+                row,
+                [(own, *(one for one in likeliest if one.token != own.token)) for own in entries[: self.num_told]],
+            )
