@@ -22,6 +22,7 @@ from client.wire import (
     check_request_id,
     check_timeout,
     embedding_values,
+    may_stream,
     read_embedding,
     read_num_stopped,
     read_pool_map,
@@ -127,7 +128,7 @@ class AsyncClient:
         **sampling: object,
     ) -> Completion:
         """The whole answer; see Client.generate."""
-        values = request_values(prompt, messages, sampling, stream=self._transport.must_stream)
+        values = request_values(prompt, messages, sampling, stream=self._transport.must_stream and may_stream(sampling))
         async with self._open(values, request_id, timeout) as stream:
             async for _ in stream:
                 pass

@@ -20,6 +20,7 @@ from client.wire import (
     check_request_id,
     check_timeout,
     embedding_values,
+    may_stream,
     read_embedding,
     read_num_stopped,
     read_pool_map,
@@ -130,7 +131,7 @@ class Client:
         **sampling: object,
     ) -> Completion:
         """The whole answer. Arguments and errors are those of `stream`."""
-        values = request_values(prompt, messages, sampling, stream=self._transport.must_stream)
+        values = request_values(prompt, messages, sampling, stream=self._transport.must_stream and may_stream(sampling))
         with self._open(values, request_id, timeout) as stream:
             for _ in stream:
                 pass

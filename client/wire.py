@@ -162,6 +162,11 @@ def read_pool_map(answer: Fields | None) -> PoolMap:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
 
 
+def may_stream(sampling: Mapping[str, object]) -> bool:
+    """Whether there is anything to send before the end: which samples are the best ones is known only then."""
+    return sampling.get("best_of") is None
+
+
 def check_request_id(request_id: str) -> str:
     if not request_id:
         raise ValueError(f"request_id={request_id!r}: must be that of the request to end")

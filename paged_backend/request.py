@@ -96,7 +96,6 @@ MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "best_of": (1, None),
     "prompt_logprobs": (None,),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
@@ -318,6 +317,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
     n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
+    best_of: int | None = _param(_samples, None)  # samples that are drawn, the likeliest n of which are returned
     beam_width: int = _param(_samples, 1)  # above 1: beam search
     length_penalty: float = _param(_between(-10, 10), 1.0)  # a score is log-probability / length ** length_penalty
     early_stopping: bool | str = _param(_early_stopping, False)
@@ -345,6 +345,8 @@ class SamplingParams:
                 raise invalid(name, value, f"unknown sampling parameter; {hint}")
         params = cls(**read)
         params.check_min_tokens()
+        if params.best_of is not None and params.best_of < params.n:
+            raise invalid("best_of", params.best_of, f"must be n={params.n}..{limits.max_num_seqs}")
         params._check_beams()
         return params
 
@@ -358,9 +360,19 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def num_samples(self) -> int:
+        """Samples that are drawn; of a beam search, outputs."""
+        return self.best_of or self.n
+
+    @property
+    def picks(self) -> bool:
+        """Whether some samples are drawn and not returned."""
+        return self.num_samples > self.n
+
+    @property
     def num_seqs(self) -> int:
         """Sequences that compute at the same time, at the most."""
-        return max(self.n, self.beam_width)
+        return max(self.num_samples, self.beam_width)
 
     def _check_beams(self) -> None:
         """Raises RequestError for what would have no effect: beams take the likeliest, and only they have scores."""
@@ -370,6 +382,8 @@ class SamplingParams:
                 if name in changed:
                     raise invalid(name, getattr(self, name), "has a meaning with beam_width above 1 only")
             return
+        if self.picks:
+            raise invalid("best_of", self.best_of, f"must be n={self.n} with beam_width={self.beam_width}")
         if self.n > self.beam_width:
             raise invalid("n", self.n, f"must be 1..beam_width={self.beam_width}")
         for name in _NOT_WITH_BEAMS:

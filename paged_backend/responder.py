@@ -175,6 +175,14 @@ class Stream:
         if sample.finish:
             self.finished = all(one.finish for one in self.samples)
 
+    @property
+    def answers(self) -> list[Sample]:
+        """The samples that the client gets, the likeliest first where it gets a part of them."""
+        sampling = self.request.sampling
+        if not sampling.picks:
+            return self.samples
+        return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
+
     def receipt(self) -> dict[str, Any]:
         """What the request took: tokens, blocks, and seconds in each phase."""
         now = time.monotonic()
@@ -455,7 +463,7 @@ class Responder:
         call, logprobs = stream.call, stream.request.sampling.logprobs is not None
         outputs = wire.write(
             call,
-            [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.samples],
+            [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.answers],
             prompt_token_ids=stream.request.prompt_token_ids,
             first=not stream.sent,
             token_text=stream.token_text,
@@ -474,7 +482,7 @@ class Responder:
         self._metrics.answered(
             prompt=len(stream.request.prompt_token_ids),
             generated=sum(sample.num_tokens for sample in stream.samples),
-            n=len(stream.samples),
+            n=stream.request.sampling.n,
             seconds=stream.last_token - stream.arrived,
         )
         longest = max(sample.num_tokens for sample in stream.samples)
@@ -551,5 +559,5 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
 
 def _outcome(stream: Stream) -> str:
     """Of a request whose samples may have ended in several ways: the one that a user would rather know of."""
-    reasons = {sample.finish for sample in stream.samples}
+    reasons = {sample.finish for sample in stream.answers}
     return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

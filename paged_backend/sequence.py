@@ -106,7 +106,9 @@ class Group:
         if request.sampling.beam_width > 1:
             search = BeamSearch(request.sampling, request.stop_ids)
             return cls(request, [Sequence(request, tokens, new_chain(salt))], forked=True, beams=Beams(search))
-        sequences = [Sequence(request, list(tokens), new_chain(salt), index) for index in range(request.sampling.n)]
+        sequences = [
+            Sequence(request, list(tokens), new_chain(salt), index) for index in range(request.sampling.num_samples)
+        ]
         return cls(request, sequences, forked=len(sequences) == 1)
 
     @property

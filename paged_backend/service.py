@@ -311,7 +311,7 @@ class Service:
             raise invalid("truncate_prompt_tokens", sampling.truncate_prompt_tokens, "means nothing in a session, which"
                           " keeps what was said; leave it out")  # fmt: skip
         if sampling.num_seqs > 1:
-            field = "n" if sampling.n > 1 else "beam_width"
+            field = next(one for one in ("n", "best_of", "beam_width") if (getattr(sampling, one) or 1) > 1)
             raise invalid(field, getattr(sampling, field), "must be 1 in a session, which goes on from one answer")
         session = SessionName(sampling.cache_salt, name)
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
@@ -406,14 +406,17 @@ class Service:
             )
             return Sample(detokenizer, sampling.include_stop_str_in_output, text=echoed)
 
-        return [sample() for _ in range(sampling.n)]
+        return [sample() for _ in range(sampling.num_samples)]
 
 
 def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
-    """What of log probabilities is worth computing: nothing that is not sent."""
+    """What of log probabilities is worth computing: nothing that is neither sent nor compared."""
+    if call.stream and sampling.picks:
+        raise invalid("best_of", sampling.best_of, f"must be n={sampling.n} when streaming: the best are known at the"
+                      " end only")  # fmt: skip
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
-    return 0 if call.return_cumulative_logprob else None
+    return 0 if call.return_cumulative_logprob or sampling.picks else None
 
 
 def _echoed(call: wire.Call, request: GenerateRequest, decode: Callable[[list[int]], str]) -> str:

@@ -3,28 +3,19 @@ engine is real; a gate holds its steps, and the responder's clock is turned by h
 
 import json
 import time
+from contextlib import ExitStack
 from queue import SimpleQueue
 from threading import Semaphore
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from paged_backend import responder
-from paged_backend.config import EngineConfig
 from paged_backend.runner import Runner
-from paged_backend.service import Service
-from tests import test_responder as fakes
-from tests.in_process import TINY, WAIT
+from paged_backend.wire import SEQUENCE_END, SEQUENCE_START
+from tests.callers import Caller, serving
+from tests.in_process import WAIT
 
 FOREVER = 10**6
-
-
-class Error(fakes.Error):
-    UNAVAILABLE, INVALID_ARG = "UNAVAILABLE", "INVALID_ARG"
-
-
-PB_UTILS = SimpleNamespace(**vars(fakes.PB_UTILS) | {"TritonError": Error})
 
 
 class Gate:
@@ -47,62 +38,39 @@ class Gate:
     def step(self, count=1):
         """Let steps through, and wait until one more is held."""
         for _ in range(count):
-            self._let.release()
+            self.let()
             self.wait()
+
+    def let(self):
+        self._let.release()
 
     def open(self):
         self._let.release(FOREVER)
 
 
-class Asked:
-    """One request of the server's, and the answers to it."""
+class Asked(Caller):
+    """A request that has one answer. own: what it has beside its tensors."""
 
-    def __init__(self, service, request_id="", **inputs):
-        self._tensors = [
-            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: np.array([value]))
-            for name, value in inputs.items()
-        ]
-        self._answers, self._id = SimpleQueue(), request_id
+    def __init__(self, service, own=None, **inputs):
+        super().__init__(**inputs)
+        for name, value in (own or {}).items():
+            setattr(self, name, lambda value=value: value)
         service.submit(self)
 
-    def inputs(self):
-        return self._tensors
-
-    def request_id(self):
-        return self._id
-
-    def get_response_sender(self):
-        return self
-
-    def parameters(self):
-        return ""
-
-    def is_cancelled(self):
-        return False
-
-    def timeout(self):
-        return 0
-
-    correlation_id = flags = timeout
-
-    def send(self, response, flags):
-        tensors, error = response
-        self._answers.put((error.text if error else {name: value.tolist() for name, value in tensors}, flags == 1))
-
     def answer(self):
-        """The only one."""
-        answer, final = self._answers.get(timeout=WAIT)
-        assert final
-        assert self._answers.empty()
-        return answer
+        """Its outputs, or its error."""
+        outputs, error, last = self.get(timeout=WAIT)
+        assert last
+        assert self.empty()
+        return error or outputs
 
 
 TOLD = {"return_finish_reason": True, "return_num_output_tokens": True}
 
 
-def ask(service, text="abcd", *, request_id="", **sampling):
+def ask(service, text="abcd", own=None, **sampling):
     sampling = {"max_tokens": 9, "temperature": 0, "ignore_eos": True} | sampling
-    return Asked(service, request_id, text_input=text, sampling_parameters=json.dumps(sampling), **TOLD)
+    return Asked(service, own, text_input=text, sampling_parameters=json.dumps(sampling), **TOLD)
 
 
 def finish(asked):
@@ -118,17 +86,17 @@ def gate(monkeypatch):
 @pytest.fixture
 def serve(tiny, monkeypatch):
     """Makes services, and checks at the end that nothing is left in them."""
-    made = []
+    with ExitStack() as stack:
+        made = []
 
-    def make(**options):
-        with monkeypatch.context() as patch:
-            patch.setattr(Runner, "launch", UNHELD)  # while it loads
-            made.append(Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])} | options), PB_UTILS, {}))
-        return made[-1]
+        def make(**options):
+            with monkeypatch.context() as patch:
+                patch.setattr(Runner, "launch", UNHELD)  # while it loads
+                made.append(stack.enter_context(serving(tiny[0], **options)).service)
+            return made[-1]
 
-    yield make
+        yield make
     for service in made:
-        service.stop()
         scheduler = service._assembly.scheduler
         scheduler.check()
         assert not scheduler.has_work
@@ -209,15 +177,14 @@ def test_a_request_that_was_pushed_out_ends_at_its_time(serve, gate, clock, swap
 
 
 @pytest.mark.parametrize(("timeout_us", "timeout_ms"), [(10**6 * 60, HOUR), (HOUR * 1000, 60_000), (0, 60_000)])
-def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms, monkeypatch):
-    monkeypatch.setattr(Asked, "timeout", lambda self: timeout_us)
+def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
     service = serve()
-    asked = ask(service, timeout_ms=timeout_ms)
+    asked = ask(service, own={"timeout": timeout_us}, timeout_ms=timeout_ms)
     gate.wait()
     gate.step()
     clock.ahead += 59
     gate.step()
-    assert asked._answers.empty()
+    assert asked.empty()
     clock.ahead += 1
     assert finish(asked)[0] == "timeout"
     gate.open()
@@ -246,9 +213,7 @@ def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_aw
     assert "2 requests wait" in ask(service).answer()
     gate.open()
     assert [finish(one) for one in (running, waiting[0], later)] == [("length", 9)] * 3
-    service._responder.stop()
     assert sorted(ended) == ["length"] * 3 + ["queue_full"] * 2 + ["timeout"]
-    monkeypatch.setattr(service._responder, "stop", lambda: None)
 
 
 def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
@@ -280,22 +245,18 @@ def test_nothing_is_lost_or_let_in_beyond_the_limit_while_steps_run(serve, monke
     assert all("max_queue_size" in one for one in answers if isinstance(one, str))
 
 
-def test_a_session_ends_in_spite_of_a_full_queue(serve, gate, monkeypatch):
+def test_a_session_ends_in_spite_of_a_full_queue(serve, gate):
     service = serve(max_num_seqs=1, max_queue_size=1)
-    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7, "sequence_start": true}')
-    first = ask(service)
+    first = ask(service, own={"correlation_id": 7, "flags": SEQUENCE_START})
     gate.wait()
-    gate.step(9 - 1)
-    gate._let.release()
+    gate.step(8)
+    gate.let()
     assert finish(first) == ("length", 9)
-    monkeypatch.setattr(Asked, "parameters", lambda self: "")
     running = ask(service)
     gate.wait()
     waiting = ask(service)
-    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7}')
-    assert "max_queue_size" in ask(service).answer()
-    monkeypatch.setattr(Asked, "parameters", lambda self: '{"sequence_id": 7, "sequence_end": true}')
-    assert finish(Asked(service, text_input="", **TOLD)) == ("stop", 0)
+    assert "max_queue_size" in ask(service, own={"correlation_id": 7}).answer()
+    assert finish(ask(service, "", own={"correlation_id": 7, "flags": SEQUENCE_END})) == ("stop", 0)
     gate.open()
     assert [finish(one)[0] for one in (running, waiting)] == ["length"] * 2
 
@@ -303,7 +264,7 @@ def test_a_session_ends_in_spite_of_a_full_queue(serve, gate, monkeypatch):
 def test_a_request_ends_by_its_id(serve, gate):
     """Every one of that id, running or waiting, and no other."""
     service = serve(max_num_seqs=1)
-    running, waiting, other = (ask(service, request_id=name) for name in ("one", "one", "other"))
+    running, waiting, other = (ask(service, own={"request_id": name}) for name in ("one", "one", "other"))
     gate.wait()
     gate.step(2)
 
@@ -317,7 +278,7 @@ def test_a_request_ends_by_its_id(serve, gate):
 
 
 def stop(service, name, **beside):
-    return Asked(service, name, stop_request=True, **beside)
+    return Asked(service, {"request_id": name}, stop_request=True, **beside)
 
 
 def test_what_to_stop_needs_a_name_and_nothing_else(serve):

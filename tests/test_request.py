@@ -102,7 +102,7 @@ def test_values_are_read_as_their_type(name, value, read):
         ("priority", 2**31, "must be -2147483648..2147483647"),
         ("n", 0, "must be 1..64"),
         ("n", True, "must be 1..64"),
-        ("best_of", 2, "not supported yet"),
+        ("best_of", 65, "must be 1..64"),
         ("bad_words", ["x"] * 129, "at most 128 strings"),
         ("bad_words", ["x" * 257], "at most 256 bytes a string"),
         ("bad_words", [""], "non-empty"),
@@ -178,6 +178,13 @@ def test_a_value_that_asks_for_nothing_is_taken_under_any_name_of_vllms():
     }
     assert SamplingParams.parse(rest, LIMITS) == defaults
     assert SamplingParams.parse(dict.fromkeys(rest), LIMITS) == defaults
+
+
+def test_the_best_are_of_no_fewer():
+    assert "best_of=2: must be n=3..64" in refusal(n=3, best_of=2)
+    assert "best_of=4: must be n=2 with beam_width=4" in refusal(n=2, best_of=4, beam_width=4)
+    params = SamplingParams.parse({"n": 2, "best_of": 2, "beam_width": 4}, LIMITS)
+    assert (params.num_seqs, params.picks) == (4, False)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])

@@ -79,6 +79,15 @@ def test_leaving_a_stream_frees_its_blocks(client, server):
     idle(server)
 
 
+def test_the_best_of_several_samples(client, server):
+    sampling = {"max_tokens": 8, "temperature": 1.2, "seed": 5, "logprobs": 0}
+    every = client.generate("Once upon a time", n=4, **sampling)
+    best = max((every, *every.others), key=lambda one: one.cumulative_logprob)
+    found = client.generate("Once upon a time", best_of=4, **sampling)
+    assert (found.text, found.others) == (best.text, ())
+    idle(server)
+
+
 def test_a_request_ends_by_its_id(client, server):
     with client.stream("Once upon a time", request_id="mine", **LONG) as stream:
         next(stream)
