@@ -34,7 +34,7 @@ class Seen:
     asked: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one stays
-    asked_for: dict[str, Any] = field(default_factory=dict)  # what a recording server does (tests/gateway.py)
+    asked_for: Any = field(default_factory=dict)  # what a recording server does (tests/gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # and its requests' sampling parameters
 
     def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +79,18 @@ def recording_server() -> Iterator[Seen]:
             seen.requests.append({**inputs, "request_id": request_id})
             seen.sampling.append(json.loads(inputs["sampling_parameters"]))
             seen.asked.set()
-            return seen.asked_for
+            return seen.asked_for(inputs) if callable(seen.asked_for) else seen.asked_for
 
         seen.script = script
         yield seen
 
 
 @contextmanager
-def saying(fake: Seen, **script: Any) -> Iterator[None]:
-    """Lets a recording server answer by a script of tests/fake_servers.py."""
-    before, fake.asked_for = fake.asked_for, script
+def saying(
+    fake: Seen, by_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None, **script: Any
+) -> Iterator[None]:
+    """Lets a recording server answer by a script of tests/fake_servers.py, or by what makes one of the inputs."""
+    before, fake.asked_for = fake.asked_for, by_inputs or script
     try:
         yield
     finally:

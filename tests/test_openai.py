@@ -40,7 +40,8 @@ class TestRequests:
     def test_every_sampling_field_reaches_the_engine_under_its_name(self, front, fake, path):
         fields = {
             "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 7,
-            "stop": ["a", "b"], "stop_token_ids": [1], "ignore_eos": True, "repetition_penalty": 1.5,
+            "stop": ["a", "b"], "stop_token_ids": [1], "logit_bias": {"7": -1.5}, "bad_words": ["c"],
+            "allowed_token_ids": [1, 7], "ignore_eos": True, "repetition_penalty": 1.5,
             "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
             "include_stop_str_in_output": True, "n": 1, "beam_width": 2, "length_penalty": 2.0,
             "early_stopping": "never", "priority": 3, "cache_salt": "s",
@@ -80,10 +81,24 @@ class TestRequests:
         status, body = front.ask("/v1/completions", PROMPT)
         assert (status, body["id"]) == (200, fake.requests[-1]["request_id"])
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_callers_id_is_passed_on(self, front, fake, stream):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        answer = client.completions.with_raw_response.create(
+            **PROMPT, stream=stream, extra_headers={"X-Request-Id": "mine-1.a:b"}
+        )
+        assert answer.headers["X-Request-Id"] == "cmpl-mine-1.a:b"
+        assert len(list(answer.parse())) > 0
+        assert fake.requests[-1]["request_id"] == "cmpl-mine-1.a:b"
+
+    @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00fc"])
+    def test_an_id_that_could_spoil_a_log_is_refused(self, front, given):
+        status, body = front.ask("/v1/completions", PROMPT, {"X-Request-Id": given.encode().decode("latin-1")})
+        assert (status, error_of(status, body)["message"].split(":")[0]) == (400, "X-Request-Id")
+
     @pytest.mark.parametrize(
         ("path", "field", "value"),
         [
-            ("/v1/completions", "logit_bias", {"1": 2}),
             ("/v1/completions", "echo", True),
             ("/v1/completions", "best_of", 2),
             ("/v1/completions", "suffix", ""),
@@ -103,9 +118,11 @@ class TestRequests:
             ("/v1/completions", {"temprature": 1}, "temprature"),
             ("/v1/completions", {"messages": []}, "messages"),
             ("/v1/completions", {"max_completion_tokens": 1}, "max_completion_tokens"),
-            ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
-            ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
             ("/v1/completions", {"prompt": None}, "prompt"),
+            ("/v1/completions", {"prompt": ["a", 1]}, "prompt"),
+            ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
+            ("/v1/completions", {"prompt": [2**31]}, "prompt"),
+            ("/v1/completions", {"logit_bias": [1]}, "logit_bias"),
             ("/v1/completions", {"max_tokens": "3"}, "max_tokens"),
             ("/v1/completions", {"max_tokens": 1.5}, "max_tokens"),
             ("/v1/completions", {"temperature": True}, "temperature"),
@@ -178,6 +195,50 @@ def chunked(front, body):
     answer = reply.status, json.load(reply)
     connection.close()
     return answer
+
+
+def echo(inputs):
+    """Says which prompt it got, a character a piece; `fail` fails."""
+    text = inputs.get("text_input") or str(inputs["input_ids"])
+    return {"say": [], "fail": "INVALID_ARGUMENT: text_input: no"} if text == "fail" else {"say": list(text)}
+
+
+class TestPrompts:
+    """Several prompts in one request."""
+
+    @pytest.mark.parametrize(
+        ("prompt", "texts"),
+        [
+            (["ab", "cd", "e"], ["ab", "cd", "e"]),
+            (["ab"], ["ab"]),
+            ([5, 6], ["[5, 6]"]),
+            ([[5], [6, 7]], ["[5]", "[6, 7]"]),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_each_has_a_choice_in_its_place(self, front, fake, prompt, texts, stream):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with saying(fake, echo):
+            asked = {"stream_options": {"include_usage": True}} if stream else {}
+            answer = client.completions.create(model="paged_llm", prompt=prompt, stream=stream, **asked)
+            chunks = list(answer) if stream else [answer]
+        told = dict.fromkeys(range(len(texts)), "")
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            told[choice.index] += choice.text
+        assert list(told.values()) == texts
+        assert chunks[-1].usage.prompt_tokens == 7 * len(texts)
+        assert chunks[-1].usage.completion_tokens == sum(2 * len(text) for text in texts)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_one_that_is_refused_is_named_and_ends_the_others(self, front, fake, stream):
+        def hold(inputs):
+            return echo(inputs) if inputs["text_input"] == "fail" else {"say": [], "hold": True}
+
+        fake.left.clear()
+        with saying(fake, hold):
+            status, body = front.ask("/v1/completions", PROMPT | {"prompt": ["a", "fail"], "stream": stream})
+        assert (status, error_of(status, body)["param"]) == (400, "prompt.1")
+        assert fake.left.wait(WAIT), "the other goes on"
 
 
 class TestEngineErrors:

@@ -7,11 +7,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
-from client.openai.schema import CompletionRequest
+from client.openai.schema import GenerateBody
 from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
 from client.types import Completion, Delta, Logprobs
 
@@ -23,23 +24,23 @@ class Answer(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._model = model
+    def __init__(self, request: GenerateBody, request_id: str) -> None:
+        self.id = f"{self.prefix}-{request_id}"
+        self._model = request.model
         self._created = int(time.time())
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        samples = (completion, *completion.others)
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        samples = [sample for one in completions for sample in (one, *one.others)]
         choices = [self._sample(index, sample) for index, sample in enumerate(samples)]
-        return self._body(self.whole_object, choices) | {"usage": usage(completion)}
+        return self._body(self.whole_object, choices) | {"usage": usage(completions)}
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None where there is nothing to tell yet."""
         piece = self._piece(delta)
         return None if piece is None else self._body(self.chunk_object, [piece])
 
-    def usage_chunk(self, completion: Completion) -> dict[str, Any]:
-        return self._body(self.chunk_object, []) | {"usage": usage(completion)}
+    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
@@ -54,31 +55,23 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionRequest) -> None:
-        super().__init__(request.model)
-        self._offsets: dict[int, int] = {}  # by sample: where its next token begins
-
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        return _choice(index, sample.finish_reason, self._logprobs(index, sample.logprobs), text=sample.text)
+        return self._choice(index, sample)
 
     def _piece(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.text and not delta.finish_reason and not delta.logprobs:
-            return None
-        return _choice(delta.index, delta.finish_reason, self._logprobs(delta.index, delta.logprobs), text=delta.text)
+        return self._choice(delta.index, delta) if _tells(delta) else None
 
-    def _logprobs(self, index: int, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
-        if tokens is None:
-            return None
-        *offsets, self._offsets[index] = logprobs.offsets_from(self._offsets.get(index, 0), tokens)
-        return logprobs.of_completion(tokens, offsets)
+    def _choice(self, index: int, part: Completion | Delta) -> dict[str, Any]:
+        told = None if part.logprobs is None else logprobs.of_completion(part.logprobs, part.text_offsets or ())
+        return _choice(index, part, part.finish_reason, told, text=part.text)
 
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, reader: Callable[[], Reader]) -> None:
+    def __init__(self, request: ChatRequest, request_id: str, reader: Callable[[], Reader]) -> None:
         """reader: makes one for each sample."""
-        super().__init__(request.model)
+        super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._readers: defaultdict[int, Reader] = defaultdict(reader)
         self._calling: set[int] = set()  # samples that have called a tool
@@ -88,14 +81,14 @@ class ChatAnswer(Answer):
         message = {"role": "assistant", "content": None if "tool_calls" in read else "", "refusal": None, **read}
         for call in read.get("tool_calls", ()):
             del call["index"]
-        return _choice(index, self._reason(index, sample), self._logprobs(sample.logprobs), message=message)
+        return _choice(index, sample, self._reason(index, sample), self._logprobs(sample.logprobs), message=message)
 
     def _piece(self, delta: Delta) -> dict[str, Any] | None:
         role = {} if delta.index in self._readers else {"role": "assistant", "content": ""}
         news = role | self._read(delta.index, delta)
-        if not news and not delta.finish_reason and not delta.logprobs:
+        if not news and not _tells(replace(delta, text="")):
             return None
-        return _choice(delta.index, self._reason(delta.index, delta), self._logprobs(delta.logprobs), delta=news)
+        return _choice(delta.index, delta, self._reason(delta.index, delta), self._logprobs(delta.logprobs), delta=news)
 
     def _read(self, index: int, part: Completion | Delta) -> dict[str, Any]:
         """What a part of a sample adds to its message."""
@@ -129,14 +122,22 @@ def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
-def _choice(index: int, finish_reason: str | None, told: dict[str, Any] | None, **text: Any) -> dict[str, Any]:
-    return {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
+def _tells(delta: Delta) -> bool:
+    return bool(delta.text or delta.finish_reason or delta.logprobs or delta.token_ids)
 
 
-def usage(completion: Completion) -> dict[str, Any]:
-    prompt = completion.num_input_tokens
-    output = sum(sample.num_output_tokens for sample in (completion, *completion.others))
+def _choice(
+    index: int, part: Completion | Delta, finish_reason: str | None, told: dict[str, Any] | None, **text: Any
+) -> dict[str, Any]:
+    choice = {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
+    return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    prompt = sum(one.num_input_tokens for one in completions)
+    output = sum(sample.num_output_tokens for one in completions for sample in (one, *one.others))
     counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-    if completion.receipt:
-        counts["prompt_tokens_details"] = {"cached_tokens": completion.receipt["cached_tokens"]}
+    receipts = [one.receipt for one in completions if one.receipt]
+    if receipts:
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(one["cached_tokens"] for one in receipts)}
     return counts

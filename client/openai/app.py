@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,16 +19,19 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from client.async_client import AsyncClient
 from client.openai import embeddings, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from client.openai.asking import Streams, ask
 from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
-from client.openai.errors import ApiError, from_engine
-from client.openai.streaming import ClientGone, EventStream, while_connected
+from client.openai.concurrency import ClientGone, while_connected
+from client.openai.errors import ApiError
+from client.openai.streaming import EventStream
 from client.openai.tool_calls import Format
 from client.openai.tools import tool_use
 from client.openai.translation import EngineRequest
-from client.types import Delta, PagedError
+from client.types import PagedError
 
 HEALTH_TIMEOUT = 10.0  # seconds; the engine answers between two steps
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,8 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
         self._check_model(body.model)
-        asked = translation.from_completion(body)
-        return await self._answer(request, body, asked, CompletionAnswer(body))
+        answer = CompletionAnswer(body, _request_id(request))
+        return await self._answer(request, body, translation.from_completion(body), answer)
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(ChatRequest, await self._read(request))
@@ -77,26 +82,22 @@ class Gateway:
         asked = await translation.from_chat(
             body, use, settings.tool_format, settings.template, settings.default_max_tokens
         )
-        return await self._answer(request, body, asked, ChatAnswer(body, use.reader))
+        return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use.reader))
 
     async def _answer(
-        self,
-        request: Request,
-        body: schema.GenerateBody,
-        asked: EngineRequest,
-        answer: Answer,
+        self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: Answer
     ) -> Response:
+        if not body.stream:
+            work = ask(self._client, asked, answer.id)
+            whole = answer.whole(await while_connected(request.receive, work))
+            return JSONResponse(whole, headers={"X-Request-Id": answer.id})
+        streams = Streams(self._client, asked, answer.id, samples=body.n or 1)
         try:
-            if not body.stream:
-                work = self._client.generate(request_id=answer.id, **asked.arguments)
-                return JSONResponse(answer.whole(await while_connected(request.receive, work)))
-            stream = self._client.stream(request_id=answer.id, **asked.arguments)
-            first: Delta = await while_connected(request.receive, stream.__anext__())
-        except PagedError as error:
-            raise from_engine(error, asked.names) from None
-        return EventStream(
-            first, stream, answer, include_usage=body.include_usage, names=asked.names, metrics=self.metrics
-        )
+            first = await while_connected(request.receive, streams.first())
+        except BaseException:
+            streams.cancel()
+            raise
+        return EventStream(first, streams, answer, include_usage=body.include_usage, metrics=self.metrics)
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
@@ -149,6 +150,14 @@ class Gateway:
         except ClientDisconnect:
             raise ClientGone from None
         return bytes(body)
+
+
+def _request_id(request: Request) -> str:
+    """The caller's own, or one that nobody else has."""
+    given = request.headers.get("X-Request-Id")
+    if given is not None and not _REQUEST_ID.fullmatch(given):
+        raise ApiError(400, "X-Request-Id: must be 1..128 letters, digits or any of -_.:")
+    return given or uuid.uuid4().hex
 
 
 def create_app(settings: Settings) -> FastAPI:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from client.openai.errors import ApiError
-from client.openai.schema import NOT_SERVED, GenerateBody, StrictModel
+from client.openai.schema import GenerateBody, StrictModel
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -72,7 +72,7 @@ class NamedTool(StrictModel):
 
 
 class ChatRequest(GenerateBody):
-    not_served: ClassVar = {**NOT_SERVED, "functions": (None, []), "function_call": (None, "none")}
+    not_served: ClassVar = {"functions": (None, []), "function_call": (None, "none")}
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from client.async_client import AsyncClient
+from client.openai.concurrency import together
 from client.openai.errors import ApiError, from_engine
-from client.openai.schema import Body
+from client.openai.schema import Body, one_or_many
 from client.types import Embedding, PagedError
 
 MAX_INPUTS = 2048  # as OpenAI's own service has it
@@ -28,10 +29,7 @@ class EmbeddingRequest(Body):
     @property
     def inputs(self) -> list[str | list[int]]:
         """Text or token ids, one for each embedding."""
-        given = self.input
-        if isinstance(given, list) and given and not isinstance(given[0], int):
-            return given  # type: ignore[return-value]
-        return [given]  # type: ignore[list-item]
+        return one_or_many(self.input)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -71,13 +69,7 @@ async def _embed_all(client: AsyncClient, request: EmbeddingRequest) -> list[Emb
 
     inputs = request.inputs
     names = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
-    tasks = [asyncio.ensure_future(embed(*one)) for one in zip(names, inputs, strict=True)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await together(embed(*one) for one in zip(names, inputs, strict=True))
 
 
 def _refusal(error: PagedError, name: str) -> ApiError:

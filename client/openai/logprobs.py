@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from client.types import Logprobs, TokenLogprob
@@ -33,14 +33,6 @@ def of_chat(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
         ],
         "refusal": None,
     }
-
-
-def offsets_from(start: int, tokens: Sequence[Logprobs]) -> Iterator[int]:
-    """Where each token begins, where the first one begins at `start`; and in the end where the next one will."""
-    yield start
-    for chosen, *_ in tokens:
-        start += len(chosen.decoded_token)
-        yield start
 
 
 def _by_text(entries: Logprobs) -> dict[str, float]:

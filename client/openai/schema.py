@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from client.openai.errors import ApiError
 
-# OpenAI's fields that are not served, and the values that ask for nothing.
-NOT_SERVED: dict[str, tuple[Any, ...]] = {"logit_bias": (None, {})}
+MAX_PROMPTS = 128  # of one request
 # Of the path to a field; in others pydantic's own words would follow.
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 
@@ -27,6 +26,7 @@ class StrictModel(BaseModel):
 class Body(StrictModel):
     """What every request has."""
 
+    # OpenAI's fields that are not served, and the values that ask for nothing.
     not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str
@@ -47,6 +47,9 @@ class SamplingFields(StrictModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -111,6 +114,7 @@ class InertFields(StrictModel):
 
 class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
     stream: bool | None = None
+    return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
@@ -125,17 +129,27 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    not_served: ClassVar = {**NOT_SERVED, "echo": (None, False), "best_of": (None, 1), "suffix": (None,)}
+    not_served: ClassVar = {"echo": (None, False), "best_of": (None, 1), "suffix": (None,)}
 
-    prompt: str | list[str]
+    prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def _one_prompt(cls, prompt: str | list[str]) -> str | list[str]:
-        if not isinstance(prompt, str) and len(prompt) != 1:
-            raise ValueError(f"has {len(prompt)} prompts; must be a string or a list of one")
-        return prompt
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each text or token ids."""
+        return one_or_many(self.prompt)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.prompts) > MAX_PROMPTS:
+            reason = f"has {len(self.prompts)} prompts; must be at most {MAX_PROMPTS}"
+            raise ApiError(400, f"prompt: {reason}", param="prompt")
+
+
+def one_or_many(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Text or token ids, of which a caller may send a list."""
+    many = isinstance(given, list) and given and not isinstance(given[0], int)
+    return given if many else [given]  # type: ignore[return-value, list-item]
 
 
 RequestT = TypeVar("RequestT", bound=Body)

@@ -16,13 +16,14 @@ from client.openai.tool_calls import MISTRAL, Format
 from client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
+_OF_A_PROMPT = ("text_input", "input_ids", "prompt_tokens")  # fields that errors of the engine name
 
 
 @dataclass(frozen=True)
 class EngineRequest:
     """The arguments of AsyncClient.stream and .generate."""
 
-    prompt: str | None  # either this
+    prompt: str | list[int] | None  # either this, as text or token ids
     messages: list[dict[str, Any]] | None  # or a conversation
     sampling: Sampling
     # The engine's names of fields -> the caller's, where they differ.
@@ -33,12 +34,17 @@ class EngineRequest:
         return {"prompt": self.prompt, "messages": self.messages, **self.sampling}
 
 
-def from_completion(request: CompletionRequest) -> EngineRequest:
+def from_completion(request: CompletionRequest) -> list[EngineRequest]:
+    """One for each prompt."""
     sampling, names = _sampling(request, None)
     if request.logprobs is not None:
-        sampling["logprobs"] = request.logprobs
-    prompt = request.prompt if isinstance(request.prompt, str) else request.prompt[0]
-    return EngineRequest(prompt, None, sampling, names | {"text_input": "prompt", "prompt_tokens": "prompt"})
+        sampling |= {"logprobs": request.logprobs, "return_text_offsets": True}
+    prompts = request.prompts
+    fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
+    return [
+        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_OF_A_PROMPT, field))
+        for field, prompt in zip(fields, prompts, strict=True)
+    ]
 
 
 async def from_chat(
@@ -46,7 +52,7 @@ async def from_chat(
 ) -> EngineRequest:
     """Without a template of the gateway's own the engine applies the model's."""
     sampling, names = _sampling(request, use.schema)
-    names |= {"text_input": "messages", "prompt_tokens": "messages"}
+    names |= dict.fromkeys(_OF_A_PROMPT, "messages")
     if request.max_completion_tokens is not None:
         sampling["max_tokens"] = request.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
@@ -67,6 +73,8 @@ def _sampling(request: GenerateBody, call_schema: dict[str, Any] | None) -> tupl
     """And the caller's names of fields. Raises ApiError where an answer would be held to two things."""
     values = {name: getattr(request, name) for name in SamplingFields.model_fields}
     sampling = {name: value for name, value in values.items() if value is not None}
+    if request.return_token_ids:
+        sampling["return_token_ids"] = True
     names: dict[str, str] = {}
     for own, name, value in [*_guidance(request), ("tools", "json_schema", call_schema)]:
         if value is None:
