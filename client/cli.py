@@ -103,14 +103,8 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="H", help="the address to listen at (default 127.0.0.1)")
     add("--port", type=_port, default=9000, metavar="N", help="(default 9000)")
     add("--api-key", action="append", default=[], metavar="K", help="ask for this key; may be repeated")
+    add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; PAGED_API_KEYS has them between commas")
     add("--max-request-bytes", type=_count, default=10 << 20, metavar="N", help="of a body (default 10 MiB)")
-    add(
-        "--default-max-tokens",
-        type=_count,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help=f"of a chat request that names no limit (default {DEFAULT_MAX_TOKENS})",
-    )
     add(
         "--tool-parser",
         choices=TOOL_PARSERS,
@@ -336,7 +330,7 @@ def openai(args: argparse.Namespace) -> int:
         port=args.port,
         api_keys=args.api_key,
         max_request_bytes=args.max_request_bytes,
-        default_max_tokens=args.default_max_tokens,
+        api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
     )
 

@@ -5,15 +5,18 @@ import json
 import math
 import signal
 import socket
+from dataclasses import fields
 from functools import partial
 
 import openai
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from client import cli
-from client.openai.chat_template import ChatTemplate
+from client.openai import keys
+from client.openai.schema import SamplingFields
+from paged_backend.request import SamplingParams
 from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
 from tests.server.conftest import until
 
@@ -35,6 +38,17 @@ def says(fake):
     return partial(saying, fake)
 
 
+# Sampling parameters that have a word of OpenAI's.
+OTHERWISE = {"logprobs", "lora_name"}
+PENDING = {"json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"}
+
+
+def test_the_sampling_fields_are_those_of_the_engine():
+    """client/ ships without the engine, so that it has a list of its own."""
+    engines = {spec.name for spec in fields(SamplingParams)}
+    assert SamplingFields.model_fields.keys() - PENDING == engines - OTHERWISE - PENDING
+
+
 class TestRequests:
     @pytest.mark.parametrize("path", BODIES)
     def test_every_sampling_field_reaches_the_engine_under_its_name(self, front, fake, path):
@@ -44,7 +58,8 @@ class TestRequests:
             "allowed_token_ids": [1, 7], "ignore_eos": True, "repetition_penalty": 1.5,
             "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
             "include_stop_str_in_output": True, "n": 1, "beam_width": 2, "length_penalty": 2.0,
-            "early_stopping": "never", "priority": 3, "cache_salt": "s",
+            "early_stopping": "never", "priority": 3, "cache_salt": "s", "timeout_ms": 9,
+            "add_special_tokens": True, "truncate_prompt_tokens": 5, "word_bias": {"d": 1.0},
         }  # fmt: skip
         assert front.ask(path, BODIES[path] | fields)[0] == 200
         assert fake.sampling[-1] == fields
@@ -54,9 +69,9 @@ class TestRequests:
         assert front.ask("/v1/completions", PROMPT | fields)[0] == 200
         assert fake.sampling[-1] == {}
 
-    def test_a_chat_without_a_limit_gets_the_gateways(self, front, fake):
+    def test_a_chat_without_a_limit_goes_on_while_there_is_room(self, front, fake):
         assert front.ask("/v1/chat/completions", CHAT)[0] == 200
-        assert fake.sampling[-1] == {"max_tokens": 256}
+        assert fake.sampling[-1] == {"max_tokens": None}
         assert front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 9})[0] == 200
         assert fake.sampling[-1] == {"max_tokens": 9}
 
@@ -301,6 +316,34 @@ class TestKeys:
         status, body = locked.ask(path, BODIES.get(path), headers)
         assert (status, error_of(status, body)["code"]) == (401, "invalid_api_key")
 
+    def test_keys_come_from_a_file_and_the_environment_too(self, tmp_path, fake, monkeypatch):
+        file = tmp_path / "keys"
+        file.write_text("of-a-file\n\n  spaced  \n")
+        monkeypatch.setenv(keys.VARIABLE, "first, second")
+        with gateway(fake.url, "--api-key", "one", "--api-key-file", str(file)) as front:
+            for key in ("one", "of-a-file", "spaced", "first", "second"):
+                assert front.ask("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
+            for key in ("", "first, second", "of-a-fil"):
+                assert front.ask("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 401
+
+    @pytest.mark.parametrize(
+        ("flags", "variable", "text", "reason"),
+        [
+            ((), "", None, "No such file"),
+            ((), "", " \n\n", "holds no key"),
+            ((), " , ", "a", f"{keys.VARIABLE}: holds no key"),
+            (("",), "", "a", "--api-key: is empty"),
+        ],
+    )
+    def test_a_source_without_keys_is_refused(self, tmp_path, flags, variable, text, reason):
+        if text is not None:
+            (tmp_path / "keys").write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            keys.collect(flags, tmp_path / "keys", {keys.VARIABLE: variable})
+
+    def test_without_any_there_is_none(self):
+        assert keys.collect((), None, {keys.VARIABLE: ""}) == ()
+
     def test_metrics_and_health_need_none(self, locked, fake):
         fake.maps = ["UNAVAILABLE: not yet"]
         assert locked.metrics()["paged_openai_open_streams"] == 0
@@ -352,12 +395,6 @@ def refused(port):
         return connection.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_chats_limit_is_an_option(fake):
-    with gateway(fake.url, "--default-max-tokens", "7") as front:
-        front.ask("/v1/chat/completions", CHAT)
-    assert fake.sampling[-1] == {"max_tokens": 7}
-
-
 def test_the_model_has_the_name_that_it_has_at_the_server(fake):
     with gateway(fake.url, "--model", "other") as front:
         assert front.ask("/v1/models")[1]["data"][0]["id"] == "other"
@@ -385,12 +422,8 @@ def test_requests_are_counted_by_route_and_status(fake):
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
 
 
-def write_tokenizer(directory, template=TEMPLATE, begins=True):
-    """One token a word; it begins a text with <s>, unless told not to."""
+def write_tokenizer(directory, template=TEMPLATE):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "<user>": 3, "<assistant>": 4}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if begins:
-        words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
     made.chat_template = template
     made.save_pretrained(directory)
@@ -398,15 +431,20 @@ def write_tokenizer(directory, template=TEMPLATE, begins=True):
 
 
 class TestOwnTemplate:
-    def test_the_prompt_is_what_the_template_makes_without_a_second_beginning(self, tmp_path, fake):
+    def test_the_prompt_is_what_the_template_makes_and_nothing_is_added(self, tmp_path, fake):
         with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path))) as front:
-            assert front.ask("/v1/chat/completions", CHAT)[0] == 200
-        assert fake.requests[-1]["text_input"] == "<user> x <assistant>"
+            assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 3})[0] == 200
+        assert fake.requests[-1]["text_input"] == "<s><user> x <assistant>"
+        assert fake.sampling[-1] == {"max_tokens": 3, "add_special_tokens": False}
         assert "messages" not in fake.requests[-1]
 
-    def test_a_beginning_that_the_server_does_not_add_stays(self, tmp_path):
-        template = ChatTemplate(write_tokenizer(tmp_path, begins=False))
-        assert template.prompt([{"role": "user", "content": "x"}]) == "<s><user> x <assistant>"
+    def test_tools_are_for_the_template(self, tmp_path, fake):
+        template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        tools = [{"type": "function", "function": {"name": "now"}}]
+        with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, template))) as front:
+            assert front.ask("/v1/chat/completions", CHAT | {"tools": tools})[0] == 200
+        assert fake.requests[-1]["text_input"] == "[now]"
+        assert "tools" not in fake.requests[-1]
 
     def test_a_template_that_refuses_is_the_callers_error(self, tmp_path, fake):
         picky = TEMPLATE + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
@@ -416,11 +454,10 @@ class TestOwnTemplate:
         assert (status, error["param"]) == (400, "messages")
         assert "no x" in error["message"]
 
-    @pytest.mark.parametrize(("template", "reason"), [(None, "no chat template"), ("{{ 'a' }}", "begins with")])
-    def test_a_tokenizer_that_cannot_serve_is_refused_at_the_start(self, tmp_path, template, reason, capsys):
-        directory = write_tokenizer(tmp_path, template)
+    def test_a_tokenizer_without_a_template_is_refused_at_the_start(self, tmp_path, capsys):
+        directory = write_tokenizer(tmp_path, None)
         assert cli.main(["openai", "--tokenizer", str(directory)]) == 2
-        assert reason in capsys.readouterr().err
+        assert "no chat template" in capsys.readouterr().err
 
 
 class TestCommand:
@@ -428,11 +465,10 @@ class TestCommand:
         assert cli.main(["openai", "--port", str(front.port)]) == 2
         assert f"--port {front.port}" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("flag", ["--max-request-bytes", "--default-max-tokens"])
     @pytest.mark.parametrize("value", ["0", "-1", "x"])
-    def test_a_limit_is_a_positive_number(self, flag, value, capsys):
+    def test_a_limit_is_a_positive_number(self, value, capsys):
         with pytest.raises(SystemExit, match="2"):
-            cli.main(["openai", f"{flag}={value}"])
+            cli.main(["openai", f"--max-request-bytes={value}"])
         assert "must be a whole number, at least 1" in capsys.readouterr().err
 
     def test_a_web_address_is_refused(self, capsys):

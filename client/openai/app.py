@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import time
 import uuid
@@ -17,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from client.async_client import AsyncClient
-from client.openai import embeddings, metrics, schema, translation
+from client.openai import embeddings, keys, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from client.openai.asking import Streams, ask
 from client.openai.chat_schema import ChatRequest
@@ -43,7 +42,6 @@ class Settings:
         template: of the gateway's own; without one the server applies the model's.
         api_keys: one of which a request must bring; empty: none is asked for.
         max_request_bytes: of a body.
-        default_max_tokens: of a chat request that names no limit.
         tool_format: how the model writes calls of tools.
     """
 
@@ -52,7 +50,6 @@ class Settings:
     template: ChatTemplate | None
     api_keys: Sequence[str]
     max_request_bytes: int
-    default_max_tokens: int
     tool_format: Format
 
 
@@ -79,9 +76,7 @@ class Gateway:
         self._check_model(body.model)
         settings = self._settings
         use = tool_use(body, settings.tool_format)
-        asked = await translation.from_chat(
-            body, use, settings.tool_format, settings.template, settings.default_max_tokens
-        )
+        asked = await translation.from_chat(body, use, settings.tool_format, settings.template)
         return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use.reader))
 
     async def _answer(
@@ -128,9 +123,7 @@ class Gateway:
     async def check_key(self, request: Request) -> None:
         if not self._settings.api_keys:
             return
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        known = [hmac.compare_digest(key.encode(), one.encode()) for one in self._settings.api_keys]
-        if kind.lower() != "bearer" or not any(known):
+        if not keys.opens(request.headers.get("Authorization", ""), self._settings.api_keys):
             raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
 
     def _check_model(self, name: str) -> None:

@@ -13,13 +13,9 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """Turns a conversation into the prompt that the server tokenizes.
+    """Turns a conversation into the prompt that the server tokenizes as it is.
 
-    The server puts before a prompt what its tokenizer puts before any text, so a beginning of sequence that the
-    template has written, too, is left out here.
-
-    Raises ValueError for a directory without a tokenizer or a chat template, and for one whose prompts would come to
-    other tokens than the template means.
+    Raises ValueError for a directory without a tokenizer or a chat template.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,16 +27,6 @@ class ChatTemplate:
             raise ValueError(f"{directory}: no tokenizer: {error}") from None
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template")
-        begin = self._tokenizer.bos_token_id
-        begins = begin is not None and self._tokenizer.encode("")[:1] == [begin]
-        self._begin: str = self._tokenizer.bos_token if begins else ""
-        rendered = self._render([{"role": "user", "content": "a"}])
-        as_meant = self._tokenizer.encode(rendered, add_special_tokens=False)
-        if self._tokenizer.encode(rendered.removeprefix(self._begin)) != as_meant:
-            raise ValueError(
-                f"{directory}: the tokens that this tokenizer adds to a text are not those that its chat template"
-                " begins with; without a tokenizer the server applies its own template"
-            )
 
     @property
     def text(self) -> str:
@@ -50,12 +36,9 @@ class ChatTemplate:
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """Raises ApiError where the template refuses the conversation."""
         try:
-            return self._render(messages, tools).removeprefix(self._begin)
+            return str(
+                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            )
         except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ApiError(400, f"messages: the chat template refuses them: {reason}", param="messages") from error
-
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        )

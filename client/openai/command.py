@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from client.openai import keys
 from client.openai.app import Settings, create_app
 from client.openai.chat_template import ChatTemplate
 from client.openai.tool_calls import FORMATS
@@ -28,8 +30,8 @@ def run(
     host: str,
     port: int,
     api_keys: Sequence[str],
+    api_key_file: Path | None,
     max_request_bytes: int,
-    default_max_tokens: int,
     tool_parser: str,
 ) -> int:
     """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
@@ -37,9 +39,13 @@ def run(
         template = ChatTemplate(tokenizer) if tokenizer else None
     except ValueError as error:
         raise UsageError(f"--tokenizer {error}") from None
+    try:
+        known = keys.collect(api_keys, api_key_file, os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
     try:
-        settings = Settings(url, model, template, api_keys, max_request_bytes, default_max_tokens, form)
+        settings = Settings(url, model, template, known, max_request_bytes, form)
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None

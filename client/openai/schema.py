@@ -62,6 +62,10 @@ class SamplingFields(StrictModel):
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout_ms: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    word_bias: dict[str, float] | None = None
     json_schema: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: str | None = None

@@ -47,9 +47,7 @@ def from_completion(request: CompletionRequest) -> list[EngineRequest]:
     ]
 
 
-async def from_chat(
-    request: ChatRequest, use: ToolUse, form: Format, template: ChatTemplate | None, default_max_tokens: int
-) -> EngineRequest:
+async def from_chat(request: ChatRequest, use: ToolUse, form: Format, template: ChatTemplate | None) -> EngineRequest:
     """Without a template of the gateway's own the engine applies the model's."""
     sampling, names = _sampling(request, use.schema)
     names |= dict.fromkeys(_OF_A_PROMPT, "messages")
@@ -61,12 +59,12 @@ async def from_chat(
         names["logprobs"] = "top_logprobs"
     if request.may_call and form is MISTRAL:
         sampling.setdefault("skip_special_tokens", False)  # its mark is one
-    sampling.setdefault("max_tokens", default_max_tokens)
+    sampling.setdefault("max_tokens", None)  # as many as there is room for
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
     if template is None:
         return EngineRequest(None, messages, sampling | ({"tools": use.in_prompt} if use.in_prompt else {}), names)
     prompt = await asyncio.to_thread(template.prompt, messages, use.in_prompt)
-    return EngineRequest(prompt, None, sampling, names)
+    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
 
 
 def _sampling(request: GenerateBody, call_schema: dict[str, Any] | None) -> tuple[Sampling, dict[str, str]]:
