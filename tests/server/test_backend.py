@@ -144,6 +144,8 @@ def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
     add_model(tmp_path, "weights", tmp_path / "nowhere", backend="vllm")
     other = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
     add_model(tmp_path, "tensor", tiny[0], backend="vllm", config=other)
+    twice = 'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
+    add_model(tmp_path, "gpus", tiny[0], backend="vllm", config=twice)
     flags = ("--allow-metrics=false", "--model-control-mode=explicit", "--load-model=good")
     with (
         plain_server(tmp_path, *flags, backends=server.backends) as quiet,
@@ -153,6 +155,7 @@ def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
         for model, reason in (
             ("attribute", "invalid_attribute: unknown engine option"),
             ("weights", "nowhere"),
+            ("gpus", 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
             ("tensor", "configuration expects datatype TYPE_INT32 for input 'text_input'"),
         ):
             with pytest.raises(InferenceServerException, match=reason):

@@ -1,5 +1,6 @@
 """What clients of Triton's vLLM backend, and its OpenAI frontend, send and count on: every tensor, in tritonclient."""
 
+import asyncio
 import json
 from contextlib import contextmanager
 from itertools import chain
@@ -8,6 +9,7 @@ from queue import Queue
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as aio
 
 from tests.server.conftest import MODEL, WAIT, idle, post, tensors
 
@@ -194,6 +196,27 @@ def test_a_stream_that_is_to_have_it_is_refused_in_these_very_words(client):
 def test_an_error_has_the_prefix_that_clients_look_for(client, inputs, reason):
     client.send(**inputs)
     assert client.error().message().startswith(f"Error generating stream: INVALID_ARGUMENT: {reason}")
+
+
+def test_two_prompts_in_one_stream_of_asyncio(tiny_server):
+    async def requests():
+        for prompt in (PROMPT, "The future of AI is"):
+            inputs = {"text_input": prompt, "stream": True, "sampling_parameters": SAMPLING}
+            made = [aio.InferRequestedOutput("text_output")]
+            yield {"model_name": MODEL, "inputs": tensors(inputs), "outputs": made, "request_id": prompt}
+
+    async def answers():
+        said = {}
+        async with aio.InferenceServerClient(tiny_server.grpc_url) as client:
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                identity = result.get_response().id
+                said[identity] = said.get(identity, b"") + result.as_numpy("text_output")[0]
+        return said
+
+    said = asyncio.run(asyncio.wait_for(answers(), WAIT))
+    assert said.keys() == {PROMPT, "The future of AI is"}
+    assert all(said.values())
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
