@@ -91,7 +91,9 @@ class EngineConfig:
     """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
 
     model: str = option(
-        _text, "Hugging Face directory or GGUF file, relative to the repository's root, or a name on the hub"
+        _text,
+        "Hugging Face directory or GGUF file, relative to the repository's root or to where the server is started, or a"
+        " name on the hub",
     )
     tokenizer: str | None = option(_text, "tokenizer directory, if not the model's", None, optional=True)
     revision: str | None = option(

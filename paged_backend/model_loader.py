@@ -155,18 +155,20 @@ def _named(place: Path) -> dict[str, str]:
 
 
 def find(name: str, root: Path, config: EngineConfig, revision: str | None = None) -> Path:
-    """The files of a model or tokenizer: a directory or a GGUF file, a relative one taken from `root`, or else a
-    repository of the Hugging Face hub in a revision, fetched where the cache lacks it. Raises ConfigError."""
-    path = Path(name).expanduser()
-    path = path if path.is_absolute() else root / path
-    if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
-        return path
-    if path.suffix == GGUF and path.is_file():
-        return path
-    if not path.exists() and HUB_NAME.fullmatch(name):
+    """The files of a model or tokenizer: a directory or a GGUF file, a relative one taken from `root` or else from
+    where the server was started, or a repository of the Hugging Face hub in a revision, fetched where the cache lacks
+    it. Raises ConfigError."""
+    places = [base / Path(name).expanduser() for base in (root, Path.cwd())]
+    for path in places:
+        if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
+            return path
+        if path.suffix == GGUF and path.is_file():
+            return path
+    if not any(path.exists() for path in places) and HUB_NAME.fullmatch(name):
         return _fetch(name, config, revision)
     raise ConfigError(
-        f"model={json.dumps(name)}: no config.json in {path}; give a Hugging Face model directory, or a {GGUF} file"
+        f"model={json.dumps(name)}: no config.json in {places[0]}; give a Hugging Face model directory, or a {GGUF}"
+        " file"
     )
 
 

@@ -179,6 +179,19 @@ def test_a_relative_model_starts_at_the_repository_and_a_missing_one_is_named(tm
         model_loader.find("gone", tmp_path, config)
 
 
+def test_or_else_a_relative_model_starts_where_the_server_was_started(tmp_path, monkeypatch):
+    """As in vLLM, whose users write `./weights/model`."""
+    for place in ("root", "start"):
+        (tmp_path / place / "both").mkdir(parents=True)
+        (tmp_path / place / "both/config.json").write_text("{}")
+    (tmp_path / "start/own").mkdir()
+    (tmp_path / "start/own/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "start")
+    config = EngineConfig.from_options({"model": "./own"})
+    assert model_loader.find("./own", tmp_path / "root", config) == tmp_path / "start/own"
+    assert model_loader.find("both", tmp_path / "root", config) == tmp_path / "root/both"
+
+
 def test_a_name_on_the_hub_is_found_in_its_cache_and_a_missing_one_is_named(tmp_path, monkeypatch):
     """Tests have no network; what was fetched once is found without it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
