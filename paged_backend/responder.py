@@ -415,7 +415,11 @@ class Responder:
             _answer(channel, answer)
 
     def _cancel_all(self, message: Cancel) -> None:
-        found = [stream for stream in self._streams.values() if stream.call.request_id == message.request_id]
+        found = [
+            stream
+            for stream in self._streams.values()
+            if stream.call.request_id == message.request_id and not stream.ended  # whose answer is about to go out
+        ]
         for stream in found:
             self._guarded(stream, lambda stream: self._cancel(stream, "the request was ended by a stop_request"))
         outputs = wire.write_num_stopped(len(found))

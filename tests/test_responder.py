@@ -282,3 +282,21 @@ def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
         stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
     phases = {name: value for name, value in stream.receipt().items() if name.endswith("_seconds")}
     assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}
+
+
+def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
+    made, _, aborted = opened
+    busy, done, asked = Client(0), Client(1), fakes.Sent()
+    done.stream.call = replace(done.stream.call, request_id="done")
+    busy.may_send.clear()
+    for client in (busy, done):
+        made.open(client.stream)
+    made.emit(step(0, "a"))
+    assert busy.sending.wait(WAIT)
+    made.emit(step(1, "b", FinishReason.LENGTH))
+    made.cancel(asked.channel(), "done")
+    busy.may_send.set()
+    assert done.got.get(timeout=WAIT) == ("b", None, True)
+    tensors, error, final = asked.the_only()
+    assert (tensors["num_stopped"].tolist(), error, final) == ([0], None, True)
+    assert aborted.empty()
