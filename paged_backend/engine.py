@@ -119,8 +119,8 @@ class Flight:
 
 
 class Engine:
-    """Runs requests until told to stop. `submit` is called from one thread, `abort` may be from any; `emit` is called
-    on the engine's own and must not block."""
+    """Runs requests until told to stop. `submit` is called from one thread, in the order of keys; `abort` may be from
+    any, even before; `emit` is called on the engine's own and must not block."""
 
     def __init__(
         self,
@@ -140,6 +140,8 @@ class Engine:
         self._disk = disk
         self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
         self._fetching: set[int] = set()  # keys of requests whose blocks are being read
+        self._newest = -1  # key of the latest request that was taken in
+        self._early: dict[int, list[Abort]] = {}  # of requests that are still to come, by their key
         self._submitted = 0  # requests
         self._dropped = 0  # of them, while their blocks were being read
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
@@ -256,6 +258,9 @@ class Engine:
                 return False  # aborted meanwhile
             self._fetching.remove(message.key)
         self._scheduler.add(message)
+        self._newest = max(self._newest, message.key)
+        for abort in self._early.pop(message.key, ()):
+            self._drop(abort)
         return True
 
     def _drop(self, message: Abort) -> bool:
@@ -263,6 +268,9 @@ class Engine:
             self._fetching.remove(message.key)
             self._dropped += 1
             return True
+        if message.key > self._newest:
+            self._early.setdefault(message.key, []).append(message)
+            return False
         if message.index is None:
             return self._scheduler.abort(message.key)
         return self._scheduler.end(message.key, message.index)

@@ -13,7 +13,7 @@ from paged_backend import responder
 from paged_backend.runner import Runner
 from paged_backend.wire import SEQUENCE_END, SEQUENCE_START
 from tests.callers import Caller, serving
-from tests.in_process import WAIT
+from tests.in_process import WAIT, running, tiny_assembly
 
 FOREVER = 10**6
 
@@ -188,6 +188,18 @@ def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
     clock.ahead += 1
     assert finish(asked)[0] == "timeout"
     gate.open()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, n):
+    """As one may that was overdue once it was tokenized: the responder hears of it first."""
+    with running(tiny_assembly(tiny[0])) as engine:
+        for index in range(n):
+            engine.engine.end(0, index) if n > 1 else engine.engine.abort(0)
+        gone, other = engine.submit([5, 6, 7], max_tokens=9, n=n), engine.submit([5, 6, 7], max_tokens=9)
+        engine.wait(other)
+        assert engine.outputs[gone].tokens == []
+        assert engine.engine.waiting == 0
 
 
 def outcomes(monkeypatch):
