@@ -97,7 +97,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def _add_openai(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", metavar="HOST:PORT", help=f"the server's gRPC endpoint (default {DEFAULT_URLS['grpc']})")
+    add(
+        "--url",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help=f"a server's gRPC endpoint (default {DEFAULT_URLS['grpc']}); several take turns",
+    )
     add("--model", default="paged_llm", metavar="NAME", help="the served model's name")
     add("--tokenizer", type=Path, metavar="DIR", help="apply this one's chat template here; default: the server does")
     add("--host", default="127.0.0.1", metavar="H", help="the address to listen at (default 127.0.0.1)")
@@ -111,6 +117,7 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how the model writes calls of tools (default auto: by the template of --tokenizer, else any of the ways)",
     )
+    add("--access-log", action="store_true", help="write a line of JSON to standard error for each request")
     parser.set_defaults(run=openai)
 
 
@@ -323,7 +330,7 @@ def openai(args: argparse.Namespace) -> int:
     from client.openai import command
 
     return command.run(
-        url=args.url,
+        urls=args.url,
         model=args.model,
         tokenizer=args.tokenizer,
         host=args.host,
@@ -332,6 +339,7 @@ def openai(args: argparse.Namespace) -> int:
         max_request_bytes=args.max_request_bytes,
         api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
+        access_log=args.access_log,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paged_backend.serving.tritonserver import choose_ports
 from tests.fake_servers import SERVERS, Seen
@@ -51,11 +51,14 @@ class Gateway:
 
 
 @contextmanager
-def gateway(server_url: str, *flags: str) -> Iterator[Gateway]:
+def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
+    """errors: takes its standard error."""
     (port,) = choose_ports(port=0)
     command = [sys.executable, "-m", "client", "openai", "--url", server_url, "--port", str(port), *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
         assert process.stdout
         try:
             line = process.stdout.readline()

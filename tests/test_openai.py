@@ -57,7 +57,7 @@ class TestRequests:
             "stop": ["a", "b"], "stop_token_ids": [1], "logit_bias": {"7": -1.5}, "bad_words": ["c"],
             "allowed_token_ids": [1, 7], "ignore_eos": True, "repetition_penalty": 1.5,
             "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
-            "include_stop_str_in_output": True, "n": 1, "beam_width": 2, "length_penalty": 2.0,
+            "include_stop_str_in_output": True, "n": 1, "best_of": 2, "beam_width": 2, "length_penalty": 2.0,
             "early_stopping": "never", "priority": 3, "cache_salt": "s", "timeout_ms": 9,
             "add_special_tokens": True, "truncate_prompt_tokens": 5, "word_bias": {"d": 1.0},
         }  # fmt: skip
@@ -115,7 +115,6 @@ class TestRequests:
         ("path", "field", "value"),
         [
             ("/v1/completions", "echo", True),
-            ("/v1/completions", "best_of", 2),
             ("/v1/completions", "suffix", ""),
             ("/v1/chat/completions", "functions", [{"name": "f"}]),
             ("/v1/chat/completions", "function_call", "auto"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from client.async_client import AsyncClient
 from client.openai import embeddings, keys, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from client.openai.asking import Streams, ask
@@ -23,6 +22,7 @@ from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
 from client.openai.concurrency import ClientGone, while_connected
 from client.openai.errors import ApiError
+from client.openai.servers import Servers
 from client.openai.streaming import EventStream
 from client.openai.tool_calls import Format
 from client.openai.tools import tool_use
@@ -38,31 +38,34 @@ class Settings:
     """How one gateway was started.
 
     Args:
-        url, model: the server's gRPC endpoint and its model's name, which is the name here, too.
+        urls, model: the servers' gRPC endpoints, None for the usual one, and their model's name, which is the name
+            here, too.
         template: of the gateway's own; without one the server applies the model's.
         api_keys: one of which a request must bring; empty: none is asked for.
         max_request_bytes: of a body.
         tool_format: how the model writes calls of tools.
+        access_log: takes a line for each request; None: there is none.
     """
 
-    url: str | None
+    urls: Sequence[str | None]
     model: str
     template: ChatTemplate | None
     api_keys: Sequence[str]
     max_request_bytes: int
     tool_format: Format
+    access_log: Callable[[str], object] | None
 
 
 class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._client = AsyncClient(settings.url, settings.model)
+        self._servers = Servers(settings.urls, settings.model)
         self._started = int(time.time())
         self.metrics = metrics.Metrics()
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        async with self._client:
+        async with self._servers:
             yield
 
     async def completions(self, request: Request) -> Response:
@@ -83,21 +86,24 @@ class Gateway:
         self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: Answer
     ) -> Response:
         if not body.stream:
-            work = ask(self._client, asked, answer.id)
-            whole = answer.whole(await while_connected(request.receive, work))
-            return JSONResponse(whole, headers={"X-Request-Id": answer.id})
-        streams = Streams(self._client, asked, answer.id, samples=body.n or 1)
+            work = ask(self._servers, asked, answer.id)
+            completions = await while_connected(request.receive, work)
+            self.metrics.count_tokens(request.url.path, completions)
+            return JSONResponse(answer.whole(completions), headers={"X-Request-Id": answer.id})
+        streams = Streams(self._servers, asked, answer.id, samples=body.n or 1)
         try:
             first = await while_connected(request.receive, streams.first())
         except BaseException:
             streams.cancel()
             raise
-        return EventStream(first, streams, answer, include_usage=body.include_usage, metrics=self.metrics)
+        return EventStream(
+            first, streams, answer, include_usage=body.include_usage, route=request.url.path, metrics=self.metrics
+        )
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
         self._check_model(body.model)
-        return JSONResponse(await while_connected(request.receive, embeddings.answer(self._client, body)))
+        return JSONResponse(await while_connected(request.receive, embeddings.answer(self._servers, body)))
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
@@ -112,9 +118,13 @@ class Gateway:
     async def health(self) -> dict[str, str]:
         """A map of the pool comes from the engine's own loop: who gets one can have tokens."""
         try:
-            await self._client.pool_map(timeout=HEALTH_TIMEOUT)
+            await self._servers.pool_map(timeout=HEALTH_TIMEOUT)
         except PagedError as error:
             raise ApiError(503, f"the model is not ready: {error}", code="unavailable") from None
+        return {"status": "ok"}
+
+    async def live(self) -> dict[str, str]:
+        """Whatever becomes of the servers."""
         return {"status": "ok"}
 
     async def show_metrics(self) -> Response:
@@ -158,7 +168,7 @@ def create_app(settings: Settings) -> FastAPI:
     gateway = Gateway(settings)
     # Without a description of the interface: OpenAI's is the one that holds.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(metrics.CountRequests, metrics=gateway.metrics)
+    app.add_middleware(metrics.Watch, metrics=gateway.metrics, log=settings.access_log)
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
     v1.add_api_route("/models", gateway.models, methods=["GET"])
@@ -168,6 +178,7 @@ def create_app(settings: Settings) -> FastAPI:
     v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)
     app.include_router(v1)
     app.add_api_route("/health", gateway.health, methods=["GET"])
+    app.add_api_route("/live", gateway.live, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"], response_model=None)
     return app
 

@@ -8,21 +8,21 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from client.async_client import AsyncClient, AsyncStream
 from client.openai.concurrency import cancelled, together
 from client.openai.errors import ApiError, from_engine
+from client.openai.servers import Servers, ServerStream
 from client.openai.translation import EngineRequest
 from client.types import Completion, Delta, PagedError
 
 
-async def ask(client: AsyncClient, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
+async def ask(servers: Servers, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
     """The whole answers. Raises ApiError where one fails, which cancels the others."""
-    return await together(_one(client, request, name) for request, name in _named(requests, request_id))
+    return await together(_one(servers, request, name) for request, name in _named(requests, request_id))
 
 
-async def _one(client: AsyncClient, request: EngineRequest, name: str) -> Completion:
+async def _one(servers: Servers, request: EngineRequest, name: str) -> Completion:
     try:
-        return await client.generate(request_id=name, **request.arguments)
+        return await servers.generate(request_id=name, **request.arguments)
     except (PagedError, ValueError) as error:
         raise _refusal(error, request) from None
 
@@ -47,13 +47,11 @@ class Streams:
         samples: of each request.
     """
 
-    def __init__(
-        self, client: AsyncClient, requests: Sequence[EngineRequest], request_id: str, *, samples: int
-    ) -> None:
+    def __init__(self, servers: Servers, requests: Sequence[EngineRequest], request_id: str, *, samples: int) -> None:
         """Raises ApiError for what cannot be sent."""
         self._requests = requests
         self._samples = samples
-        self._streams = [_stream(client, request, name) for request, name in _named(requests, request_id)]
+        self._streams = [_stream(servers, request, name) for request, name in _named(requests, request_id)]
         self._deltas = self._merged() if len(requests) > 1 else self._of(0)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -104,8 +102,8 @@ class Streams:
             raise _refusal(error, self._requests[index]) from None
 
 
-def _stream(client: AsyncClient, request: EngineRequest, name: str) -> AsyncStream:
+def _stream(servers: Servers, request: EngineRequest, name: str) -> ServerStream:
     try:
-        return client.stream(request_id=name, **request.arguments)
+        return servers.stream(request_id=name, **request.arguments)
     except ValueError as error:
         raise _refusal(error, request) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ SHUTDOWN_SECONDS = 30  # that open streams get to end in, as at `paged serve`
 
 def run(
     *,
-    url: str | None,
+    urls: Sequence[str],
     model: str,
     tokenizer: Path | None,
     host: str,
@@ -33,6 +34,7 @@ def run(
     api_key_file: Path | None,
     max_request_bytes: int,
     tool_parser: str,
+    access_log: bool,
 ) -> int:
     """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
     try:
@@ -45,7 +47,9 @@ def run(
         raise UsageError(str(error)) from None
     form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
     try:
-        settings = Settings(url, model, template, known, max_request_bytes, form)
+        settings = Settings(
+            urls or (None,), model, template, known, max_request_bytes, form, _log_line if access_log else None
+        )
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
@@ -53,7 +57,10 @@ def run(
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
-    print(f"OpenAI's interface to {model} at {url or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1", flush=True)
+    print(
+        f"OpenAI's interface to {model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
+        flush=True,
+    )
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
     )
@@ -63,6 +70,10 @@ def run(
     if server.interrupted:
         raise KeyboardInterrupt
     return 0
+
+
+def _log_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Server(uvicorn.Server):

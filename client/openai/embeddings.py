@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from client.async_client import AsyncClient
 from client.openai.concurrency import together
 from client.openai.errors import ApiError, from_engine
 from client.openai.schema import Body, one_or_many
+from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
 MAX_INPUTS = 2048  # as OpenAI's own service has it
@@ -41,7 +41,7 @@ class EmbeddingRequest(Body):
             raise ApiError(400, f"input: has {len(self.inputs)} inputs; must be at most {MAX_INPUTS}", param="input")
 
 
-async def answer(client: AsyncClient, request: EmbeddingRequest) -> dict[str, Any]:
+async def answer(client: Servers, request: EmbeddingRequest) -> dict[str, Any]:
     """Raises ApiError where the engine refuses any of them; the others are cancelled then."""
     found = await _embed_all(client, request)
     tokens = sum(one.num_input_tokens for one in found)
@@ -56,7 +56,7 @@ async def answer(client: AsyncClient, request: EmbeddingRequest) -> dict[str, An
     }
 
 
-async def _embed_all(client: AsyncClient, request: EmbeddingRequest) -> list[Embedding]:
+async def _embed_all(client: Servers, request: EmbeddingRequest) -> list[Embedding]:
     """In the order of the inputs."""
     places = asyncio.Semaphore(AT_ONCE)
 

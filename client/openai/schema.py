@@ -57,6 +57,7 @@ class SamplingFields(StrictModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     n: int | None = None
+    best_of: int | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -133,7 +134,7 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    not_served: ClassVar = {"echo": (None, False), "best_of": (None, 1), "suffix": (None,)}
+    not_served: ClassVar = {"echo": (None, False), "suffix": (None,)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None

@@ -23,7 +23,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, streams: Streams, answer: Answer, *, include_usage: bool, metrics: Metrics
+        self, first: Delta, streams: Streams, answer: Answer, *, include_usage: bool, route: str, metrics: Metrics
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": answer.id})
         del self.headers["content-length"]
@@ -31,6 +31,7 @@ class EventStream(Response):
         self._streams = streams
         self._answer = answer
         self._include_usage = include_usage
+        self._route = route
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,6 +42,7 @@ class EventStream(Response):
             pass
         finally:
             self._streams.cancel()
+            self._metrics.count_tokens(self._route, self._streams.completions)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
