@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.masks import Mask, apply, gather
+from paged_backend.masks import Asking, Mask, apply, gather
 from paged_backend.sequence import Draw
 from paged_backend.sequence import Sequence as Sample
 
@@ -38,7 +39,7 @@ class Constraints:
     bias: Bias | None
 
 
-Entry = tuple[int, int, float, int, int]  # of a Bias, in its order
+Ban = tuple[int, int, int, int]  # a row, a token that it cannot draw, and `latest` and `wanted` as in a Bias
 
 
 def prepare(draws: Sequence[Draw]) -> Constraints | None:
@@ -46,12 +47,8 @@ def prepare(draws: Sequence[Draw]) -> Constraints | None:
     asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.is_constrained]
     if not asking:
         return None
-    entries = [entry for one in asking for entry in _entries(*one)]
-    forbidden: dict[int, list[int]] = {}
-    for row, token, value, *_ in entries:
-        if value == -math.inf:
-            forbidden.setdefault(row, []).append(token)
-    return Constraints(gather(asking, forbidden), _bias(entries))
+    bans = [(row, *ban) for row, sequence, position in asking for ban in _bans(sequence, position)]
+    return Constraints(gather(asking, _forbidden(asking, bans)), _bias(asking, bans))
 
 
 def follow(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:
@@ -73,27 +70,47 @@ def constrained(logits: Tensor, constraints: Constraints) -> Tensor:
     return logits
 
 
-def _bias(entries: Sequence[Entry]) -> Bias | None:
-    if not entries:
-        return None
-    rows, tokens, values, latest, wanted = zip(*entries, strict=True)
-    return Bias(
-        torch.tensor(rows), torch.tensor(tokens), torch.tensor(values, dtype=torch.float32), torch.tensor(latest),
-        torch.tensor(wanted),
-    )  # fmt: skip
-
-
-def _entries(row: int, sequence: Sample, position: int) -> Iterator[Entry]:
-    request, generated = sequence.request, position - sequence.num_prompt
-    if generated < request.sampling.min_tokens and not request.guides:
+def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
+    """What follows from how far the output is, and from its tokens."""
+    request, tokens = sequence.request, sequence.tokens
+    if position - sequence.num_prompt < request.sampling.min_tokens and not request.guides:
         for token in request.stop_ids:
-            yield row, token, -math.inf, 0, 0
-    for token, value in request.sampling.logit_bias:
-        yield row, token, value, 0, 0
-    for *before, last in request.bad_words:
-        if not before:
-            yield row, last, -math.inf, 0, 0
-        elif len(before) <= generated:
-            *others, latest = sequence.tokens[position - len(before) : position]
-            if others == before[:-1] and (latest < 0 or latest == before[-1]):
-                yield row, last, -math.inf, latest, before[-1]
+            yield token, 0, 0
+    if not request.endings or position == sequence.num_prompt:
+        return
+    latest = tokens[position - 1]
+    for wanted in request.endings if latest < 0 else (latest,):
+        for before, last in request.endings.get(wanted, ()):
+            start = position - 1 - len(before)
+            if start >= sequence.num_prompt and tokens[start : position - 1] == before:
+                yield last, latest, wanted
+
+
+def _forbidden(asking: Asking, bans: Sequence[Ban]) -> dict[int, list[int]]:
+    """Of rows with a guide, the tokens that they cannot draw whatever it says."""
+    found = {
+        row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
+        for row, sequence, _ in asking
+        if sequence.request.guides
+    }
+    for row, token, *_ in bans if found else ():
+        if row in found:
+            found[row].append(token)
+    return found
+
+
+def _bias(asking: Asking, bans: Sequence[Ban]) -> Bias | None:
+    always = [(row, *sequence.request.biases) for row, sequence, _ in asking if sequence.request.biases[0]]
+    if not always and not bans:
+        return None
+    counts = [len(tokens) for _, tokens, _ in always]
+    of_bans = np.array(bans, dtype=np.int64).reshape(-1, 4)
+    any_will_do = np.zeros(sum(counts), dtype=np.int64)
+    columns = (
+        [np.repeat(np.array([row for row, _, _ in always], dtype=np.int64), counts), of_bans[:, 0]],
+        [*(np.frombuffer(tokens, np.int64) for _, tokens, _ in always), of_bans[:, 1]],
+        [*(np.frombuffer(values, np.float32) for *_, values in always), np.full(len(bans), -np.inf, np.float32)],
+        [any_will_do, of_bans[:, 2]],
+        [any_will_do, of_bans[:, 3]],
+    )
+    return Bias(*(torch.from_numpy(np.concatenate(column)) for column in columns))

@@ -419,10 +419,25 @@ class GenerateRequest:
         masked = self.allowed is not None or bool(self.guides)
         return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words)
 
+    @cached_property
+    def biases(self) -> tuple[array[int], array[float]]:
+        """Tokens (int64) and what is always added to their logits (float32): -infinity for a bad word of one token."""
+        words = ((word[0], -math.inf) for word in self.bad_words if len(word) == 1)
+        pairs = [*self.sampling.logit_bias, *words]
+        return array("q", [token for token, _ in pairs]), array("f", [value for _, value in pairs])
+
+    @cached_property
+    def endings(self) -> dict[int, list[tuple[list[int], int]]]:
+        """Bad words of several tokens, by the last but one: those before it, and the last."""
+        found: dict[int, list[tuple[list[int], int]]] = {}
+        for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
+            found.setdefault(latest, []).append((before, last))
+        return found
+
     @property
     def reads_output(self) -> bool:
         """Whether how a token is drawn depends on others of the output, beside what the model makes of them."""
-        return self.sampling.has_penalty or any(len(word) > 1 for word in self.bad_words)
+        return self.sampling.has_penalty or bool(self.endings)
 
     @property
     def rank(self) -> tuple[int, int]:
