@@ -43,12 +43,13 @@ Ban = tuple[int, int, int, int]  # a row, a token that it cannot draw, and `late
 
 
 def prepare(draws: Sequence[Draw]) -> Constraints | None:
-    """On the host; None where no row asks for anything."""
+    """On the host; None where nothing is asked for, or not any more."""
     asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.is_constrained]
     if not asking:
         return None
     bans = [(row, *ban) for row, sequence, position in asking for ban in _bans(sequence, position)]
-    return Constraints(gather(asking, _forbidden(asking, bans)), _bias(asking, bans))
+    mask, bias = gather(asking, _forbidden(asking, bans)), _bias(asking, bans)
+    return Constraints(mask, bias) if mask or bias else None
 
 
 def follow(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:

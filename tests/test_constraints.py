@@ -248,6 +248,8 @@ def test_logits_of_any_type(dtype):
 
 def test_a_step_in_which_nobody_asks_prepares_nothing():
     assert prepare([draw_of(), draw_of(temperature=0)]).constraints is None
+    out_of_reach = draw_of(generated=(4, 5), min_tokens=2, stop_ids=(7,), bad_words=((4, 9),))
+    assert prepare([out_of_reach]).constraints is None
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

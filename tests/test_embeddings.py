@@ -200,8 +200,8 @@ def test_a_model_that_gives_none_says_so():
 
 
 def test_sampling_parameters_beside_them():
-    params = parse_sampling({"priority": 3, "cache_salt": "x"}, LIMITS)
-    assert (params.priority, params.cache_salt, params.max_tokens) == (3, "x", 0)
+    params = parse_sampling({"priority": 3, "cache_salt": "x", "timeout_ms": 5}, LIMITS)
+    assert (params.priority, params.cache_salt, params.timeout_ms, params.max_tokens) == (3, "x", 5, 0)
     for name, value in (("max_tokens", 16), ("temperature", 0), ("n", 2)):
         with pytest.raises(RequestError, match=f"{name}={value}: means nothing beside embedding_request"):
             parse_sampling({name: value}, LIMITS)
