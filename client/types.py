@@ -54,6 +54,8 @@ class Completion:
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     text_offsets: tuple[int, ...] | None = None  # where in `text` each begins; None without `return_text_offsets=True`
     prompt_token_ids: tuple[int, ...] | None = None  # of the request, likewise; in the first sample alone
+    # Of each token of the prompt, None of the first; None without `prompt_logprobs=k`; in the first sample alone.
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "token_ids": ("TYPE_INT32", (-1,)),
     "prompt_token_ids": ("TYPE_INT32", (-1,)),
     "text_offsets": ("TYPE_INT32", (-1,)),
+    "prompt_logprobs": ("TYPE_STRING", (1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
     "num_stopped": ("TYPE_UINT32", (1,)),
@@ -210,6 +211,7 @@ class Transcript:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
         self._prompt_token_ids: tuple[int, ...] | None = None
+        self._prompt_logprobs: tuple[Logprobs | None, ...] | None = None
         self._receipt: Mapping[str, float] | None = None
 
     @property
@@ -228,6 +230,8 @@ class Transcript:
         ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
         if "prompt_token_ids" in fields:
             self._prompt_token_ids = tuple(map(int, fields["prompt_token_ids"]))
+        for text in fields.get("prompt_logprobs", []):
+            self._prompt_logprobs = tuple(one and _entries(one) for one in json.loads(str(text)))
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
@@ -265,15 +269,24 @@ class Transcript:
             )
             for deltas in self._samples
         ]
-        prompt = self._prompt_token_ids
-        return replace(first, others=tuple(others), receipt=self._receipt, prompt_token_ids=prompt)
+        return replace(
+            first,
+            others=tuple(others),
+            receipt=self._receipt,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
 
 def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
     tokens = json.loads(text)
     if tokens is None:
         return None
-    return tuple(tuple(TokenLogprob(int(token), **entry) for token, entry in one.items()) for one in tokens)
+    return tuple(map(_entries, tokens))
+
+
+def _entries(one: Mapping[str, Any]) -> Logprobs:
+    return tuple(TokenLogprob(int(token), **entry) for token, entry in one.items())
 
 
 def _split(values: Sequence[str | int | float] | None, counts: Sequence[str | int | float]) -> list[Any]:

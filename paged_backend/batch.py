@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.cascade import find_groups
 from kernels.paging import Paging, SharedPrefixes
+from paged_backend.logprobs import Asked, PromptRows
 from paged_backend.plan import Chunk, Plan
 from paged_backend.sampler import SamplingBatch, prepare
 
@@ -51,7 +52,7 @@ class PackedBatch:
     input_ids: Tensor  # [1, num_tokens] int64; -1 - i: what draw i of the step before gives
     position_ids: Tensor  # [1, num_tokens] int64
     paging: Paging
-    sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted
+    sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted, in order
     draw_rows: Tensor | None  # [num_draws] int64: which of them each draw is from; None: one each, in order
     sampling: SamplingBatch
     follows: bool  # whether anything stands for a token of the step before
@@ -95,6 +96,15 @@ def pack(
     row_ends = query_starts[1:].tolist()
     last = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _draw_rows(chunk, end)]
     counts = np.fromiter((count for _, count in last), np.int64, len(last))
+    sample_rows = np.fromiter((row for row, _ in last), np.int64, len(last))
+    draw_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
+    sampling = prepare(drawing)
+    if any(chunk.scored for chunk in chunks):
+        drawn_from = np.repeat(sample_rows, counts)
+        scored = _scored_rows(chunks, row_ends)
+        sample_rows = np.union1d(sample_rows, scored)
+        draw_rows = np.searchsorted(sample_rows, drawn_from)
+        sampling = replace(sampling, prompts=_prompts(chunks, np.searchsorted(sample_rows, scored)))
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(positions)[None],
@@ -107,9 +117,9 @@ def pack(
             max_context_len=int(ends.max()),
             shared=shared,
         ),
-        sample_rows=torch.from_numpy(np.fromiter((row for row, _ in last), np.int64, len(last))),
-        draw_rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)) if (counts > 1).any() else None,
-        sampling=prepare(drawing),
+        sample_rows=torch.from_numpy(sample_rows),
+        draw_rows=None if draw_rows is None else torch.from_numpy(draw_rows),
+        sampling=sampling,
         follows=bool((tokens < 0).any()),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
@@ -141,6 +151,19 @@ def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[Check, ...]
             found.append(Check(draw, end - len(chunk.guesses), chunk.guesses))
         draw += len(chunk.draws) + len(chunk.guesses)
     return tuple(found)
+
+
+def _scored_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> np.ndarray:
+    firsts = [end - chunk.start - chunk.length for chunk, end in zip(chunks, row_ends, strict=True)]
+    rows = [first + position for chunk, first in zip(chunks, firsts, strict=True) for position in chunk.scored]
+    return np.array(rows, dtype=np.int64)
+
+
+def _prompts(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptRows:
+    """rows: of the logits, in which the chunks' scored positions are."""
+    counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
+    tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
+    return PromptRows(Asked(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
 
 
 def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | None:

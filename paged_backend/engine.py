@@ -177,7 +177,8 @@ class Engine:
 
     def submit(self, request: GenerateRequest) -> None:
         self._submitted += 1
-        if self._fetcher and self._disk and self._disk.up:
+        finds = request.sampling.prompt_logprobs is None  # else its prompt is computed whatever is cached
+        if self._fetcher and self._disk and self._disk.up and finds:
             self._fetching.add(request.key)
             self._fetcher.submit(self._fetch, request)
         else:

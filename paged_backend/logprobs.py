@@ -11,6 +11,8 @@ from torch import Tensor
 
 from paged_backend.request import Logprobs, TokenLogprob
 
+AT_ONCE = 64  # rows of prompts: float32 copies of their logits are made
+
 
 @dataclass(frozen=True, eq=False)
 class Asked:
@@ -18,6 +20,14 @@ class Asked:
 
     rows: Tensor  # [num_rows] int64
     counts: tuple[int, ...]  # how many of the likeliest tokens, of each row
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows:
+    """Rows of prompts, and the tokens that follow in them."""
+
+    asked: Asked
+    tokens: Tensor  # [num_rows] int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +73,13 @@ class Scores:
                 row,
                 [(own, *(one for one in likeliest if one.token != own.token)) for own in entries[: self.num_told]],
             )
+
+
+def score_prompts(logits: Tensor, prompts: PromptRows) -> tuple[Scores, ...]:
+    """logits [num_samples, vocab], of which `prompts` names rows."""
+    asked, found = prompts.asked, []
+    for start in range(0, len(asked.counts), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        some = Asked(asked.rows[part], asked.counts[part])
+        found.append(Scores.of(logits[some.rows], prompts.tokens[part, None], some))
+    return tuple(found)

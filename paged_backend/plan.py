@@ -19,16 +19,17 @@ class Scored(NamedTuple):
     logprobs: Logprobs
 
 
-# A token, or of a beam the likeliest ones, or why there is none; None: what a wrong guess led to. After those of all
-# draws come the hidden states of chunks that embed.
-Drawn = int | Scored | list[Candidate] | RequestError | HiddenState | None
+# A token, or of a beam the likeliest ones, or why there is none; None: what a wrong guess led to. Before those of all
+# draws come the hidden states of chunks that embed, and then the log probabilities of prompts' tokens.
+Drawn = int | Scored | list[Candidate] | RequestError | HiddenState | Logprobs | None
+MOST_SCORED = 256  # rows of prompts in a step, whose logits take memory for each token of the vocabulary
 
 
 @dataclass(slots=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, and the sequences that draw a token after the last of them:
-    none where more of the prompt is to come or the request embeds it, its own in decode, all of its group's at the end
-    of their prompt. The last of the tokens may be guesses: then one is drawn before each of them, too."""
+    none where more of the prompt is to come or no output is wanted, its own in decode, all of its group's at the end of
+    their prompt. The last of the tokens may be guesses: then one is drawn before each of them, too."""
 
     sequence: Sequence
     start: int
@@ -36,6 +37,8 @@ class Chunk:
     draws: tuple[Sequence, ...]
     forks: tuple[Sequence, ...] = ()  # who shares its blocks from then on
     guesses: tuple[int, ...] = ()
+    scored: range = range(0)  # positions in the prompt after which the next token is to be scored
+    ends_all: bool = False  # whether it ends a prompt that no token is to follow
     blocks_new: int = 0  # that its sequence, which may turn out to have ended, was given for it
     blocks_copied: int = 0  # of those
 
@@ -47,7 +50,7 @@ class Chunk:
     @property
     def embeds(self) -> bool:
         """Whether the hidden state of its last token is what its request asks for."""
-        return self.sequence.request.embeds and self.start + self.length == self.sequence.num_prompt
+        return self.sequence.request.embeds and self.ends_all
 
 
 def reached(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
@@ -91,19 +94,30 @@ class Draft:
 
     budget: int
     began: float = 0.0
+    scores: int = MOST_SCORED  # rows of prompts that may still be scored
     fed: int | None = None
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     ins: dict[int, list[Move]] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)
 
+    def room(self, group: Group, start: int, length: int) -> int:
+        """How many of `length` tokens from `start` on the step can still take."""
+        length = min(length, self.budget)
+        unscored = group.unscored(start, start + length)
+        return length if len(unscored) <= self.scores else unscored.start + self.scores - start
+
     def put(self, group: Group, sequence: Sequence, length: int) -> Chunk:
         start = sequence.computed
         draws: tuple[Sequence, ...] = ()
-        if start + length == len(sequence.tokens) and not group.request.embeds:
+        last = start + length == len(sequence.tokens)
+        ends_all = last and group.request.sampling.max_tokens == 0
+        if last and not ends_all:
             draws = (sequence,) if group.forked else tuple(group.sequences)
-        self.chunks.append(Chunk(sequence, start, length, draws))
+        scored = group.unscored(start, start + length)
+        self.chunks.append(Chunk(sequence, start, length, draws, scored=scored, ends_all=ends_all))
         self.budget -= length
+        self.scores -= len(scored)
         return self.chunks[-1]
 
     def copy(self, group: Group, copy: Copy) -> None:
@@ -119,7 +133,9 @@ class Draft:
 
     def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
         """Take a group out; the copies and moves that it no longer needs."""
-        self.budget += sum(chunk.length for chunk in self.chunks if chunk.sequence.request is group.request)
+        dropped = [chunk for chunk in self.chunks if chunk.sequence.request is group.request]
+        self.budget += sum(chunk.length for chunk in dropped)
+        self.scores += sum(len(chunk.scored) for chunk in dropped)
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
         return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
 

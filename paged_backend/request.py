@@ -96,7 +96,6 @@ MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "prompt_logprobs": (None,),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "lora_name": (None,),
@@ -281,7 +280,10 @@ def _tokens_from(low: int) -> Callable[[str, Any, Limits], int]:
 
 
 def _max_tokens(name: str, value: Any, limits: Limits) -> int:
-    return AS_MANY if value is None else _whole(name, value, 1, limits.max_model_len)
+    if value is None:
+        return AS_MANY
+    none = value in (0, "0") and not isinstance(value, bool)  # whether that may be is for `parse` to say
+    return 0 if none else _whole(name, value, 1, limits.max_model_len)
 
 
 def _truncate(name: str, value: Any, limits: Limits) -> int | None:
@@ -316,6 +318,7 @@ class SamplingParams:
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
+    prompt_logprobs: int | None = _param(_logprobs, None)  # and with each of the prompt's, after the first
     n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
     best_of: int | None = _param(_samples, None)  # samples that are drawn, the likeliest n of which are returned
     beam_width: int = _param(_samples, 1)  # above 1: beam search
@@ -344,6 +347,8 @@ class SamplingParams:
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
                 raise invalid(name, value, f"unknown sampling parameter; {hint}")
         params = cls(**read)
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            raise invalid("max_tokens", 0, f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs")
         params.check_min_tokens()
         if params.best_of is not None and params.best_of < params.n:
             raise invalid("best_of", params.best_of, f"must be n={params.n}..{limits.max_num_seqs}")
@@ -572,6 +577,7 @@ class TokenDelta(NamedTuple):
     usage: Usage | None = None  # where the request asked for it
     logprobs: tuple[Logprobs, ...] = ()  # of each token, where the request asked for them
     hidden: HiddenState | None = None  # of the prompt's last token, of a request that embeds
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # of each token of the prompt after the first, once for all
 
     @property
     def last(self) -> bool:

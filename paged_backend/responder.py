@@ -148,10 +148,13 @@ class Stream:
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
     finished: bool = field(default=False, init=False)  # whether every sample is
     sent: bool = field(default=False, init=False)  # whether any response is
+    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
     deadline: float = field(init=False)  # by time.monotonic()
 
     def __post_init__(self) -> None:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
+        if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
+            self.prompt_logprobs = ()  # there is nothing that the engine could tell
         self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
 
     @property
@@ -161,6 +164,7 @@ class Stream:
     def take(self, delta: TokenDelta, when: float) -> None:
         """Book what a step gave one of the samples."""
         self.usage = delta.usage or self.usage
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.token_ids or delta.hidden is not None:
             if self.first_token is None:
                 self.first_token = when
@@ -470,10 +474,11 @@ class Responder:
             [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.answers],
             prompt_token_ids=stream.request.prompt_token_ids,
             first=not stream.sent,
+            prompt_logprobs=stream.prompt_logprobs,
             token_text=stream.token_text,
             receipt=stream.receipt() if stream.finished and call.return_receipt else None,
         )
-        stream.sent = True
+        stream.sent, stream.prompt_logprobs = True, None
         stream.channel.send(outputs, final=stream.finished)
 
     def _close(self, stream: Stream, outcome: str) -> None:

@@ -17,7 +17,7 @@ from paged_backend.drafter import Drafter, fill
 from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.hidden_states import recorded
 from paged_backend.kv_cache import KVCache
-from paged_backend.logprobs import Scores
+from paged_backend.logprobs import Scores, score_prompts
 from paged_backend.plan import Drawn, Plan, Scored, reached
 from paged_backend.request import ErrorCode, RequestError
 from paged_backend.sampler import Likeliest, follow, likeliest, sample, score
@@ -39,6 +39,7 @@ class Launched:
     tokens: Tensor  # [num_draws] int64
     beams: Likeliest | None
     scores: Scores | None
+    prompts: tuple[Scores, ...]  # rows of prompts, in order
     checks: tuple[Check, ...]
     guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
@@ -63,8 +64,10 @@ class Launched:
                 drawn[row] = Scored(token, logprobs)
         for row, reason in self.lost:
             drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
+        if self.prompts:
+            drawn[:0] = [logprobs for part in self.prompts for _, (logprobs,) in part.by_row()]
         if self.hidden is not None:
-            drawn += [array("f", row.tobytes()) for row in self.hidden.numpy()]
+            drawn[:0] = [array("f", row.tobytes()) for row in self.hidden.numpy()]
         return drawn
 
 
@@ -150,17 +153,19 @@ class Runner:
         self._agree(tokens)
         self._drawn[: len(tokens)] = tokens
         scores = score(logits, tokens, sampling)
+        prompts = score_prompts(step.logits, sampling.prompts) if sampling.prompts else ()
         arrived, guessed, hidden = None, step.guessed, step.hidden
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
             guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
             hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
             beams, scores = beams and beams.to_host(), scores and scores.to_host()
+            prompts = tuple(part.to_host() for part in prompts)
             arrived = torch.cuda.Event()
             arrived.record()
         constraints = packed.sampling.constraints
         lost = constraints.mask.lost if constraints and constraints.mask else ()
-        return Launched(tokens, beams, scores, packed.checks, guessed, hidden, lost, arrived)
+        return Launched(tokens, beams, scores, prompts, packed.checks, guessed, hidden, lost, arrived)
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         graphs = self._graphs

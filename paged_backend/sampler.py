@@ -20,7 +20,7 @@ from kernels.draws import Draws, Filters
 from paged_backend import constraints
 from paged_backend.beam_search import Candidate, num_candidates
 from paged_backend.constraints import Constraints, constrained
-from paged_backend.logprobs import Asked, Scores
+from paged_backend.logprobs import Asked, PromptRows, Scores
 from paged_backend.request import SamplingParams
 from paged_backend.sequence import Draw
 
@@ -80,6 +80,7 @@ class SamplingBatch:
     draws: Draws | None = None  # None: all rows are greedy
     beams: Beams | None = None
     asked: Asked | None = None
+    prompts: PromptRows | None = None  # rows of all that are sampled, not of the draws
 
 
 def prepare(draws: Rows[Draw]) -> SamplingBatch:

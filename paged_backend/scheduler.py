@@ -7,14 +7,22 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pace import Pace
 from paged_backend.pins import Pins
-from paged_backend.plan import Costs, Draft, Drawn, Plan, Scored
-from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, HiddenState, RequestError, TokenDelta
+from paged_backend.plan import Chunk, Costs, Draft, Drawn, Plan, Scored
+from paged_backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    HiddenState,
+    Logprobs,
+    RequestError,
+    TokenDelta,
+)
 from paged_backend.sequence import Group, Sequence
 from paged_backend.speculation import Guess
 
@@ -266,8 +274,8 @@ class Scheduler:
                     sequence.tokens.append(-draws)
 
     def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
-        """Book a step that ran, the oldest in flight: what each draw gave, in the plan's order, and then the hidden
-        state of each chunk that embeds."""
+        """Book a step that ran, the oldest in flight: the hidden state of each chunk that embeds, then the log
+        probabilities of each token of a prompt that is scored, then what each draw gave, in the plan's order."""
         self._in_flight -= 1
         if self._pace:
             before, self._committed = self._committed, self._clock()
@@ -277,7 +285,10 @@ class Scheduler:
         self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
-        deltas, embedding = [], []
+        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all]
+        hidden = {chunk.sequence.key: next(drawn) for chunk in wanting if chunk.embeds}
+        scores = {chunk.sequence.key: list(islice(drawn, len(chunk.scored))) for chunk in wanting}
+        deltas: list[TokenDelta] = []
         for chunk in plan.chunks:
             group = self._running.get(chunk.sequence.request.key)
             if group and not chunk.sequence.ended:
@@ -287,8 +298,9 @@ class Scheduler:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
                         self._book(sequence, chunk.start + chunk.length - len(chunk.guesses))
-            if not chunk.draws and chunk.embeds:
-                embedding.append((group, chunk.sequence))
+            if wanting and group and not chunk.sequence.ended:
+                key = group.key
+                deltas += self._book_prompt(group, chunk, scores.get(key, []), hidden.get(key))
             for sequence in chunk.draws:
                 token = next(drawn)
                 more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
@@ -302,13 +314,29 @@ class Scheduler:
                     deltas += self._rank(group, sequence, token)
                 elif isinstance(token, RequestError):
                     deltas.append(self._lose(group, token))
-        for group, sequence in embedding:
-            hidden = next(drawn)
-            if group and not sequence.ended:
-                assert isinstance(hidden, HiddenState)
-                deltas.append(self._embed(group, sequence, hidden))
         assert next(drawn, None) is None, "more tokens than draws"
         return deltas
+
+    def _book_prompt(self, group: Group, chunk: Chunk, scores: list[Drawn], hidden: Drawn) -> list[TokenDelta]:
+        """What is wanted of a prompt itself, and the end of a request that wants nothing else."""
+        deltas: list[TokenDelta] = []
+        if chunk.scored:
+            group.prompt_logprobs += cast("list[Logprobs]", scores)
+            if not group.unscored(0, chunk.sequence.num_prompt):
+                deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
+        if chunk.ends_all:
+            deltas += self._end_prompt(group, cast("HiddenState | None", hidden))
+        return deltas
+
+    def _end_prompt(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
+        """Of a request for which nothing is to be drawn."""
+        finish = FinishReason.LENGTH if hidden is None else FinishReason.STOP
+        for sequence in list(group.sequences):
+            self._end(group, sequence)
+        return [
+            TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
+            for index in range(group.request.sampling.n)
+        ]
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """A step that could not run ends the requests in it, and no other. What it wrote or moved is nobody's
@@ -366,7 +394,7 @@ class Scheduler:
     def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
         """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""
         end = len(sequence.tokens) if group.forked else group.feed
-        length = min(end - sequence.computed, draft.budget)
+        length = draft.room(group, sequence.computed, end - sequence.computed)
         if length == 0:
             return
         new, copied = group.blocks_new, group.blocks_copied
@@ -413,6 +441,8 @@ class Scheduler:
         room = self._room() if self._waiting else _Room(0, 0)
         while self._waiting and draft.budget > 0:
             group = self._waiting[0]
+            if not draft.scores and group.unscored(0, group.leader.num_prompt):
+                return
             demand = self._demand(group) if group.num_seqs <= room.seqs else None
             hit = self._fit(demand, room) if demand else None
             if hit is not None:
@@ -466,7 +496,7 @@ class Scheduler:
             draft.copy(group, copy)
         group.blocks_reused += len(hit.on_device)
         leader.computed = leader.committed = len(hit.blocks) * size + hit.partial_tokens
-        length = min(group.feed - leader.computed, draft.budget)
+        length = draft.room(group, leader.computed, group.feed - leader.computed)
         grown = self._grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
@@ -517,7 +547,7 @@ class Scheduler:
     def _demand(self, group: Group) -> _Demand:
         if group.swapped:
             return _Demand(NO_HIT, self._to_bring_back(group))
-        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.feed])
+        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.findable])
         here = hit.on_device
         return _Demand(hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here)))
 
@@ -635,10 +665,6 @@ class Scheduler:
         if finish:
             self._end(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
-
-    def _embed(self, group: Group, sequence: Sequence, hidden: HiddenState) -> TokenDelta:
-        self._end(group, sequence)
-        return TokenDelta(group.key, finish=FinishReason.STOP, usage=group.usage, hidden=hidden)
 
     def _lose(self, group: Group, error: RequestError) -> TokenDelta:
         """One of its samples has come to where no token can follow."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paged_backend.beam_search import BeamSearch, Candidate
 from paged_backend.content import Entry, new_chain
-from paged_backend.request import GenerateRequest, Usage
+from paged_backend.request import GenerateRequest, Logprobs, Usage
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +99,7 @@ class Group:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     preempted_at: float = 0.0  # the last time, by the scheduler's clock
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens after the first, as far as computed
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
@@ -157,6 +158,19 @@ class Group:
     def active(self) -> list[Sequence]:
         """Those that may compute now."""
         return self.sequences if self.forked else self.sequences[:1]
+
+    def unscored(self, start: int, end: int) -> range:
+        """Of the positions from `start` to `end` those after which the prompt's next token is still to be scored."""
+        if self.request.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.leader.num_prompt - 1))
+
+    @property
+    def findable(self) -> int:
+        """Tokens of the leader that may be looked for in the cache, which has no logits: those that are to be computed
+        anyway, the first whose logits are wanted included."""
+        scored = len(self.prompt_logprobs)
+        return self.feed if not self.unscored(0, self.leader.num_prompt) else scored + 1
 
     @property
     def feed(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from paged_backend.drafter import Drafter
 from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
 from paged_backend.model_loader import LoadedModel
-from paged_backend.plan import Chunk, Costs, Plan
+from paged_backend.plan import MOST_SCORED, Chunk, Costs, Plan
 from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams, bitmask
 from paged_backend.runner import Runner
 from paged_backend.scheduler import Scheduler
@@ -138,6 +138,8 @@ def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Ite
                 yield Plan((chunk(context - length, length),))
             if len(rows) > 1:  # decode rows first, as the scheduler has them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
+    scored = min(MOST_SCORED, longest - 1, budget - 1)
+    yield Plan((replace(chunk(0, scored + 1, prompt_logprobs=MAX_LOGPROBS), scored=range(scored)),))
     for sampling in SAMPLINGS:
         for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROWS):
             yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))

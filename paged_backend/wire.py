@@ -69,6 +69,7 @@ OUTPUTS = {
     "token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
+    "prompt_logprobs": _STRING,
     "receipt": _STRING,
     "pool_map": _STRING,
     "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
@@ -210,11 +211,13 @@ def write(
     *,
     prompt_token_ids: Sequence[int],
     first: bool = True,
+    prompt_logprobs: Sequence[Logprobs] | None = None,
     token_text: Callable[[int], str] = str,
     receipt: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """The output tensors of one response, an element for each sample, or for each of their tokens; the optional ones
-    only where the call asked for them. first: whether it is the request's first response."""
+    only where the call asked for them. first: whether it is the request's first response. prompt_logprobs: of each
+    token of the prompt after the first."""
     values: dict[str, Any] = {"text_output": [one.text.encode() for one in samples]}
     if call.return_finish_reason:  # "None" until the last response
         values["finish_reason"] = [str(one.finish_reason).encode() for one in samples]
@@ -232,17 +235,20 @@ def write(
         values["logprobs"] = [_logprobs_json(one.logprobs, token_text) for one in samples]
     if call.return_cumulative_logprob:
         values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
+    if prompt_logprobs is not None:
+        values["prompt_logprobs"] = [_logprobs_json([None, *prompt_logprobs], token_text)]
     if receipt is not None:
         values["receipt"] = [json.dumps(receipt).encode()]
     return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
 
 
-def _logprobs_json(tokens: Sequence[Logprobs] | None, token_text: Callable[[int], str]) -> bytes:
+def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callable[[int], str]) -> bytes:
     """A JSON list with an object for each token, its own entry first."""
     if tokens is None:
         return b"null"
     spelled = [
-        {
+        entries
+        and {
             str(one.token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token)}
             for one in entries
         }

@@ -25,6 +25,7 @@ WAIT = 120  # seconds after which a step that never comes fails the test
 class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
     finish: FinishReason | None = None
     error: RequestError | None = None
     hidden: HiddenState | None = None
@@ -69,6 +70,7 @@ class InProcess:
             assert booked.finish is None and booked.error is None, "a token after the last"
             booked.tokens += delta.token_ids
             booked.logprobs += delta.logprobs
+            booked.prompt_logprobs = delta.prompt_logprobs or booked.prompt_logprobs
             booked.finish, booked.error, booked.hidden = delta.finish, delta.error, delta.hidden
         self.history.append(output)
         return output

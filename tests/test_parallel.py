@@ -93,8 +93,10 @@ def test_tokens_are_those_of_one_process(alone, shared, sampling):
 
 def test_log_probabilities_are_those_of_one_process(alone, shared):
     def run(engine):
-        outputs = engine.wait(*[engine.submit(prompt, max_tokens=6, logprobs=2) for prompt in PROMPTS])
-        return [one for output in outputs for entries in output.logprobs for one in entries]
+        wanted = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}
+        outputs = engine.wait(*[engine.submit(prompt, **wanted) for prompt in PROMPTS])
+        told = [entries for output in outputs for entries in (*(output.prompt_logprobs or ()), *output.logprobs)]
+        return [one for entries in told for one in entries]
 
     one, two, ahead = both(alone, shared, run)
     assert [entry[::2] for entry in one] == [entry[::2] for entry in two] == [entry[::2] for entry in ahead]

@@ -124,7 +124,6 @@ def test_values_are_read_as_their_type(name, value, read):
         ("logprobs", 21, "must be 0..20"),
         ("logprobs", -1, "must be 0..20"),
         ("logprobs", True, "must be 0..20"),
-        ("prompt_logprobs", 5, "not supported yet"),
         ("temprature", 0.5, "did you mean temperature?"),
         ("frobnicate", 1, "known are"),
     ],
