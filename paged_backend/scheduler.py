@@ -335,7 +335,7 @@ class Scheduler:
             self._end(group, sequence)
         return [
             TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
-            for index in range(group.request.sampling.n)
+            for index in range(group.request.sampling.num_samples)
         ]
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
