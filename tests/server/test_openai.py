@@ -209,6 +209,72 @@ def test_penalties_and_filters_reach_the_engine(client, engine):
     assert client.completions.create(**asked, **sampling, extra_body=more).choices[0].text == expected.text
 
 
+def test_prompts_of_text_and_of_token_ids_are_the_same(client, engine):
+    prompts = ["The sea is", "Once upon a time"]
+    told = [engine.generate(prompt, max_tokens=1, return_token_ids=True) for prompt in prompts]
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+    alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
+    together = client.completions.create(prompt=prompts, n=2, **asked)
+    assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    ids = client.completions.create(prompt=[list(one.prompt_token_ids) for one in told], **asked)
+    assert [choice.text for choice in ids.choices] == alone
+    assert ids.usage.prompt_tokens == sum(one.num_input_tokens for one in told)
+    assert ids.usage.completion_tokens == 24
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_the_answer_are_told_where_asked_for(client, engine, stream):
+    asked = {"temperature": 0, "max_tokens": 8}
+    expected = engine.generate("The sea is", return_token_ids=True, **asked)
+    more = {"extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model=MODEL, prompt="The sea is", stream=stream, **asked, **more)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert [token for choice in choices for token in choice.token_ids] == list(expected.token_ids)
+
+
+def test_a_bias_decides(client, engine):
+    (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
+    asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
+    first = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, logit_bias={str(word): -100}).choices[0].text != first
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(**asked, logit_bias={str(word): -101})
+    assert raised.value.param == "logit_bias"
+
+
+def test_the_best_of_several_is_the_likeliest(client, engine):
+    asked = {"temperature": 1.5, "seed": 1, "max_tokens": 8}
+    expected = engine.generate("The sea is", best_of=4, **asked).text
+    (choice,) = client.completions.create(model=MODEL, prompt="The sea is", best_of=4, **asked).choices
+    assert choice.text == expected
+
+
+def test_a_chat_without_a_limit_ends_by_itself(client):
+    (choice,) = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices
+    assert choice.finish_reason == "stop"
+
+
+def test_a_deadline_ends_an_answer_with_what_it_has(client):
+    more = {"extra_body": {"timeout_ms": 1, "ignore_eos": True}}
+    (choice,) = client.completions.create(model=MODEL, prompt="Once", max_tokens=500, **more).choices
+    assert choice.finish_reason == "timeout"
+
+
+def test_tools_and_what_they_found_go_through_the_models_template(client):
+    """The demo model's has no place for tools: it answers as if there were none."""
+    call = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Paris"},
+    ]
+    tools = [{"type": "function", "function": {"name": "capital"}}]
+    answer = client.chat.completions.create(model=MODEL, messages=turns, tools=tools, temperature=0, max_tokens=8)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+
+
 def test_the_model_is_listed(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
