@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 
 _ERROR_PREFIX = "Error generating stream: "  # as in Triton's vLLM backend
 _ERROR_CLASS = re.compile(r"([A-Z][A-Z_]+): *(.*)", re.DOTALL)
+# What that backend says to the letter, and so this one, without a class: it is the request's fault.
+_VERBATIM = re.compile(
+    r"LoRA feature is not enabled\.|LoRA .* is not supported, we currently support .*"
+    r"|When streaming, `exclude_input_in_output` = False is not allowed\.",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -142,4 +148,6 @@ class PagedError(Exception):
         """Split "CLASS: message", with or without the server's prefix; text that names no class gets `code`."""
         text = text.strip().removeprefix(_ERROR_PREFIX)
         match = _ERROR_CLASS.fullmatch(text)
-        return cls(match[1], match[2]) if match else cls(code, text)
+        if match:
+            return cls(match[1], match[2])
+        return cls("INVALID_ARGUMENT" if _VERBATIM.fullmatch(text) else code, text)

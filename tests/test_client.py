@@ -50,6 +50,17 @@ class TestErrors:
             ("UNAVAILABLE: full", "UNAVAILABLE", "full"),
             ("Error generating stream: UNAVAILABLE: full", "UNAVAILABLE", "full"),
             ("Error generating stream: of another backend", "UNKNOWN", "of another backend"),
+            ("LoRA feature is not enabled.", "INVALID_ARGUMENT", "LoRA feature is not enabled."),
+            (
+                "LoRA c is not supported, we currently support ['a', 'b']",
+                "INVALID_ARGUMENT",
+                "LoRA c is not supported, we currently support ['a', 'b']",
+            ),
+            (
+                "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+                "INVALID_ARGUMENT",
+                "When streaming, `exclude_input_in_output` = False is not allowed.",
+            ),
             ("INTERNAL: two\nlines", "INTERNAL", "two\nlines"),
             ("Request for unknown model: 'x'", "UNKNOWN", "Request for unknown model: 'x'"),
             ("max_tokens: A: B", "UNKNOWN", "max_tokens: A: B"),
