@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ from client import grpc_wire
 from client.types import PagedError
 from client.wire import Values
 
+Request = Callable[[str, Any, str], Any]  # (model, what is asked, request id) -> ModelInferRequest
 CALLS = 4  # gRPC calls, each with a reader thread; one carries about 12,000 responses a second
 
 
@@ -72,8 +73,8 @@ class _Call:
 class _Load:
     """The requests of one run: which are still to be sent, and what came back."""
 
-    def __init__(self, url: str, model: str, asks: Sequence[Values]):
-        self._requests = [grpc_wire.infer_request(model, ask, str(index)) for index, ask in enumerate(asks)]
+    def __init__(self, url: str, model: str, asks: Sequence[Any], request: Request):
+        self._requests = [request(model, ask, str(index)) for index, ask in enumerate(asks)]
         self.answers = [Answer(0.0) for _ in asks]
         self._channels = [
             # Calls of one channel would share a connection, and a channel with equal options, too.
@@ -140,17 +141,20 @@ class _Load:
 
 
 @contextmanager
-def _load(url: str, model: str, asks: Sequence[Values]) -> Iterator[_Load]:
-    load = _Load(grpc_wire.check_target(url), model, asks)
+def _load(url: str, model: str, asks: Sequence[Any], request: Request) -> Iterator[_Load]:
+    load = _Load(grpc_wire.check_target(url), model, asks, request)
     try:
         yield load
     finally:
         load.close()
 
 
-def closed_loop(url: str, model: str, asks: Sequence[Values], concurrency: int) -> list[Answer]:
-    """Send every request, `concurrency` of them open at any time. Raises PagedError where one fails."""
-    with _load(url, model, asks) as load:
+def closed_loop(
+    url: str, model: str, asks: Sequence[Any], concurrency: int, request: Request = grpc_wire.infer_request
+) -> list[Answer]:
+    """Send every request, `concurrency` of them open at any time. `request` makes one for the wire of each of `asks`,
+    by default of Values. Raises PagedError where one fails."""
+    with _load(url, model, asks, request) as load:
         load.closed_loop(concurrency)
         return load.wait()
 
@@ -158,6 +162,6 @@ def closed_loop(url: str, model: str, asks: Sequence[Values], concurrency: int) 
 def open_loop(url: str, model: str, asks: Sequence[Values], arrivals: Sequence[float]) -> list[Answer]:
     """Send every request at its time, in seconds. Raises PagedError where one fails."""
     assert len(arrivals) == len(asks)
-    with _load(url, model, asks) as load:
+    with _load(url, model, asks, grpc_wire.infer_request) as load:
         load.open_loop(arrivals)
         return load.wait()
