@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.request import ErrorCode, RequestError, invalid, is_text
+
+if TYPE_CHECKING:  # models that only relay requests import this module, and are ready at once
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -69,6 +69,8 @@ def _is_function(value: Any) -> bool:
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None) -> str:
     """The prompt that the model's chat template makes. Raises RequestError where there is none, or where it refuses."""
+    from jinja2 import TemplateError  # as late as transformers does
+
     if not tokenizer.chat_template:
         raise _refused("messages: this model has no chat template; use text_input")
     try:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,14 @@ def refusal(model=ENSEMBLE, **values):
         ask(model, **values)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     return str(caught.value).removeprefix("INVALID_ARGUMENT: ")
+
+
+def test_they_are_ready_at_once():
+    """A server starts each model's process twice, and what it imports is paid each time."""
+    code = "import sys, paged_backend.trtllm.relay; print([one for one in sys.argv[1:] if one in sys.modules])"
+    heavy = ("torch", "transformers", "jinja2", "huggingface_hub", "grpc", "asyncio")
+    done = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("model", INPUTS)

@@ -42,6 +42,7 @@ class Job:
     sequence_id: int | str
     flags: int
     rows: list[Row] = field(default_factory=list)
+    stopping: bool = False  # asked to end, with what it has
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, row: Row, outputs: list[Mapping[str, np.ndarray]], *, last: bool) -> None:
@@ -94,15 +95,15 @@ class Relay:
             log.exception("a request without a way back")
             return
         try:
-            self._take(channel, pb_request.request_id())
+            self._take(channel)
         except RequestError as error:
             _refuse(channel, error)
         except Exception as error:
             log.exception("a request could not be taken")
             _refuse(channel, _internal(error))
 
-    def _take(self, channel: Channel, request_id: str) -> None:
-        tensors, parameters, timeout_us, sequence_id, flags = channel.received()
+    def _take(self, channel: Channel) -> None:
+        tensors, parameters, timeout_us, sequence_id, flags, request_id = channel.received()
         if requests.is_stop(tensors):
             self._stop_requests(request_id)
             channel.send({}, final=True)
@@ -125,7 +126,10 @@ class Relay:
             if not row.ended:
                 raise RequestError(ErrorCode.INTERNAL, "the engine's answer has no end")
         except RequestError as error:
-            _refuse(row.job, error)
+            if row.job.stopping and error.code is ErrorCode.CANCELLED:
+                row.job.answer(row, [{}], last=True)
+            else:
+                _refuse(row.job, error)
         except Exception as error:
             log.exception("a request could not be answered")
             _refuse(row.job, _internal(error))
@@ -165,6 +169,7 @@ class Relay:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "stop: needs the request id of what is to be stopped")
         for row in self._open():
             if row.job.request_id == request_id:
+                row.job.stopping = True
                 self._stop(row)
 
     def _stop(self, row: Row) -> None:
@@ -192,7 +197,7 @@ class Relay:
             for job in {row.job for row in rows}:
                 self._ask(job)
             for row in rows:
-                if row.job.channel.closed and not row.ended:
+                if (row.job.stopping or row.job.channel.closed) and not row.ended:
                     self._stop(row)
             wait = max(POLL_SECONDS, (time.monotonic() - began) / POLL_SHARE)
 
