@@ -126,14 +126,15 @@ def plain(value: Any) -> Any:
 
 
 def unfold(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with `speculative_config` taken apart into those that say the same here. One that says more is left."""
-    rest, config = dict(options), options.get("speculative_config")
+    """Options with `speculative_config` taken apart into those that say the same here. One that says more, or what
+    another option says too, is left as it is."""
+    config = options.get("speculative_config")
     if not isinstance(config, dict) or config.get("method", "ngram") not in ("ngram", "draft_model"):
-        return rest
-    if config.keys() - _SPECULATIVE.keys() - {"method"}:
-        return rest
-    del rest["speculative_config"]
-    return {ours: config[theirs] for theirs, ours in _SPECULATIVE.items() if theirs in config} | rest
+        return dict(options)
+    if config.keys() - _SPECULATIVE.keys() - {"method"} or options.keys() & {_SPECULATIVE.get(name) for name in config}:
+        return dict(options)
+    told = {ours: config[theirs] for theirs, ours in _SPECULATIVE.items() if theirs in config}
+    return {name: value for name, value in options.items() if name != "speculative_config"} | told
 
 
 def _same(value: Any, other: Any) -> bool:

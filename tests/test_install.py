@@ -20,9 +20,13 @@ def directory(tmp_path):
 
 
 def imported_from(file, tmp_path):
-    """Where a stub finds the engine, whose Python knows nothing of it."""
+    """Where a stub finds the engine, whose Python knows nothing of it. PyTorch is not loaded, for which a server that
+    only asks for the configuration would wait."""
     (tmp_path / "triton_python_backend_utils.py").write_text("")
-    code = f"import runpy, sys; runpy.run_path({str(file)!r}); print(sys.modules['paged_backend.wire'].__file__)"
+    code = (
+        f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
+        " print(sys.modules['paged_backend.wire'].__file__)"
+    )
     packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = {"PYTHONPATH": ":".join([str(tmp_path), *packages])}
     done = subprocess.run(

@@ -97,6 +97,11 @@ def test_guesses_of_another_kind_are_refused(more):
     assert refusal(speculative_config=config).startswith('speculative_config={"model": "d"')
 
 
+def test_guesses_that_two_options_tell_of_are_refused():
+    config = {"model": "d", "num_speculative_tokens": 3}
+    assert refusal(speculative_config=config, num_speculative_tokens=4).startswith("speculative_config=")
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_of_vllms_and_ours():
     assert "invalid_attribute: unknown engine option" in refusal(invalid_attribute=True)
     assert refusal(disable_log_request=True).endswith("did you mean disable_log_requests?")
