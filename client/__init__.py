@@ -2,9 +2,10 @@
 
 from client.async_client import AsyncClient, AsyncStream
 from client.sync_client import Client, Stream
-from client.types import Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
+from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
 
 __all__ = [
+    "Adapter",
     "AsyncClient",
     "AsyncStream",
     "Client",

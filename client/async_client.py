@@ -11,8 +11,9 @@ from typing import Protocol
 from client.async_conversation import AsyncConversation
 from client.stream import Cancellable, StreamBase
 from client.sync_client import DEFAULT_URLS
-from client.types import Completion, Delta, Embedding, PagedError, PoolMap
+from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 from client.wire import (
+    ADAPTERS_REQUEST,
     POOL_MAP_REQUEST,
     STOP_REQUEST,
     Fields,
@@ -23,6 +24,7 @@ from client.wire import (
     check_timeout,
     embedding_values,
     may_stream,
+    read_adapters,
     read_embedding,
     read_num_stopped,
     read_pool_map,
@@ -159,6 +161,10 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> int:
         """See Client.cancel."""
         return read_num_stopped(await self._ask(STOP_REQUEST, check_request_id(request_id), timeout))
+
+    async def adapters(self, *, timeout: float | None = None) -> tuple[Adapter, ...]:
+        """See Client.adapters."""
+        return read_adapters(await self._ask(ADAPTERS_REQUEST, "", timeout))
 
     async def embed(
         self,

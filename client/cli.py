@@ -79,6 +79,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N")
+    parser.add_argument("--multi-lora", type=Path, metavar="FILE", help="serve the LoRA adapters that it lists")
     parser.set_defaults(run=serve)
 
 
@@ -256,6 +257,7 @@ def serve(args: argparse.Namespace) -> int:
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
         server_args=args.rest,
+        multi_lora=args.multi_lora,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from client.conversation import Conversation
 from client.stream import Cancellable, StreamBase
-from client.types import Completion, Delta, Embedding, PagedError, PoolMap
+from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 from client.wire import (
+    ADAPTERS_REQUEST,
     POOL_MAP_REQUEST,
     STOP_REQUEST,
     Fields,
@@ -21,6 +22,7 @@ from client.wire import (
     check_timeout,
     embedding_values,
     may_stream,
+    read_adapters,
     read_embedding,
     read_num_stopped,
     read_pool_map,
@@ -190,6 +192,10 @@ class Client:
             PagedError: the server cannot be reached.
         """
         return read_num_stopped(self._ask(STOP_REQUEST, check_request_id(request_id), timeout))
+
+    def adapters(self, *, timeout: float | None = None) -> tuple[Adapter, ...]:
+        """The LoRA adapters that the server lists, none where it serves none. Errors are those of `pool_map`."""
+        return read_adapters(self._ask(ADAPTERS_REQUEST, "", timeout))
 
     def embed(
         self,

@@ -73,6 +73,16 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that the server lists."""
+
+    name: str  # for `lora_name=`
+    rank: int | None  # None where it cannot be served
+    resident: bool  # whether it is on the device now
+    error: str | None = None  # why it cannot be served
+
+
+@dataclass(frozen=True)
 class PoolMap:
     """The blocks of a server's pool at one moment.
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from client.types import Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
+from client.types import Adapter, Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -31,6 +31,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_receipt": ("TYPE_BOOL", (1,)),
     "announce": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
+    "adapters": ("TYPE_BOOL", (1,)),
     "stop_request": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
     "stop": ("TYPE_STRING", (-1,)),
@@ -52,6 +53,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "prompt_logprobs": ("TYPE_STRING", (1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
+    "adapters": ("TYPE_STRING", (1,)),
     "num_stopped": ("TYPE_UINT32", (1,)),
 }
 
@@ -151,6 +153,7 @@ def read_embedding(answer: Fields | None) -> Embedding:
 
 
 POOL_MAP_REQUEST: Values = {"pool_map": True}
+ADAPTERS_REQUEST: Values = {"adapters": True}
 STOP_REQUEST: Values = {"stop_request": True}
 
 
@@ -180,6 +183,17 @@ def read_num_stopped(answer: Fields | None) -> int:
         return int((answer or {})["num_stopped"][0])
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no count: {type(error).__name__}: {error}") from None
+
+
+def read_adapters(answer: Fields | None) -> tuple[Adapter, ...]:
+    """Raises PagedError where the one response of such a request is none of the kind."""
+    names = [field.name for field in fields(Adapter)]
+    try:
+        found = json.loads(str((answer or {})["adapters"][0]))
+        return tuple(Adapter(**{name: one[name] for name in names if name in one}) for one in found)
+    except (LookupError, TypeError, ValueError) as error:
+        reason = f"the server sent no list of its adapters: {type(error).__name__}: {error}"
+        raise PagedError("INTERNAL", reason) from None
 
 
 def _json_object(sampling: Mapping[str, object]) -> str:

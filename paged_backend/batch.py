@@ -46,6 +46,15 @@ class Drafting:
 
 
 @dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """Through which adapter each row of a batch goes."""
+
+    used: tuple[int, ...]  # slots of adapters, in order
+    slots: Tensor  # [num_used] int64: the same
+    others: Tensor  # [num_tokens, num_used, 1] bool: whether the row is another's, or nobody's
+
+
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """Every chunk of a step, end to end in one row."""
 
@@ -59,6 +68,12 @@ class PackedBatch:
     checks: tuple[Check, ...] = ()
     drafting: Drafting | None = None  # where guesses are made on the device
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are wanted
+    adapters: AdapterRows | None = None  # where any row goes through one
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recorded step does all of it: those give logits, of the model itself, alone."""
+        return self.hidden_rows is None and self.adapters is None
 
 
 def pack(
@@ -124,7 +139,21 @@ def pack(
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         hidden_rows=_hidden_rows(chunks, row_ends),
+        adapters=_adapter_rows(plan, lengths) if plan.adapters else None,
     )
+
+
+def adapter_rows(slots: np.ndarray) -> AdapterRows:
+    """slots: [num_tokens] int64, of each row; -1: none."""
+    used = np.unique(slots[slots >= 0])
+    others = torch.from_numpy(slots[:, None, None] != used[None, :, None])
+    return AdapterRows(tuple(used.tolist()), torch.from_numpy(used), others)
+
+
+def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
+    adapters = [chunk.sequence.request.adapter for chunk in plan.chunks]
+    slots = np.array([plan.adapters[one.digest] if one else -1 for one in adapters], dtype=np.int64)
+    return adapter_rows(np.repeat(slots, lengths))
 
 
 def shared_prefixes(

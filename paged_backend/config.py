@@ -230,6 +230,14 @@ class EngineConfig:
         "no metrics but Triton's own; the same as the parameter `REPORT_CUSTOM_METRICS` of config.pbtxt set to `false`",
         False,
     )
+    enable_lora: bool = option(
+        _flag, "serve LoRA adapters, which the file `multi_lora.json` beside this one lists: `{name: directory}`", False
+    )
+    max_loras: int = option(_whole(1, 1024), "adapters on the device at the same time, and so in one step", 1)
+    max_lora_rank: int = option(_whole(1, 512), "the highest rank of an adapter; memory is taken for it", 16)
+    max_cpu_loras: int | None = option(
+        _whole(1), "adapters that are kept in the host's memory; default: `max_loras`", None, optional=True
+    )
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)
@@ -273,6 +281,13 @@ class EngineConfig:
                     f"quantization={json.dumps(self.quantization)}: cannot be had with {name}={getattr(self, name)};"
                     " leave one of them out"
                 )
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"enable_lora=true: cannot be had with tensor_parallel_size={self.tensor_parallel_size}; leave one of"
+                " them out"
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras={self.max_cpu_loras}: must be at least max_loras={self.max_loras}")
         if self.speculative_model and not self.num_speculative_tokens:
             raise ConfigError(
                 f"speculative_model={json.dumps(self.speculative_model)}: guesses nothing; give num_speculative_tokens"

@@ -1,6 +1,6 @@
-"""What blocks hold: each full block is known by a key, a BLAKE2b chain over the tenant's salt, the key of the block
-before it, and its own token ids. Equal keys mean equal tokens from the first on, so whoever asks for the same prefix
-finds the blocks.
+"""What blocks hold: each full block is known by a key, a BLAKE2b chain over the tenant's salt and the adapter that
+computed it, the key of the block before it, and its own token ids. Equal keys mean equal tokens from the first on, so
+whoever asks for the same prefix finds the blocks.
 
     salt -> k1 = H(salt, [t0..t15]) -> k2 = H(k1, [t16..t31]) -> ...
 """
@@ -91,9 +91,9 @@ class Index:
         assert all(children == sorted(children) for children in self._children.values()), "children out of order"
 
 
-def root_key(salt: str) -> Key:
-    """Where a tenant's chains begin."""
-    return blake2b(salt.encode(), digest_size=32, person=b"paged_llm salt").digest()
+def root_key(salt: str, adapter: bytes = b"") -> Key:
+    """Where a tenant's chains begin. adapter: a digest of its content; none for the model itself."""
+    return blake2b(salt.encode(), digest_size=32, key=adapter, person=b"paged_llm salt").digest()
 
 
 def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
@@ -101,9 +101,9 @@ def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=32, person=b"paged_llm block").digest()
 
 
-def new_chain(salt: str) -> list[Entry]:
-    """What a sequence's full blocks hold, before any is worked out: a root, which stands for the salt."""
-    return [Entry(root_key(salt), b"", ())]
+def new_chain(root: Key) -> list[Entry]:
+    """What a sequence's full blocks hold, before any is worked out: a root."""
+    return [Entry(root, b"", ())]
 
 
 def extend_chain(chain: list[Entry], tokens: Sequence[int], count: int, block_size: int) -> None:

@@ -21,7 +21,7 @@ from paged_backend.request import (
 )
 
 INPUT, DIMENSIONS = "embedding_request.input", "embedding_request.pooling_params.dimensions"
-_SAMPLING = ("priority", "cache_salt", "timeout_ms")  # what of the sampling parameters has a meaning without a draw
+_SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms")  # what has a meaning without a draw
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from paged_backend.adapters import Adapters
 from paged_backend.batch import pack
 from paged_backend.block_manager import CACHED, FREE, PINNED
 from paged_backend.content import Entry, extend_chain, new_chain
 from paged_backend.disk import DiskTier
 from paged_backend.machine import compute_alone
 from paged_backend.plan import Drawn, Plan
-from paged_backend.request import GenerateRequest, TokenDelta
+from paged_backend.request import ErrorCode, GenerateRequest, RequestError, TokenDelta
 from paged_backend.runner import Launched, Runner, RunnerDied
 from paged_backend.scheduler import Scheduler, SchedulerStats
 
@@ -82,10 +83,18 @@ class Unpin:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A request, and the blocks of its prompt that were on disk."""
+    """A request that is ready for the scheduler, and the blocks of its prompt that were on disk."""
 
     request: GenerateRequest
-    blocks: tuple[tuple[Entry, list[Tensor]], ...]
+    blocks: tuple[tuple[Entry, list[Tensor]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that could not be made ready."""
+
+    key: int
+    error: RequestError
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,7 @@ class Engine:
         emit: Callable[[StepOutput | PoolMap | EngineDied], None],
         disk: DiskTier | None = None,
         *,
+        adapters: Adapters | None = None,
         overlap: bool = False,
     ):
         """overlap: plan and launch a step while the one before runs; of use where the device is not the host's own."""
@@ -138,14 +148,15 @@ class Engine:
         self._runner = runner
         self._emit = emit
         self._disk = disk
+        self._adapters = adapters
         self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
-        self._fetching: set[int] = set()  # keys of requests whose blocks are being read
+        self._fetching: set[int] = set()  # keys of requests whose adapters or blocks are being read
         self._newest = -1  # key of the latest request that was taken in
         self._early: dict[int, list[Abort]] = {}  # of requests that are still to come, by their key
         self._submitted = 0  # requests
-        self._dropped = 0  # of them, while their blocks were being read
+        self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Abort | Unpin | Look | Die | None] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Failed | Abort | Unpin | Look | Die | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -154,6 +165,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the loop after the step in hand, and wait for it; then keep on disk what is cached."""
+        if self._adapters:
+            self._adapters.close()
         if self._fetcher:
             self._fetcher.shutdown()
         self._inbox.put(None)
@@ -177,12 +190,18 @@ class Engine:
 
     def submit(self, request: GenerateRequest) -> None:
         self._submitted += 1
-        finds = request.sampling.prompt_logprobs is None  # else its prompt is computed whatever is cached
-        if self._fetcher and self._disk and self._disk.up and finds:
+        if self._adapters and request.sampling.lora_name is not None:
             self._fetching.add(request.key)
-            self._fetcher.submit(self._fetch, request)
+            self._adapters.run(self._load, request)
+        elif self._fetches(request):
+            self._fetching.add(request.key)
+            self._fetch_soon(request)
         else:
             self._inbox.put(request)
+
+    def _fetches(self, request: GenerateRequest) -> bool:
+        """Whether blocks of its prompt may be on disk; where all of it has to be computed, it does not matter."""
+        return self._disk is not None and self._disk.up and request.sampling.prompt_logprobs is None
 
     def abort(self, key: int) -> None:
         self._inbox.put(Abort(key))
@@ -250,17 +269,24 @@ class Engine:
             return None
         return 0 if self._disk.room and self._scheduler.blocks.has_fresh else SPILL_SECONDS
 
-    def _add(self, message: GenerateRequest | Fetched) -> bool:
+    def _add(self, message: GenerateRequest | Fetched | Failed) -> bool:
+        request = message.request if isinstance(message, Fetched) else message
+        self._newest = max(self._newest, request.key)
+        early = self._early.pop(request.key, ())
         if isinstance(message, Fetched):
             for entry, content in message.blocks:
                 self._keep(entry, content)
-            message = message.request
-            if message.key not in self._fetching:
+        if not isinstance(message, GenerateRequest):
+            if request.key not in self._fetching:
                 return False  # aborted meanwhile
-            self._fetching.remove(message.key)
-        self._scheduler.add(message)
-        self._newest = max(self._newest, message.key)
-        for abort in self._early.pop(message.key, ()):
+            self._fetching.remove(request.key)
+        if isinstance(request, Failed):
+            self._dropped += 1
+            delta = TokenDelta(request.key, error=request.error)
+            self._emit(StepOutput((delta,), self._stats(), time.monotonic()))
+            return False
+        self._scheduler.add(request)
+        for abort in early:
             self._drop(abort)
         return True
 
@@ -329,7 +355,30 @@ class Engine:
         disk = self._disk.stats
         return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)
 
+    # --- before a request comes to the scheduler -----------------------------------------------------------------
+
+    def _load(self, request: GenerateRequest) -> None:
+        """On the adapters' thread."""
+        assert self._adapters and request.sampling.lora_name is not None
+        try:
+            request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))
+        except RequestError as error:
+            self._inbox.put(Failed(request.key, error))
+        except Exception as error:
+            log.exception("request %d: could not load its adapter", request.key)
+            reason = f"its adapter could not be loaded: {type(error).__name__}: {error}"
+            self._inbox.put(Failed(request.key, RequestError(ErrorCode.INTERNAL, reason)))
+        else:
+            if self._fetches(request):
+                self._fetch_soon(request)
+            else:
+                self._inbox.put(Fetched(request))
+
     # --- the disk ------------------------------------------------------------------------------------------------
+
+    def _fetch_soon(self, request: GenerateRequest) -> None:
+        assert self._fetcher
+        self._fetcher.submit(self._fetch, request)
 
     def _fetch(self, request: GenerateRequest) -> None:
         """On the fetcher's thread."""
@@ -346,7 +395,7 @@ class Engine:
         assert self._disk and self._scheduler.blocks.host
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.host
         size, tokens = blocks.block_size, request.prompt_token_ids
-        chain = new_chain(request.sampling.cache_salt)
+        chain = new_chain(request.root)
         found: list[tuple[Entry, list[Tensor]]] = []
         for count in range(1, (len(tokens) - 1) // size + 1):
             extend_chain(chain, tokens, count, size)

@@ -38,10 +38,13 @@ log = logging.getLogger("paged_llm")
 # transformers.models.<key>.modeling_<key>.<value>Model, ...DecoderLayer, ...Attention, ...MLP, ...RMSNorm
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
-PROJECTIONS = {
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-}  # fmt: skip
+JOINED = (  # the projections of each of a layer's weights here
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+PROJECTIONS = {name for names in JOINED for name in names}
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}  # both or none
 
@@ -125,6 +128,14 @@ class FusedLayer:
             qkv, residual = pre(hidden_states[0], None, *self.before)
         attended = self._attend(qkv, position_embeddings, paged)
         return Stream(*self.parts.post(attended.flatten(1), residual, *self.after))
+
+    def over(self, make: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
+        """The same layer, uncompiled, over what `make` makes of each weight and the names of the projections in it."""
+        norm, eps, qkv, qkv_bias = self.before
+        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.after
+        qkv, o, gate_up, down = (make(*one) for one in zip((qkv, o, gate_up, down), JOINED, strict=True))
+        after = (o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias)
+        return replace(self, parts=Parts(), before=(norm, eps, qkv, qkv_bias), after=after)
 
     @cached_property
     def _in_one_call(self) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -24,6 +24,7 @@ from paged_backend import rope
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
 from paged_backend.hidden_states import hidden_size
 from paged_backend.kv_cache import LayerShape
+from paged_backend.lora import Lora, adaptable
 from paged_backend.parallel import check_model, load_arguments, localise
 from paged_backend.proof import prove
 from paged_backend.request import EmbeddingSpec
@@ -51,6 +52,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
     draft: LoadedModel | None = None  # a smaller model that guesses
+    lora: Lora | None = None  # adapters of its linear layers
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -86,6 +88,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
+    shapes = adaptable(model) if config.enable_lora else None
     spec = ModelSpec(
         layers=prove(
             model,
@@ -101,7 +104,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
         embedding=embedding,
     )
-    loaded = LoadedModel(place, model, tokenizer, spec)
+    lora = Lora(model, shapes, slots=config.max_loras, rank=config.max_lora_rank) if shapes is not None else None
+    loaded = LoadedModel(place, model, tokenizer, spec, lora=lora)
     return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded
 
 
@@ -112,7 +116,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
     options = replace(options, revision=None, tokenizer=None)
     name = f"speculative_model={json.dumps(config.speculative_model)}"
     try:
-        draft = load(replace(options, max_model_len=spec.max_model_len), root, device)
+        draft = load(replace(options, max_model_len=spec.max_model_len, enable_lora=False), root, device)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     if draft.spec.vocab_size != spec.vocab_size:

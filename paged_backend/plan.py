@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paged_backend.adapter_slots import AdapterSlots, Load
 from paged_backend.beam_search import Candidate
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.request import HiddenState, Logprobs, RequestError
@@ -82,6 +84,8 @@ class Plan:
     entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
     began: float = 0.0  # when it was planned, by the scheduler's clock
     fed: int | None = None  # tokens of prompts beside sequences that decode; None where none does
+    loads: tuple[Load, ...] = ()  # adapters to be put on the device
+    adapters: Mapping[bytes, int] = field(default_factory=dict)  # the slots of those that are used, by content
 
     @property
     def num_tokens(self) -> int:
@@ -139,12 +143,12 @@ class Draft:
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
         return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
 
-    def plan(self, blocks: BlockManager) -> Plan | None:
+    def plan(self, blocks: BlockManager, slots: AdapterSlots) -> Plan | None:
         if not self.chunks:
             return None
         return Plan(
             tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered),
-            self.began, self.fed,
+            self.began, self.fed, slots.take_loads(), slots.of(chunk.sequence.request for chunk in self.chunks),
         )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from paged_backend.masks import Guide
 
+from paged_backend.content import Key, root_key
+
 
 class ErrorCode(Enum):
     """The stable classes that an error text starts with; the values are gRPC's names."""
@@ -92,13 +94,13 @@ MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_LOGIT_BIASES = 1024
 MAX_BIASED_WORDS = 128
 MAX_SALT_BYTES = 256
+MAX_ADAPTER_NAME_BYTES = 256
 MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "structured_outputs": (None,),
     "guided_decoding": (None,),
-    "lora_name": (None,),
     "use_beam_search": (False,),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
@@ -266,6 +268,12 @@ def _timeout_ms(name: str, value: Any, limits: Limits) -> int | None:
     return None if value is None else _whole(name, value, 1, 2**31 - 1)
 
 
+def _adapter_name(name: str, value: Any, limits: Limits) -> str | None:
+    if value is not None and (not is_text(value) or not 1 <= len(value.encode()) <= MAX_ADAPTER_NAME_BYTES):
+        raise invalid(name, value, f"must be a string of whole characters, of 1..{MAX_ADAPTER_NAME_BYTES} bytes")
+    return value
+
+
 def _early_stopping(name: str, value: Any, limits: Limits) -> bool | str:
     if value == "never":
         return value
@@ -328,6 +336,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = _param(_truncate, None)  # how many of the prompt are kept, its last
     priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
     cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
+    lora_name: str | None = _param(_adapter_name, None)  # an adapter that the request goes through
     timeout_ms: int | None = _param(_timeout_ms, None)  # from arrival; what there is then is the answer
 
     @classmethod
@@ -400,6 +409,16 @@ class SamplingParams:
 PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(_REFUSED)
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A LoRA adapter, as its files were when they were read."""
+
+    name: str
+    digest: bytes  # of the files: adapters of equal digest are one
+    rank: int
+    factors: Mapping[str, Any] = field(repr=False)  # by linear layer, for whoever computes
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One validated request. `key` is ours and unique; the client's request id need not be."""
@@ -415,6 +434,7 @@ class GenerateRequest:
     logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
     allowed: bytes | None = None  # bitmask of the tokens that may be drawn; None: all
+    adapter: Adapter | None = None
     guides: tuple[Guide, ...] = ()  # of each sample, which of them may come next; none: any
 
     @cached_property
@@ -443,6 +463,11 @@ class GenerateRequest:
     def reads_output(self) -> bool:
         """Whether how a token is drawn depends on others of the output, beside what the model makes of them."""
         return self.sampling.has_penalty or bool(self.endings)
+
+    @property
+    def root(self) -> Key:
+        """Where the keys of its blocks begin: what other tenants or adapters computed is not for it."""
+        return root_key(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
     @property
     def rank(self) -> tuple[int, int]:

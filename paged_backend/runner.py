@@ -18,6 +18,7 @@ from paged_backend.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
 from paged_backend.hidden_states import recorded
 from paged_backend.kv_cache import KVCache
 from paged_backend.logprobs import Scores, score_prompts
+from paged_backend.lora import Lora
 from paged_backend.plan import Drawn, Plan, Scored, reached
 from paged_backend.request import ErrorCode, RequestError
 from paged_backend.sampler import Likeliest, follow, likeliest, sample, score
@@ -83,6 +84,7 @@ class Runner:
         *,
         max_draws: int,
         drafter: Drafter | None = None,
+        lora: Lora | None = None,
         agree: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: the model's layers first, then the drafter's. max_draws: of a step. agree: overwrites what was drawn with
@@ -91,6 +93,7 @@ class Runner:
         self.kv = kv
         self.host = host
         self.drafter = drafter
+        self.lora = lora
         self.group = _group(model, kv.device)
         self.transfers = Transfers(kv, host)
         self._agree = agree
@@ -137,12 +140,19 @@ class Runner:
     def _forward(self, batch: PackedBatch) -> Tensor:
         if self.drafter:
             self.drafter.keep_up(batch)
-        return paged_logits(self.model, batch, self.kv)
+        if batch.adapters is None:
+            return paged_logits(self.model, batch, self.kv)
+        assert self.lora
+        with self.lora.applied(batch.adapters):
+            return paged_logits(self.model, batch, self.kv)
 
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
-        """The blocks that a step wants somewhere else. Before `launch`."""
+        """The blocks that a step wants somewhere else, and its adapters. Before `launch`."""
         self.transfers.move(plan.outs, plan.ins, plan.copies)
+        for slot, adapter in plan.loads:
+            assert self.lora
+            self.lora.put(slot, adapter)
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> Launched:
@@ -169,8 +179,7 @@ class Runner:
 
     def _run(self, packed: PackedBatch) -> Forwarded:
         graphs = self._graphs
-        # A recorded step gives logits alone.
-        kind = graphs.find(packed.paging) if graphs and packed.hidden_rows is None else None
+        kind = graphs.find(packed.paging) if graphs and packed.is_recorded else None
         if graphs and kind and not packed.drafting:
             return graphs.replay(kind, packed, self._stage)
         batch = self._stage(packed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, cast
 
+from paged_backend.adapter_slots import AdapterSlots
 from paged_backend.beam_search import Candidate, Continuation
 from paged_backend.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.pace import Pace
@@ -107,14 +108,16 @@ class Scheduler:
         guess: Guess | None = None,
         max_guesses: int = 0,
         step_seconds: float | None = None,
+        max_loras: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
         max_guesses: of a sequence in a step. step_seconds: that a step should take while sequences decode; chunks of
-        prompts beside them are made to fit. clock: in seconds."""
+        prompts beside them are made to fit. max_loras: adapters that the device holds. clock: in seconds."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
+        self.slots = AdapterSlots(max_loras)
         self.blocks = blocks
         self.costs = costs or Costs()
         self.max_num_seqs = max_num_seqs
@@ -231,7 +234,7 @@ class Scheduler:
         draft.budget += kept  # guesses are no prompts
         if self._guess:
             self._speculate(draft, self._guess)
-        plan = draft.plan(self.blocks)
+        plan = draft.plan(self.blocks, self.slots)
         if plan is not None:
             self._advance(plan)
         return plan
@@ -351,7 +354,9 @@ class Scheduler:
                 self._restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
-        return [TokenDelta(key, error=error) for key in keys if self.abort(key)]
+        ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
+        self.slots.fail(plan.loads)
+        return ended
 
     def check(self) -> None:
         """Assert every invariant of scheduler and pool; for tests and idle moments."""
@@ -367,6 +372,7 @@ class Scheduler:
         assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
+        self.slots.check(group.request for group in self.running)
         self.blocks.check([*(sequence.blocks for sequence in self._sequences()), *self.pins.tables])
         if self.blocks.host:
             self.blocks.host.check([sequence.swapped for sequence in self._sequences()])
@@ -439,8 +445,7 @@ class Scheduler:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
         promised to a prompt still being fed; so prompts do not push each other out half-way."""
         room = self._room() if self._waiting else _Room(0, 0)
-        while self._waiting and draft.budget > 0:
-            group = self._waiting[0]
+        while draft.budget > 0 and (group := self._next()):
             if not draft.scores and group.unscored(0, group.leader.num_prompt):
                 return
             demand = self._demand(group) if group.num_seqs <= room.seqs else None
@@ -462,6 +467,16 @@ class Scheduler:
             else:
                 return
 
+    def _next(self) -> Group | None:
+        """The first of those that wait, but for those whose adapter finds no slot. Behind such a one nobody with an
+        adapter is let in, who might keep the slots in use for ever."""
+        for group in self._waiting:
+            adapter = group.request.adapter
+            if adapter is None or self.slots.has_room(adapter):
+                return group
+            return next((other for other in self._waiting if other.request.adapter is None), None)
+        return None
+
     def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
         """Whether a request would find room if all of lower priority, and idle sessions, made way."""
         lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
@@ -481,7 +496,10 @@ class Scheduler:
 
     def _enter(self, group: Group, hit: Hit, draft: Draft) -> None:
         last = self._last if self._running else None
-        self._running[self._waiting.pop(0).key] = group
+        self._waiting.remove(group)
+        self._running[group.key] = group
+        if group.request.adapter:
+            self.slots.take(group.request.adapter)
         if last and last.rank > group.rank:
             self._running = {one.key: one for one in sorted(self.running, key=_order)}
         if group.preemptions:
@@ -584,7 +602,7 @@ class Scheduler:
         swapped = not copies and not ins and self._swap_out(group)
         self.blocks.finish(copies)
         self.blocks.finish_ins(ins, done=False)
-        del self._running[group.key]
+        self._leave(group)
         if swapped:
             self._swapped += 1
         else:
@@ -754,9 +772,17 @@ class Scheduler:
         return self._running.get(key) or next((group for group in self._waiting if group.key == key), None)
 
     def _remove(self, group: Group) -> None:
-        if self._running.pop(group.key, None) is None:
+        if group.key in self._running:
+            self._leave(group)
+        else:
             self._waiting.remove(group)
             self.departed += group.preemptions == 0
+
+    def _leave(self, group: Group) -> None:
+        """It runs no longer."""
+        del self._running[group.key]
+        if group.request.adapter:
+            self.slots.leave(group.request.adapter)
 
 
 def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReason | None:

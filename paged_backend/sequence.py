@@ -103,12 +103,12 @@ class Group:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
-        tokens, salt = list(request.prompt_token_ids), request.sampling.cache_salt
+        tokens, root = list(request.prompt_token_ids), request.root
         if request.sampling.beam_width > 1:
             search = BeamSearch(request.sampling, request.stop_ids)
-            return cls(request, [Sequence(request, tokens, new_chain(salt))], forked=True, beams=Beams(search))
+            return cls(request, [Sequence(request, tokens, new_chain(root))], forked=True, beams=Beams(search))
         sequences = [
-            Sequence(request, list(tokens), new_chain(salt), index) for index in range(request.sampling.num_samples)
+            Sequence(request, list(tokens), new_chain(root), index) for index in range(request.sampling.num_samples)
         ]
         return cls(request, sequences, forked=len(sequences) == 1)
 

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paged_backend import kv_cache, model_loader, wire
+from paged_backend.adapters import Adapters, Listing
 from paged_backend.block_manager import BlockManager
 from paged_backend.channel import Channel
 from paged_backend.config import ConfigError, EngineConfig
@@ -68,11 +69,12 @@ class Assembly:
     disk: DiskTier | None = None
     overlap: bool = False
     workers: Workers | None = None
+    adapters: Adapters | None = None
 
     def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
         return_memory()
         release_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
-        engine = Engine(self.scheduler, self.runner, emit, self.disk, overlap=self.overlap)
+        engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
         if self.workers:
             self.workers.watch(engine.die)
         return engine
@@ -84,16 +86,16 @@ class Assembly:
             self.workers.stop()
 
 
-def assemble(config: EngineConfig) -> Assembly:
-    """Load the model, prove it, size the pool. Raises ConfigError or UnsupportedModel."""
+def assemble(config: EngineConfig, listing: Path | None = None) -> Assembly:
+    """Load the model, prove it, size the pool. listing: of adapters. Raises ConfigError or UnsupportedModel."""
     device = model_loader.pick_device(config)
     check_devices(config, device)
     if config.tensor_parallel_size == 1:
-        return _assemble(config, Ranks(device), None)
+        return _assemble(config, listing, Ranks(device), None)
     model_loader.check(config, ROOT)  # before processes are started
     workers = Workers(config, device)
     try:
-        return _assemble(config, workers.ranks, workers)
+        return _assemble(config, listing, workers.ranks, workers)
     except Exception as error:
         reason = workers.explain()
         workers.stop(at_once=True)
@@ -102,21 +104,24 @@ def assemble(config: EngineConfig) -> Assembly:
         raise ConfigError(f"{error} ({reason})") from error
 
 
-def _assemble(config: EngineConfig, ranks: Ranks, workers: Workers | None) -> Assembly:
+def _assemble(config: EngineConfig, listing: Path | None, ranks: Ranks, workers: Workers | None) -> Assembly:
     started, on_cpu = time.monotonic(), ranks.device.type == "cpu"
     if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
+    adapters = Listing(listing) if config.enable_lora else None
     prepared = prepare(config, ranks)
     try:
-        return _put_together(config, prepared, workers, started)
+        return _put_together(config, adapters, prepared, workers, started)
     except Exception:
         prepared.runner.forget()  # before the ranks part: NCCL waits for what was recorded with it
         raise
 
 
-def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | None, started: float) -> Assembly:
+def _put_together(
+    config: EngineConfig, listing: Listing | None, prepared: Prepared, workers: Workers | None, started: float
+) -> Assembly:
     device = prepared.runner.kv.device
     loaded, spec, behind = prepared.loaded, prepared.loaded.spec, prepared.num_host_blocks
     caching = config.enable_prefix_caching
@@ -149,6 +154,7 @@ def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | N
         guess=_guess(config),
         max_guesses=config.num_speculative_tokens,
         step_seconds=_step_seconds(config, device),
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
@@ -170,7 +176,8 @@ def _put_together(config: EngineConfig, prepared: Prepared, workers: Workers | N
         behind,
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    return Assembly(loaded, limits, scheduler, runner, device, _disk(config, loaded, runner), overlap, workers)
+    disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, listing)
+    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters)
 
 
 def _step_seconds(config: EngineConfig, device: torch.device) -> float | None:
@@ -183,6 +190,18 @@ def _guess(config: EngineConfig) -> Guess:
     if config.speculative_model:
         return on_device
     return PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+
+
+def _adapters(config: EngineConfig, loaded: LoadedModel, listing: Listing | None) -> Adapters | None:
+    if listing is None:
+        return None
+    assert loaded.lora
+    log.info(
+        "up to %d adapters of rank %d on the device, which take %.2f GiB: of %s", loaded.lora.slots, loaded.lora.rank,
+        loaded.lora.nbytes / kv_cache.GIB, ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
+    )  # fmt: skip
+    keep = config.max_cpu_loras or config.max_loras
+    return Adapters(listing, loaded.lora.shapes, loaded.spec.dtype, max_rank=config.max_lora_rank, keep=keep)
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
@@ -198,10 +217,11 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRu
 class Service:
     """One model instance. `submit` never raises: whatever is wrong with a request goes back to its client."""
 
-    def __init__(self, config: EngineConfig, pb_utils: Any, labels: dict[str, str]):
-        """`pb_utils` is the module that the server gives its Python models, `labels` go on every metric."""
+    def __init__(self, config: EngineConfig, pb_utils: Any, labels: dict[str, str], listing: Path | None = None):
+        """`pb_utils` is the module that the server gives its Python models, `labels` go on every metric, `listing` is
+        the file that lists adapters."""
         self._pb_utils = pb_utils
-        self._assembly = assemble(config)
+        self._assembly = assemble(config, listing)
         limits = self._assembly.limits
         metrics = Metrics(
             pb_utils,
@@ -269,6 +289,8 @@ class Service:
         if question == "pool_map":
             self._responder.look(channel)
             self._engine.look()
+        elif question == "adapters":
+            self._tell_adapters(channel)
         elif not request_id:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, "stop_request: has no request id (`id` over HTTP); give that of the request"
@@ -300,6 +322,19 @@ class Service:
                 turn.undo()
             raise
 
+    def _tell_adapters(self, channel: Channel) -> None:
+        adapters, slots = self._assembly.adapters, self._assembly.scheduler.slots
+
+        def tell() -> None:
+            try:
+                found = adapters.describe(slots.resident) if adapters else []
+                channel.send(wire.write_adapters(found), final=True)
+            except Exception as error:
+                log.exception("the list of adapters could not be sent")
+                _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+        adapters.run(tell) if adapters else tell()
+
     def _turn(self, call: wire.Call, sampling: SamplingParams) -> Turn:
         """Begin a turn of a session. Raises RequestError for what a session cannot do."""
         assert call.sequence
@@ -320,6 +355,7 @@ class Service:
         sampling = self._spread(sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
+        self._check_adapter(sampling.lora_name)
         tokens = self._tokenize(call, sampling, turn)
         limits, bad_words = self._assembly.limits, self._bad_words(sampling)
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
@@ -357,6 +393,13 @@ class Service:
                 raise invalid("bad_words", word, "has no tokens")
             runs |= dict.fromkeys(found)
         return tuple(run for run in runs if max(run) < self._assembly.limits.vocab_size)  # others never come
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is None:
+            return
+        if self._assembly.adapters is None:
+            raise invalid("lora_name", name, "LoRA feature is not enabled.")
+        self._assembly.adapters.check(name)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -47,7 +47,7 @@ class TritonPythonModel:
             # Only now: the server also starts this file to read its configuration, and that should not load torch.
             from paged_backend.service import Service
 
-            self.service = Service(config, pb_utils, labels)
+            self.service = Service(config, pb_utils, labels, version / "multi_lora.json")
         except ConfigError as error:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from None
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import launch
-from paged_backend.batch import pack
+from paged_backend.batch import PackedBatch, adapter_rows, pack
 from paged_backend.block_manager import BlockManager, Copy, Move
 from paged_backend.config import EngineConfig
 from paged_backend.drafter import Drafter
 from paged_backend.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.kv_cache import KVCache
+from paged_backend.lora import Lora
 from paged_backend.model_loader import LoadedModel
 from paged_backend.plan import MOST_SCORED, Chunk, Costs, Plan
 from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams, bitmask
@@ -68,11 +70,19 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
 
     def everything() -> None:
         step()
+        if runner.lora:
+            runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
         if device.type == "cuda":
             _rehearse(config, spec.max_model_len, spec.vocab_size, runner)
 
     activations = _activation_bytes(everything, device)
     return Needs(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
+
+
+def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
+    """A batch that goes through as many as there may be."""
+    lora.fill()
+    return replace(packed, adapters=adapter_rows(np.arange(packed.input_ids.numel()) % lora.slots))
 
 
 def runner_of(
@@ -87,7 +97,7 @@ def runner_of(
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.part(count, len(kv.layers)))
     max_draws = config.max_num_seqs + config.max_num_batched_tokens  # with every guess
-    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter, agree=agree)
+    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter, lora=loaded.lora, agree=agree)
 
 
 def kinds_of(config: EngineConfig, runner: Runner) -> list[Kind]:

@@ -55,6 +55,7 @@ INPUTS = {
     "return_receipt": _BOOL,
     "announce": _BOOL,
     "pool_map": _BOOL,
+    "adapters": _BOOL,
     "stop_request": _BOOL,
     "embedding_request": _STRING,
     **LISTS,
@@ -72,6 +73,7 @@ OUTPUTS = {
     "prompt_logprobs": _STRING,
     "receipt": _STRING,
     "pool_map": _STRING,
+    "adapters": _STRING,
     "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
 }
 NUMPY_TYPES = {
@@ -85,7 +87,7 @@ NUMPY_TYPES = {
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
 
-QUESTIONS = ("pool_map", "stop_request")  # inputs that stand alone and are answered at once
+QUESTIONS = ("pool_map", "adapters", "stop_request")  # inputs that stand alone and are answered at once
 _NOT_YET = ("image",)
 # What may stand beside an embedding_request.
 _WITH_EMBEDDING = frozenset(
@@ -299,6 +301,10 @@ def write_pool_map(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def write_num_stopped(count: int) -> dict[str, np.ndarray]:
     return {"num_stopped": np.array([count], dtype=np.uint32)}
+
+
+def write_adapters(values: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    return {"adapters": np.array([json.dumps(values).encode()], dtype=np.object_)}
 
 
 def _one(tensors: Mapping[str, np.ndarray], name: str) -> Any:

@@ -34,6 +34,7 @@ class Seen:
     asked: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one stays
+    adapters: str = "[]"
     asked_for: Any = field(default_factory=dict)  # what a recording server does (tests/gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # and its requests' sampling parameters
 
@@ -43,6 +44,8 @@ class Seen:
         if "pool_map" in inputs:
             text = self.maps.pop(0) if len(self.maps) > 1 else self.maps[0]
             return {"fail": text, "say": []} if text.startswith("UNAVAILABLE") else {"map": text}
+        if "adapters" in inputs:
+            return {"adapters": self.adapters}
         if "stop_request" in inputs:
             return {"stopped": len(self.requests)}
         return json.loads(inputs["sampling_parameters"])
@@ -52,6 +55,9 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The responses that carry text, as outputs by name."""
     if "map" in script:
         yield {"pool_map": script["map"]}
+        return
+    if "adapters" in script:
+        yield {"adapters": script["adapters"]}
         return
     if "stopped" in script:
         yield {"num_stopped": script["stopped"]}

@@ -136,8 +136,9 @@ TINY = {
 }
 
 
-def tiny_assembly(directory: Path, **options: Any) -> Assembly:
-    return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options))
+def tiny_assembly(directory: Path, *, adapters: Path | None = None, **options: Any) -> Assembly:
+    """adapters: the file that lists them."""
+    return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options), adapters)
 
 
 def generate_alone(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_backend.block_manager import BlockManager
-from paged_backend.content import new_chain
+from paged_backend.content import new_chain, root_key
 
 
 class Blocks(RuleBasedStateMachine):
@@ -142,7 +142,7 @@ def test_a_state_tells_free_from_cached(free, cached, held):
     blocks = BlockManager(free + cached + held, 4, caching=True)
     table = blocks.allocate(cached)
     tokens = list(range(4 * cached))
-    chain = new_chain("")
+    chain = new_chain(root_key(""))
     for index, block in enumerate(table):
         blocks.seal(block, chain, tokens, index)
     keep = blocks.allocate(held)

@@ -71,7 +71,7 @@ class TestServe:
         expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "tokenizer": "a=b"}
         ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 65535}
         flags = ["--log-verbose=1", "--", "-o"]
-        assert serve_calls == [(("demo", expected), {**ports, "server_args": flags})]
+        assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, "multi_lora": None})]
 
     def test_a_bad_option_is_named_before_anything_starts(self, serve_calls, capsys):
         assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
@@ -81,7 +81,7 @@ class TestServe:
     def test_the_model_may_be_an_option(self, serve_calls):
         assert main(["serve", "-o", "model=/m"]) == 7
         ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
-        assert serve_calls == [(("/m", {}), {**ports, "server_args": []})]
+        assert serve_calls == [(("/m", {}), {**ports, "server_args": [], "multi_lora": None})]
 
     @pytest.mark.parametrize(
         ("arguments", "named"),

@@ -15,6 +15,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from client import (
+    Adapter,
     AsyncClient,
     Client,
     Completion,
@@ -328,6 +329,19 @@ class TestClient:
         assert client.pool_map(timeout=WAIT) == PoolMap(**pool_of("12c."))
         assert fake.requests == [{"pool_map": True, "request_id": ""}]
 
+    def test_a_list_of_adapters(self, client, fake):
+        assert client.adapters() == ()
+        broken = {"name": "b", "rank": None, "resident": False, "error": "no file"}
+        fake.adapters = json.dumps([{"name": "a", "rank": 8, "resident": True, "news": 1}, broken])
+        assert client.adapters(timeout=WAIT) == (Adapter("a", 8, True), Adapter("b", None, False, "no file"))
+        assert fake.requests[-1] == {"adapters": True, "request_id": ""}
+
+    @pytest.mark.parametrize("said", ["{", "[1]", '[{"name": "a"}]', "3"])
+    def test_what_is_no_list_of_adapters(self, client, fake, said):
+        fake.adapters = said
+        with pytest.raises(PagedError, match="INTERNAL: the server sent no list of its adapters"):
+            client.adapters()
+
     @pytest.mark.parametrize(("said", "code"), NO_MAPS)
     def test_what_is_no_map(self, client, fake, said, code):
         fake.maps.append(said)
@@ -531,6 +545,7 @@ class TestAsyncClient:
         fake.maps += [json.dumps(pool_of("12c.")), "UNAVAILABLE: the engine has stopped"]
 
         async def scenario(client):
+            assert await client.adapters(timeout=WAIT) == ()
             pool = await client.pool_map(timeout=WAIT)
             with pytest.raises(PagedError, match="the engine has stopped"):
                 await client.pool_map()

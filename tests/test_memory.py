@@ -207,7 +207,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
     held = []
     for _ in range(30):
         tokens, salt = [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.choice("ab")
-        chain = new_chain(salt)
+        chain = new_chain(root_key(salt))
         hit = blocks.match(chain, tokens)
         assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
         table, _, _ = blocks.adopt(Hit(hit.blocks))
@@ -301,7 +301,7 @@ def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
     assert sched.stats.evictions == 1
 
     def known(tokens):
-        return len(sched.blocks.match(new_chain(""), [*tokens, 0]).blocks)
+        return len(sched.blocks.match(new_chain(root_key("")), [*tokens, 0]).blocks)
 
     assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]
 

@@ -25,6 +25,7 @@ def serve(
     grpc_port: int = 8001,
     metrics_port: int = 8002,
     server_args: Sequence[str] = (),
+    multi_lora: Path | None = None,
     verbose: bool = False,
 ) -> int:
     """Serve `model` until Ctrl-C, SIGTERM or SIGHUP; the exit code, 0 after a clean stop.
@@ -42,6 +43,7 @@ def serve(
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             server_args=server_args,
+            multi_lora=multi_lora,
             echo=console.log_line,
         )
         return _run(server, console)

@@ -61,6 +61,8 @@ class TritonServer:
         server_args: more flags for tritonserver.
         echo: gets each line of the server's log as it comes.
         repository: a directory like model_repository/ in place of the project's own.
+        multi_lora: the file that lists adapters, in place of the repository's own. It stays where it is, so that
+            what is written to it is served; the option `enable_lora` is set with it.
 
     Raises ValueError for a model that does not exist or a port in use, ServerNotFoundError, ServerError.
     """
@@ -76,10 +78,13 @@ class TritonServer:
         server_args: Sequence[str] = (),
         echo: Callable[[str], None] | None = None,
         repository: Path = REPOSITORY_ROOT / "model_repository",
+        multi_lora: Path | None = None,
     ) -> None:
         ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
         self.http_port, self.grpc_port, self.metrics_port = ports
-        self._options = resolve_models({**(options or {}), "model": model})
+        self._multi_lora = multi_lora
+        options = {**({"enable_lora": True} if multi_lora else {}), **(options or {})}
+        self._options = resolve_models({**options, "model": model})
         check_server_args(server_args)
         self._server_args = list(server_args)
         self._repository = repository
@@ -134,7 +139,7 @@ class TritonServer:
         assert self._process is None, "a TritonServer starts once"
         self._scratch = tempfile.TemporaryDirectory(prefix="paged-server-")
         models = Path(self._scratch.name)
-        write_repository(self._repository, models, self._options)
+        write_repository(self._repository, models, self._options, self._multi_lora)
         trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
         self._process = subprocess.Popen(
             [*trampoline, *self._command(models)],
@@ -301,13 +306,17 @@ def resolve_model(model: str | Path, option: str = "model") -> str:
     )
 
 
-def write_repository(source: Path, target: Path, options: Mapping[str, object]) -> None:
-    """Copy the model repository `source` into `target`, with `options` laid over its model.json."""
+def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
+    """Copy the model repository `source` into `target`, with `options` laid over its model.json and a link to
+    `multi_lora`, or else to its own list of adapters, also where there is none yet."""
     if not (source / MODEL_NAME).is_dir():
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     settings = target / MODEL_NAME / "1" / "model.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **options}, indent=2))
+    listing = settings.with_name("multi_lora.json")
+    listing.unlink(missing_ok=True)
+    listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
 
 
 def check_options(options: Mapping[str, object]) -> None:

@@ -1,0 +1,110 @@
+"""LoRA adapters on a real server: listed in a file, asked for by name, told apart by everything."""
+
+import json
+
+import pytest
+
+from client import Client, PagedError
+from paged_backend.serving.tritonserver import TritonServer
+from tests.adapters import generate_with, listing, make_adapter
+from tests.in_process import byte_tokenizer, generate_alone
+from tests.server.conftest import post, raw_stream, raw_streams
+
+PROMPT = "The sea"
+CUT = "\ufffd"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "skip_special_tokens": False}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def files(tiny, place):
+    return {name: make_adapter(tiny[1], place / name, seed=seed, std=0.5) for seed, name in enumerate(["a", "b", "c"])}
+
+
+@pytest.fixture(scope="module")
+def texts(tiny, files):
+    """What each adapter, or none, answers; but for a character that the end cuts."""
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
+    tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in files.items()}
+    tokens[None] = generate_alone(tiny[1], prompt, 12)
+    expected = {name: tokenizer.decode(one).rstrip(CUT) for name, one in tokens.items()}
+    assert len(set(expected.values())) == len(expected)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def lora_server(tiny, place, files):
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
+    with TritonServer(tiny[0], options, multi_lora=listing(place, {"a": "a", "b": "b"})) as running:
+        yield running
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request, lora_server):
+    url = {"grpc": lora_server.grpc_url, "http": lora_server.http_url}[request.param]
+    with Client(url, protocol=request.param) as made:
+        yield made
+
+
+def test_streams_of_different_adapters_at_once(lora_server, texts):
+    names = ["a", None, "b", "a", None]
+    with raw_streams(lora_server, len(names)) as streams:
+        for stream, name in zip(streams, names, strict=True):
+            stream.send(text_input=PROMPT, stream=True, sampling_parameters=GREEDY | {"lora_name": name})
+        for stream, name in zip(streams, names, strict=True):
+            assert "".join(one.text or "" for one in stream.all()).rstrip(CUT) == texts[name]
+
+
+def test_a_name_is_a_request_parameter_too(lora_server, texts):
+    ask = {"text_input": PROMPT, "exclude_input_in_output": True, "lora_name": "b"}
+    status, body = post(lora_server, ask | GREEDY)
+    assert (status, json.loads(body)["text_output"].rstrip(CUT)) == (200, texts["b"])
+
+
+def test_an_adapter_that_is_not_listed_is_refused_until_it_is(lora_server, client, place, texts):
+    listing(place, {"a": "a", "b": "b"})
+    with pytest.raises(PagedError) as raised:
+        client.generate(PROMPT, lora_name="c", **GREEDY)
+    assert raised.value.code == "INVALID_ARGUMENT"
+    assert raised.value.message == "lora_name=\"c\": LoRA c is not supported, we currently support ['a', 'b']"
+    listing(place, {"a": "a", "b": "b", "c": "c"})
+    assert client.generate(PROMPT, lora_name="c", **GREEDY).text.rstrip(CUT) == texts["c"]
+    listing(place, {"a": "a", "b": "b"})
+    with pytest.raises(PagedError, match="LoRA c is not supported"):
+        client.generate(PROMPT, lora_name="c", **GREEDY)
+
+
+def test_the_list_of_adapters(client, place):
+    client.generate(PROMPT, lora_name="a", **GREEDY)
+    listing(place, {"a": "a", "broken": "broken"})
+    first, broken = client.adapters()
+    assert (first.name, first.rank, first.resident, first.error) == ("a", 4, True, None)
+    assert (broken.name, broken.rank, broken.resident) == ("broken", None, False)
+    assert broken.error == "adapter_config.json: No such file or directory"
+    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be served: adapter_config.json: No such file'):
+        client.generate(PROMPT, lora_name="broken", **GREEDY)
+    listing(place, {"a": "a", "b": "b"})
+
+
+def test_a_server_without_adapters_says_so(tiny_server):
+    with Client(tiny_server.grpc_url) as client:
+        assert client.adapters() == ()
+    with raw_stream(tiny_server) as stream:
+        stream.send(text_input=PROMPT, sampling_parameters={"lora_name": "a"})
+        assert 'lora_name="a": LoRA feature is not enabled.' in str(stream.next().error)
+
+
+def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
+    """What was said stays; what other weights computed of it is not used."""
+    with client.conversation(cache_salt=f"{id(client)}", **GREEDY) as talk:
+        first = talk.generate(PROMPT, lora_name="a")
+        again = talk.generate(" and", lora_name="b")
+        assert first.text.rstrip(CUT) == texts["a"]
+        assert again.receipt["cached_tokens"] == 0
+        more = talk.generate(" so", lora_name="b")
+        assert more.receipt["cached_tokens"] > 0
