@@ -58,7 +58,7 @@ class TestRequests:
             "allowed_token_ids": [1, 7], "ignore_eos": True, "repetition_penalty": 1.5,
             "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
             "include_stop_str_in_output": True, "n": 1, "best_of": 2, "beam_width": 2, "length_penalty": 2.0,
-            "early_stopping": "never", "priority": 3, "cache_salt": "s", "timeout_ms": 9,
+            "early_stopping": "never", "priority": 3, "cache_salt": "s", "timeout_ms": 9, "prompt_logprobs": 2,
             "add_special_tokens": True, "truncate_prompt_tokens": 5, "word_bias": {"d": 1.0},
         }  # fmt: skip
         assert front.ask(path, BODIES[path] | fields)[0] == 200

@@ -22,6 +22,7 @@ class Answer(ABC):
 
     prefix: str
     whole_object: str
+    prompts_in_choices: bool  # whether what is told of a prompt's tokens stands in its choices, or beside them
     chunk_object: str
 
     def __init__(self, request: GenerateBody, request_id: str) -> None:
@@ -30,9 +31,15 @@ class Answer(ABC):
         self._created = int(time.time())
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        samples = [sample for one in completions for sample in (one, *one.others)]
-        choices = [self._sample(index, sample) for index, sample in enumerate(samples)]
-        return self._body(self.whole_object, choices) | {"usage": usage(completions)}
+        choices: list[dict[str, Any]] = []
+        for one in completions:
+            of_prompt = _of_prompt(one) if self.prompts_in_choices else {}
+            choices += [
+                self._sample(len(choices) + index, sample) | of_prompt
+                for index, sample in enumerate((one, *one.others))
+            ]
+        of_prompt = {} if self.prompts_in_choices else _of_prompt(completions[0])
+        return self._body(self.whole_object, choices) | of_prompt | {"usage": usage(completions)}
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None where there is nothing to tell yet."""
@@ -54,6 +61,7 @@ class Answer(ABC):
 
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prompts_in_choices = True
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
         return self._choice(index, sample)
@@ -68,6 +76,7 @@ class CompletionAnswer(Answer):
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompts_in_choices = False
 
     def __init__(self, request: ChatRequest, request_id: str, reader: Callable[[], Reader]) -> None:
         """reader: makes one for each sample."""
@@ -131,6 +140,16 @@ def _choice(
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
+
+
+def _of_prompt(completion: Completion) -> dict[str, Any]:
+    """What was asked for of the prompt's tokens, as vLLM tells it."""
+    told: dict[str, Any] = {}
+    if completion.prompt_token_ids is not None:
+        told["prompt_token_ids"] = completion.prompt_token_ids
+    if completion.prompt_logprobs is not None:
+        told["prompt_logprobs"] = [logprobs.by_id(one) for one in completion.prompt_logprobs]
+    return told
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -35,6 +35,16 @@ def of_chat(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
     }
 
 
+def by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:
+    """As vLLM tells them of a prompt's tokens, of which the first has none."""
+    if entries is None:
+        return None
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
+        for one in entries
+    }
+
+
 def _by_text(entries: Logprobs) -> dict[str, float]:
     """Of tokens that have the same text the likeliest stands for all."""
     return {one.decoded_token: one.logprob for one in reversed(_likeliest(entries))}

@@ -64,6 +64,7 @@ class SamplingFields(StrictModel):
     priority: int | None = None
     cache_salt: str | None = None
     timeout_ms: int | None = None
+    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     word_bias: dict[str, float] | None = None
@@ -129,6 +130,8 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
     def check(self) -> None:
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs: are told in whole answers only", param="prompt_logprobs")
         if self.response_format:
             self.response_format.check()
 

@@ -233,6 +233,26 @@ def test_token_ids_of_the_answer_are_told_where_asked_for(client, engine, stream
     assert [token for choice in choices for token in choice.token_ids] == list(expected.token_ids)
 
 
+def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
+    expected = engine.generate("The sea is", max_tokens=0, prompt_logprobs=1).prompt_logprobs
+    more = {"extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
+    whole = client.completions.create(model=MODEL, prompt=["The sea is"], max_tokens=0, **more)
+    (choice,) = whole.choices
+    assert (choice.text, whole.usage.completion_tokens) == ("", 0)
+    assert len(choice.prompt_token_ids) == len(expected) == whole.usage.prompt_tokens
+    first, *others = choice.prompt_logprobs
+    assert first is None
+    for told, entries, token in zip(others, expected[1:], choice.prompt_token_ids[1:], strict=True):
+        assert list(told) == [str(one.token_id) for one in entries]
+        assert [one["rank"] for one in told.values()] == [one.rank for one in entries]
+        assert told[str(token)]["logprob"] == pytest.approx(entries[0].logprob, abs=1e-4)
+    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **more)
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model=MODEL, prompt="x", stream=True, **more)
+    assert raised.value.param == "prompt_logprobs"
+
+
 def test_a_bias_decides(client, engine):
     (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
     asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
