@@ -60,6 +60,9 @@ class Completion:
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     text_offsets: tuple[int, ...] | None = None  # where in `text` each begins; None without `return_text_offsets=True`
     prompt_token_ids: tuple[int, ...] | None = None  # of the request, likewise; in the first sample alone
+    # Where in `text` each token of the prompt begins; None without `echo=True, return_text_offsets=True`; in the first
+    # sample alone.
+    prompt_text_offsets: tuple[int, ...] | None = None
     # Of each token of the prompt, None of the first; None without `prompt_logprobs=k`; in the first sample alone.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 

@@ -50,6 +50,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "token_ids": ("TYPE_INT32", (-1,)),
     "prompt_token_ids": ("TYPE_INT32", (-1,)),
     "text_offsets": ("TYPE_INT32", (-1,)),
+    "prompt_text_offsets": ("TYPE_INT32", (-1,)),
     "prompt_logprobs": ("TYPE_STRING", (1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
@@ -225,6 +226,7 @@ class Transcript:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
         self._prompt_token_ids: tuple[int, ...] | None = None
+        self._prompt_text_offsets: tuple[int, ...] | None = None
         self._prompt_logprobs: tuple[Logprobs | None, ...] | None = None
         self._receipt: Mapping[str, float] | None = None
 
@@ -244,6 +246,8 @@ class Transcript:
         ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
         if "prompt_token_ids" in fields:
             self._prompt_token_ids = tuple(map(int, fields["prompt_token_ids"]))
+        if "prompt_text_offsets" in fields:
+            self._prompt_text_offsets = tuple(map(int, fields["prompt_text_offsets"]))
         for text in fields.get("prompt_logprobs", []):
             self._prompt_logprobs = tuple(one and _entries(one) for one in json.loads(str(text)))
         for receipt in fields.get("receipt", []):
@@ -288,6 +292,7 @@ class Transcript:
             others=tuple(others),
             receipt=self._receipt,
             prompt_token_ids=self._prompt_token_ids,
+            prompt_text_offsets=self._prompt_text_offsets,
             prompt_logprobs=self._prompt_logprobs,
         )
 

@@ -327,6 +327,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
     prompt_logprobs: int | None = _param(_logprobs, None)  # and with each of the prompt's, after the first
+    echo: bool = _param(_flag, False)  # whether the prompt's text comes before the output
     n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
     best_of: int | None = _param(_samples, None)  # samples that are drawn, the likeliest n of which are returned
     beam_width: int = _param(_samples, 1)  # above 1: beam search
@@ -356,8 +357,8 @@ class SamplingParams:
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
                 raise invalid(name, value, f"unknown sampling parameter; {hint}")
         params = cls(**read)
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
-            raise invalid("max_tokens", 0, f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs")
+        if params.max_tokens == 0 and params.prompt_logprobs is None and not params.echo:
+            raise invalid("max_tokens", 0, f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs or echo")
         params.check_min_tokens()
         if params.best_of is not None and params.best_of < params.n:
             raise invalid("best_of", params.best_of, f"must be n={params.n}..{limits.max_num_seqs}")

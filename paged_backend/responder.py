@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -139,6 +139,7 @@ class Stream:
     arrived: float  # time.monotonic()
     encode: Callable[[str], list[int]]
     token_text: Callable[[int], str]
+    prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
     turn: Turn | None = None
     error: RequestError | None = None
     usage: Usage | None = None
@@ -475,10 +476,11 @@ class Responder:
             prompt_token_ids=stream.request.prompt_token_ids,
             first=not stream.sent,
             prompt_logprobs=stream.prompt_logprobs,
+            prompt_text_offsets=stream.prompt_offsets,
             token_text=stream.token_text,
             receipt=stream.receipt() if stream.finished and call.return_receipt else None,
         )
-        stream.sent, stream.prompt_logprobs = True, None
+        stream.sent, stream.prompt_logprobs, stream.prompt_offsets = True, None, None
         stream.channel.send(outputs, final=stream.finished)
 
     def _close(self, stream: Stream, outcome: str) -> None:

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -316,7 +317,8 @@ class Service:
                 raise QueueFull(waiting)
             request = self._request(call, sampling, turn)
             samples = self._samples(call, request)
-            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, turn)
+            offsets = self._prompt_offsets(call, request, samples[0].text)
+            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, offsets, turn)
         except Exception:
             if turn:
                 turn.undo()
@@ -352,6 +354,7 @@ class Service:
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
 
     def _request(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> GenerateRequest:
+        _check_use(call, sampling)
         sampling = self._spread(sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
@@ -432,6 +435,12 @@ class Service:
             raise invalid(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
         return ids.tolist()
 
+    def _prompt_offsets(self, call: wire.Call, request: GenerateRequest, text: str) -> list[int] | None:
+        """Where in the prompt's text each of its tokens begins, where both are told."""
+        if not (call.return_text_offsets and _echoes(call, request.sampling)):
+            return None
+        return _offsets(self._tokenizer, request.prompt_token_ids, text)
+
     def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
         decode = _decoder(self._tokenizer, sampling.skip_special_tokens)
@@ -452,23 +461,46 @@ class Service:
         return [sample() for _ in range(sampling.num_samples)]
 
 
-def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
-    """What of log probabilities is worth computing: nothing that is neither sent nor compared."""
+def _check_use(call: wire.Call, sampling: SamplingParams) -> None:
+    """Raises RequestError for parameters that this kind of call cannot have."""
     if call.stream and sampling.picks:
         raise invalid("best_of", sampling.best_of, f"must be n={sampling.n} when streaming: the best are known at the"
                       " end only")  # fmt: skip
+    if call.messages is not None and sampling.echo:
+        raise invalid("echo", True, "has no meaning with messages; leave it out")
+
+
+def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
+    """What of log probabilities is worth computing: nothing that is neither sent nor compared."""
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
     return 0 if call.return_cumulative_logprob or sampling.picks else None
 
 
+def _echoes(call: wire.Call, sampling: SamplingParams) -> bool:
+    """Whether the prompt's text is part of the output."""
+    return call.echo or sampling.echo
+
+
 def _echoed(call: wire.Call, request: GenerateRequest, decode: Callable[[list[int]], str]) -> str:
     """What comes before the output: the text as it was sent, or that of the tokens that were, or that are left."""
-    if not call.echo:
+    if not _echoes(call, request.sampling):
         return ""
     if request.sampling.truncate_prompt_tokens is not None:
         return decode(list(request.prompt_token_ids))
     return call.prompt or "" if call.input_ids is None else decode(call.input_ids.tolist())
+
+
+def _offsets(tokenizer: PreTrainedTokenizerBase, tokens: Rows[int], text: str) -> list[int]:
+    """Where in `text`, which is that of the last tokens with or without special ones among them, each begins; those
+    before them at its start."""
+    for skip in (True, False):
+        detokenizer = Detokenizer(_decoder(tokenizer, skip), (), notes_offsets=True)
+        said = detokenizer.push(tokens) + detokenizer.flush()
+        if said.endswith(text):
+            break
+    before = len(said) - len(text)
+    return [min(max(0, offset - before), len(text)) for offset in detokenizer.offsets]
 
 
 def _refuse(channel: Channel, error: RequestError) -> None:

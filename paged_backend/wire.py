@@ -70,6 +70,7 @@ OUTPUTS = {
     "token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
+    "prompt_text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_logprobs": _STRING,
     "receipt": _STRING,
     "pool_map": _STRING,
@@ -214,6 +215,7 @@ def write(
     prompt_token_ids: Sequence[int],
     first: bool = True,
     prompt_logprobs: Sequence[Logprobs] | None = None,
+    prompt_text_offsets: Sequence[int] | None = None,
     token_text: Callable[[int], str] = str,
     receipt: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
@@ -237,6 +239,8 @@ def write(
         values["logprobs"] = [_logprobs_json(one.logprobs, token_text) for one in samples]
     if call.return_cumulative_logprob:
         values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
+    if prompt_text_offsets is not None:
+        values["prompt_text_offsets"] = prompt_text_offsets
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = [_logprobs_json([None, *prompt_logprobs], token_text)]
     if receipt is not None:

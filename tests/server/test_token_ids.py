@@ -40,6 +40,33 @@ def test_the_generate_endpoint_takes_and_gives_lists(tiny_server):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_and_echoed_without_generating_anything(tiny_server, protocol, stream):
+    """Outputs without an element among what comes back."""
+    wanted = {
+        "max_tokens": 0,
+        "echo": True,
+        "prompt_logprobs": 2,
+        "return_token_ids": True,
+        "return_text_offsets": True,
+    }
+    url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
+    with Client(url, protocol=protocol) as client:
+        if stream:
+            with client.stream(TEXT, **wanted) as answers:
+                list(answers)
+            answer = answers.completion
+        else:
+            answer = client.generate(TEXT, **wanted)
+    assert (answer.text, answer.finish_reason, answer.num_output_tokens) == (TEXT, "length", 0)
+    assert (answer.token_ids, answer.text_offsets) == ((), ())
+    assert answer.prompt_text_offsets == tuple(range(len(TEXT)))
+    first, *others = answer.prompt_logprobs
+    assert first is None
+    assert [own.token_id for own, *_ in others] == IDS[1:]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_the_client_library_has_them(tiny_server, protocol):
     url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
     asked = {"return_token_ids": True, "return_text_offsets": True, **SAMPLED}
