@@ -113,22 +113,18 @@ def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
 
 @overlapped_too
 def test_a_step_scores_a_bounded_number_of_rows(tiny, prompts, monkeypatch):
-    scored = []
-    whole = plan.Draft.plan
+    drafts = []
 
-    def counted(draft, blocks):
-        made = whole(draft, blocks)
-        scored.append(sum(len(chunk.scored) for chunk in made.chunks) if made else 0)
-        return made
+    def draft(*args):
+        drafts.append(plan.Draft(*args, scores=5))
+        return drafts[-1]
 
-    monkeypatch.setattr(plan.Draft, "plan", counted)
-    monkeypatch.setattr(plan.Draft.__init__, "__defaults__", tuple(
-        5 if value == plan.MOST_SCORED else value for value in plan.Draft.__init__.__defaults__
-    ))  # fmt: skip
+    monkeypatch.setattr("paged_backend.scheduler.Draft", draft)
     with running(tiny_assembly(tiny[0], max_num_batched_tokens=64)) as engine:
         keys = [engine.submit(prompt, max_tokens=2, prompt_logprobs=1) for prompt in prompts]
         for prompt, found in zip(prompts, told(engine, *keys), strict=True):
             check(tiny[1], prompt, found, 1)
+    scored = [sum(len(chunk.scored) for chunk in one.chunks) for one in drafts]
     assert max(scored) == 5
     assert sum(scored) == sum(map(len, prompts)) - len(prompts)
 
