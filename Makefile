@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 # Named after what was installed: a change of either file asks for a new installation, a touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
 COMPILED := kernels/cpu/built/.made
+CLIENTS := tests/server/clients
 
 help:
 	@echo "make serve       serve a model on a real Triton server; Ctrl-C stops it"
@@ -30,7 +31,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make demo-model  only prepare the demo model"
 	@echo "make setup       only make .venv"
-	@echo "make lock        make constraints.txt again from pyproject.toml (needs uv)"
+	@echo "make lock        make constraints.txt again from pyproject.toml, and the tests' clients.txt (needs uv)"
 	@echo "make clean       remove .venv, .cache and what the tools left"
 	@echo "Any of them: PYTHON=... another interpreter for .venv; PIP_ARGS='...' more arguments for pip"
 
@@ -91,6 +92,10 @@ lock:
 	  | sed -E "s/python_full_version < '3.13' and //; s/ and python_full_version < '3.13'//; \
 	      s/( and|;)( [a-z_]+ [=!]= '[A-Za-z0-9_]+'( and)?)+\$$//; s/ +\$$//"; } > constraints.new
 	@mv constraints.new constraints.txt
+	@{ sed -n '/^#/p' $(CLIENTS).txt; \
+	  uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate --no-header \
+	    --no-emit-package perf-analyzer $(CLIENTS).in; } > clients.new
+	@mv clients.new $(CLIENTS).txt
 
 clean:
 	rm -rf $(VENV) .cache kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from client.cli import main
 from paged_backend.bench._child import CHILDREN, Child, ChildError
-from paged_backend.bench._environments import Environment, SetUpError
 from paged_backend.bench._report import Record
 from paged_backend.bench._workload import Job, Run, workload
 from paged_backend.bench.cpu import (
@@ -33,6 +32,7 @@ from paged_backend.bench.cpu import (
     verdicts,
     with_tokens_of,
 )
+from paged_backend.serving.environments import Package, SetUpError
 
 FAKE = """
 import os, sys
@@ -279,7 +279,7 @@ def test_an_environment_is_made_once_and_what_is_in_the_way_is_told(tmp_path, mo
     wheels.mkdir()
     for name, value in {"PAGED_CACHE_DIR": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": wheels}.items():
         monkeypatch.setenv(name, str(value))
-    environment = Environment("engine", "an-engine", "1.2", without=("torch",))
+    environment = Package("engine", "an-engine", "1.2", without=("torch",))
     with pytest.raises(SetUpError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
         environment.make()
     assert not environment.ready

@@ -31,7 +31,7 @@ from torch import nn
 
 from paged_backend.bench import _peers
 from paged_backend.bench._child import CHILDREN, Child
-from paged_backend.bench._environments import LLAMA_CPP, VLLM, Environment
+from paged_backend.bench._environments import LLAMA_CPP, VLLM
 from paged_backend.bench._gguf import AS_PACKAGED, demo_gguf
 from paged_backend.bench._report import (
     Record,
@@ -55,6 +55,7 @@ from paged_backend.kv_cache import GIB, bytes_per_block
 from paged_backend.machine import usable_cores
 from paged_backend.scheduler import Scheduler
 from paged_backend.service import Assembly, assemble
+from paged_backend.serving.environments import Environment
 from paged_backend.serving.tritonserver import TritonServer
 
 PEERS = {  # as --peers names them, and the contestants that each of them brings
