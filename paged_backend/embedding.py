@@ -21,7 +21,8 @@ from paged_backend.request import (
 )
 
 INPUT, DIMENSIONS = "embedding_request.input", "embedding_request.pooling_params.dimensions"
-_SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms")  # what has a meaning without a draw
+# What of the sampling parameters has a meaning without a draw.
+_SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms", "truncate_prompt_tokens", "add_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class EmbeddingCall:
         return self.input if isinstance(self.input, str) else None
 
     @property
-    def ids(self) -> list[int] | None:
-        return self.input if isinstance(self.input, list) else None
+    def ids(self) -> np.ndarray | None:  # [num_tokens] int32
+        return np.array(self.input, np.int32) if isinstance(self.input, list) else None
 
     def checked(self, limits: Limits) -> EmbeddingCall:
         """The same, its dimensions a number or None. Raises RequestError for what the model cannot do."""
@@ -66,7 +67,7 @@ class EmbeddingCall:
 def parse_sampling(values: Mapping[str, Any], limits: Limits) -> SamplingParams:
     """Raises RequestError for what would have no effect."""
     for name in values:
-        if name not in _SAMPLING:
+        if name not in _SAMPLING and values[name] is not None:
             raise invalid(name, values[name], "means nothing beside embedding_request; leave it out")
     given = SamplingParams.parse(values, limits)
     kept = {name: getattr(given, name) for name in _SAMPLING}
@@ -89,8 +90,6 @@ def _refuse_others(where: str, values: Mapping[str, Any], known: tuple[str, ...]
 
 
 def _check_ids(ids: list[Any], limits: Limits) -> None:
-    if len(ids) > limits.max_model_len:
-        raise invalid(INPUT, f"{len(ids)} token ids", f"must be at most max_model_len={limits.max_model_len}")
     for index, one in enumerate(ids):
         if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < limits.vocab_size:
             reason = f"must be a token id, 0..{limits.vocab_size - 1}; give one prompt a request"

@@ -303,7 +303,8 @@ class Service:
         """A stream of a request that may be queued; None where the request was answered here."""
         limits = self._assembly.limits
         if call.embedding:
-            call = replace(call, embedding=call.embedding.checked(limits))
+            checked = call.embedding.checked(limits)
+            call = replace(call, embedding=checked, input_ids=checked.ids)
         sampling = (parse_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
         turn = self._turn(call, sampling) if call.sequence else None
         try:
@@ -409,8 +410,6 @@ class Service:
 
     def _tokenize(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> list[int]:
         """The prompt, after what the session has said before. Only its beginning gets what the tokenizer puts there."""
-        if call.embedding and call.embedding.ids is not None:
-            return call.embedding.ids
         before = turn.tokens_before() if turn and call.messages is None else []
         last = None if sampling.truncate_prompt_tokens is None else -sampling.truncate_prompt_tokens
         if call.input_ids is not None:

@@ -44,14 +44,16 @@ def ask(front, **fields):
 
 
 def test_one_input(front, fake):
-    status, body = ask(front, input="four", priority=2, cache_salt="s")
+    fields = {"priority": 2, "cache_salt": "s", "timeout_ms": 9000, "truncate_prompt_tokens": 4,
+              "add_special_tokens": False}  # fmt: skip
+    status, body = ask(front, input="four", user="me", **fields)
     assert (status, body) == (200, {
         "object": "list",
         "model": "paged_llm",
         "data": [{"object": "embedding", "index": 0, "embedding": [4.0, 0.25]}],
         "usage": {"prompt_tokens": 7, "total_tokens": 7},
     })  # fmt: skip
-    assert json.loads(fake.requests[-1]["sampling_parameters"]) == {"priority": 2, "cache_salt": "s"}
+    assert json.loads(fake.requests[-1]["sampling_parameters"]) == fields
 
 
 @pytest.mark.parametrize(

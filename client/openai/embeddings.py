@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from client.openai.concurrency import together
 from client.openai.errors import ApiError, from_engine
-from client.openai.schema import Body, one_or_many
+from client.openai.schema import Body, InertFields, StrictModel, one_or_many
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
@@ -19,12 +19,21 @@ MAX_INPUTS = 2048  # as OpenAI's own service has it
 AT_ONCE = 64  # inputs of a request that the engine is asked for at the same time
 
 
-class EmbeddingRequest(Body):
+class SamplingFields(StrictModel):
+    """The sampling parameters that have a meaning for an embedding. None: the engine's default."""
+
+    priority: int | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    timeout_ms: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(SamplingFields, InertFields, Body):
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:
@@ -33,7 +42,7 @@ class EmbeddingRequest(Body):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        given = {"priority": self.priority, "cache_salt": self.cache_salt}
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return {name: value for name, value in given.items() if value is not None}
 
     def check(self) -> None:

@@ -106,6 +106,7 @@ def test_many_beside_generation(tiny_server, expected):
         ({"input": ["a", "b"]}, {}, 'embedding_request.input[0]="a": must be a token id'),
         ({"input": [320]}, {}, "embedding_request.input[0]=320: must be a token id, 0..319"),
         ({"input": "x" * 97}, {}, "prompt_tokens=97: needs 25 blocks"),
+        ({"input": [1] * 300}, {}, "prompt_tokens=300: must be 1..256"),
         ({"input": "x", "pooling_params": {"dimensions": [8]}}, {}, "dimensions=[8]: leave it out"),
         ({"input": "x"}, {"stream": True}, "stream=true: must be false beside embedding_request"),
         ({"input": "x"}, {"text_input": "x"}, "text_input: means nothing beside embedding_request"),
@@ -117,6 +118,12 @@ def test_what_is_refused(tiny_server, values, beside, named):
     error = ask(tiny_server, values, **beside).error
     assert error is not None
     assert str(error).find(named) >= 0, error
+
+
+def test_a_prompt_is_cut_where_that_is_asked_for(tiny_server, expected):
+    for given in (PROMPT, IDS):
+        response = ask(tiny_server, {"input": given}, sampling_parameters={"truncate_prompt_tokens": 3})
+        assert json.loads(response.text) == expected(IDS[-3:])
 
 
 def test_a_session_has_none(tiny_server):
