@@ -212,7 +212,7 @@ class Client:
             input: text, or the prompt as token ids.
             dimensions: keep that many of the numbers, before they are scaled; for models trained for it only.
             request_id, timeout: as for `stream`.
-            sampling: what has a meaning here: priority, cache_salt, timeout_ms, truncate_prompt_tokens,
+            sampling: what has a meaning here: priority, cache_salt, lora_name, timeout_ms, truncate_prompt_tokens,
                 add_special_tokens.
 
         Raises:
