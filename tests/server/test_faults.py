@@ -126,10 +126,20 @@ BAD = [
     ({"text_input": "x", "sampling_parameters": '{"n": 1000000}'}, "n=1000000: must be 1..32"),
     ({"text_input": "x", "sampling_parameters": '{"logprobs": 21}'}, "logprobs=21: must be 0..20"),
     ({"text_input": "x", "sampling_parameters": '{"stop_token_ids": [-1]}'}, "stop_token_ids=-1: must be 0..49151"),
+    ({"text_input": "x", "sampling_parameters": '{"best_of": 4, "beam_width": 4}'}, "best_of=4: must be n=1 with beam"),
     (
-        {"text_input": "x", "return_cumulative_logprob": True, "sampling_parameters": '{"beam_width": 2}'},
-        "return_cumulative_logprob=true: not supported with beam_width=2",
+        {"text_input": "x", "sampling_parameters": '{"best_of": 2}', "stream": True},
+        "best_of=2: must be n=1 when stream",
     ),
+    (
+        {"text_input": "x", "sampling_parameters": '{"logit_bias": {"49152": 1}}'},
+        'logit_bias="49152": must be 0..49151',
+    ),
+    (
+        {"text_input": "x", "sampling_parameters": '{"allowed_token_ids": []}'},
+        "allowed_token_ids=[]: must have at least",
+    ),
+    ({"text_input": "x", "sampling_parameters": '{"timeout_ms": 0}'}, "timeout_ms=0: must be 1..2147483647"),
     ({"messages": "{}"}, "messages: must be a JSON list"),
     ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]"),
     ({"text_input": "x", "sampling_parameters": '{"\\ud800": 1}'}, r"\ud800=1: unknown sampling parameter"),
