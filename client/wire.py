@@ -39,6 +39,10 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "choice": ("TYPE_STRING", (-1,)),
     "stop_token_ids": ("TYPE_INT32", (-1,)),
     "allowed_token_ids": ("TYPE_INT32", (-1,)),
+    "json_schema": ("TYPE_STRING", (1,)),
+    "json_object": ("TYPE_BOOL", (1,)),
+    "regex": ("TYPE_STRING", (1,)),
+    "grammar": ("TYPE_STRING", (1,)),
 }
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_output": ("TYPE_STRING", (-1,)),

@@ -239,6 +239,10 @@ class EngineConfig:
         _whole(1), "adapters that are kept in the host's memory; default: `max_loras`", None, optional=True
     )
 
+    structured_outputs_timeout: float = option(
+        _above_zero, "seconds that it may take to compile a schema, an expression or a grammar", 10
+    )
+
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)
     session_memory: float = option(

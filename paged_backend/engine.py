@@ -128,8 +128,8 @@ class Flight:
 
 
 class Engine:
-    """Runs requests until told to stop. `submit` is called from one thread, in the order of keys; `abort` may be from
-    any, even before; `emit` is called on the engine's own and must not block."""
+    """Runs requests until told to stop. `submit` and `expect` are called from one thread; `deliver`, `refuse` and
+    `abort` may be from any. `emit` is called on the engine's own and must not block."""
 
     def __init__(
         self,
@@ -150,9 +150,7 @@ class Engine:
         self._disk = disk
         self._adapters = adapters
         self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
-        self._fetching: set[int] = set()  # keys of requests whose adapters or blocks are being read
-        self._newest = -1  # key of the latest request that was taken in
-        self._early: dict[int, list[Abort]] = {}  # of requests that are still to come, by their key
+        self._expected: set[int] = set()  # keys of requests that are on their way to the loop
         self._submitted = 0  # requests
         self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
@@ -189,12 +187,19 @@ class Engine:
         return self._submitted - self._dropped - self._scheduler.departed
 
     def submit(self, request: GenerateRequest) -> None:
+        self.expect(request.key)
+        self.deliver(request)
+
+    def expect(self, key: int) -> None:
+        """Announce a request: before anybody may abort it, and before it is delivered."""
         self._submitted += 1
+        self._expected.add(key)
+
+    def deliver(self, request: GenerateRequest) -> None:
+        """Run one that was announced, unless it was aborted."""
         if self._adapters and request.sampling.lora_name is not None:
-            self._fetching.add(request.key)
             self._adapters.run(self._load, request)
         elif self._fetches(request):
-            self._fetching.add(request.key)
             self._fetch_soon(request)
         else:
             self._inbox.put(request)
@@ -202,6 +207,10 @@ class Engine:
     def _fetches(self, request: GenerateRequest) -> bool:
         """Whether blocks of its prompt may be on disk; where all of it has to be computed, it does not matter."""
         return self._disk is not None and self._disk.up and request.sampling.prompt_logprobs is None
+
+    def refuse(self, key: int, error: RequestError) -> None:
+        """End one that was announced, and cannot be delivered."""
+        self._inbox.put(Failed(key, error))
 
     def abort(self, key: int) -> None:
         self._inbox.put(Abort(key))
@@ -271,33 +280,25 @@ class Engine:
 
     def _add(self, message: GenerateRequest | Fetched | Failed) -> bool:
         request = message.request if isinstance(message, Fetched) else message
-        self._newest = max(self._newest, request.key)
-        early = self._early.pop(request.key, ())
         if isinstance(message, Fetched):
             for entry, content in message.blocks:
                 self._keep(entry, content)
-        if not isinstance(message, GenerateRequest):
-            if request.key not in self._fetching:
-                return False  # aborted meanwhile
-            self._fetching.remove(request.key)
+        if request.key not in self._expected:
+            return False  # aborted meanwhile
+        self._expected.remove(request.key)
         if isinstance(request, Failed):
             self._dropped += 1
             delta = TokenDelta(request.key, error=request.error)
             self._emit(StepOutput((delta,), self._stats(), time.monotonic()))
             return False
         self._scheduler.add(request)
-        for abort in early:
-            self._drop(abort)
         return True
 
     def _drop(self, message: Abort) -> bool:
-        if message.key in self._fetching:
-            self._fetching.remove(message.key)
+        if message.key in self._expected:
+            self._expected.remove(message.key)
             self._dropped += 1
             return True
-        if message.key > self._newest:
-            self._early.setdefault(message.key, []).append(message)
-            return False
         if message.index is None:
             return self._scheduler.abort(message.key)
         return self._scheduler.end(message.key, message.index)
@@ -363,11 +364,11 @@ class Engine:
         try:
             request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))
         except RequestError as error:
-            self._inbox.put(Failed(request.key, error))
+            self.refuse(request.key, error)
         except Exception as error:
             log.exception("request %d: could not load its adapter", request.key)
             reason = f"its adapter could not be loaded: {type(error).__name__}: {error}"
-            self._inbox.put(Failed(request.key, RequestError(ErrorCode.INTERNAL, reason)))
+            self.refuse(request.key, RequestError(ErrorCode.INTERNAL, reason))
         else:
             if self._fetches(request):
                 self._fetch_soon(request)

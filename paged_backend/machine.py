@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,18 @@ import torch
 CGROUPS = Path("/sys/fs/cgroup")
 OPENMP = ("libgomp", "libomp", "libiomp5")
 OMP_PAUSE_SOFT = 1
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def interpreter() -> str:
+    """A Python like this one. In the server's stub, a program of its own, sys.executable need not be one. Raises
+    OSError."""
+    beside = [str(Path(prefix, "bin", VERSION)) for prefix in (sys.prefix, sys.base_prefix)]
+    own = [sys.executable] if Path(sys.executable or "").name == VERSION else []
+    for candidate in (*own, *beside, shutil.which(VERSION)):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise OSError(f"a process of its own needs {VERSION}; not in {sys.prefix}, not on PATH")
 
 
 def available_memory() -> int:

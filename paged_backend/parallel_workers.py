@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paged_backend.batch import PackedBatch
 from paged_backend.config import ConfigError, EngineConfig
+from paged_backend.machine import interpreter
 from paged_backend.parallel import Ranks, pick_rank_device
 from paged_backend.parallel_rank import Failed, Met, Start
 from paged_backend.plan import Drawn, Plan
@@ -41,7 +42,6 @@ COMMAND = (
     "threading.Thread(target=end, daemon=True).start();"
     "from paged_backend.parallel_rank import main; main(int(sys.argv[1]))"
 )
-VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(eq=False)
@@ -216,16 +216,6 @@ def start(rank: int, scratch: Path) -> _Worker:
         theirs.close()
         os.close(reads)
     return _Worker(rank, process, Connection(ours.detach()), lifeline)
-
-
-def interpreter() -> str:
-    """A Python like this one. In the server's stub, a program of its own, sys.executable need not be one."""
-    beside = [str(Path(prefix, "bin", VERSION)) for prefix in (sys.prefix, sys.base_prefix)]
-    own = [sys.executable] if Path(sys.executable or "").name == VERSION else []
-    for candidate in (*own, *beside, shutil.which(VERSION)):
-        if candidate and os.access(candidate, os.X_OK):
-            return candidate
-    raise ConfigError(f"tensor_parallel_size: needs {VERSION} for its processes; not in {sys.prefix}, not on PATH")
 
 
 def _send(worker: _Worker, data: bytes) -> None:

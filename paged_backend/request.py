@@ -12,6 +12,9 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paged_backend.structures import READERS as STRUCTURES
+from paged_backend.structures import Structure, read_structure
+
 if TYPE_CHECKING:
     from paged_backend.masks import Guide
 
@@ -99,7 +102,6 @@ MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "structured_outputs": (None,),
     "guided_decoding": (None,),
     "use_beam_search": (False,),
     "detokenize": (True,),
@@ -246,6 +248,13 @@ def _word_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[str, float]
     return tuple((word, _bias(f"{name}[{json.dumps(word)}]", biases[word], limits)) for word in words)
 
 
+def _structure(name: str, value: Any, limits: Limits) -> Structure | None:
+    try:
+        return read_structure(name, value)
+    except ValueError as error:
+        raise invalid(name, value, str(error)) from None
+
+
 def _samples(name: str, value: Any, limits: Limits) -> int:
     return _whole(name, value, 1, limits.max_num_seqs)
 
@@ -323,6 +332,12 @@ class SamplingParams:
     word_bias: tuple[tuple[str, float], ...] = _param(_word_bias, ())
     bad_words: tuple[str, ...] = _param(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES), ())
     allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
+    json_schema: Structure | None = _param(_structure, None)  # this and those below: what the output must look like
+    json_object: Structure | None = _param(_structure, None)
+    regex: Structure | None = _param(_structure, None)
+    choice: Structure | None = _param(_structure, None)
+    grammar: Structure | None = _param(_structure, None)
+    structured_outputs: Structure | None = _param(_structure, None)
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
@@ -362,6 +377,7 @@ class SamplingParams:
         params.check_min_tokens()
         if params.best_of is not None and params.best_of < params.n:
             raise invalid("best_of", params.best_of, f"must be n={params.n}..{limits.max_num_seqs}")
+        params._check_structure()
         params._check_beams()
         return params
 
@@ -369,6 +385,28 @@ class SamplingParams:
         """Raises RequestError for more than there may be at all."""
         if self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", self.min_tokens, f"must be 0..max_tokens={self.max_tokens}")
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the output must look like; None: anything."""
+        return next(iter(self._structures), None)
+
+    @property
+    def _structures(self) -> list[Structure]:
+        return [one for one in (getattr(self, name) for name in STRUCTURES) if one is not None]
+
+    def _check_structure(self) -> None:
+        asked = self._structures
+        if not asked:
+            return
+        if len(asked) > 1:
+            fields = " and ".join(one.field for one in asked)
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{fields}: say what the output must look like; give one")
+        field = asked[0].field
+        if self.beam_width > 1:
+            raise invalid("beam_width", self.beam_width, f"must be 1 with {field}")
+        if self.ignore_eos:
+            raise invalid("ignore_eos", True, f"must be false with {field}, which ends with the end of sequence")
 
     @property
     def has_penalty(self) -> bool:

@@ -29,7 +29,9 @@ from paged_backend.detokenizer import Detokenizer
 from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.embedding import parse_sampling
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.grammars import Grammars
 from paged_backend.machine import release_threads, return_memory
+from paged_backend.masks import Guide
 from paged_backend.metrics import Metrics
 from paged_backend.model_loader import LoadedModel
 from paged_backend.parallel import Ranks, check_devices
@@ -240,6 +242,8 @@ class Service:
         self._max_queue_size = config.max_queue_size
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._responder = Responder(metrics, self._sessions)
+        eos = self._assembly.loaded.spec.eos_ids
+        self._grammars = Grammars(self._tokenizer, limits.vocab_size, eos, seconds=config.structured_outputs_timeout)
         assembly = self._assembly
         self._engine = assembly.engine(self._responder.emit)
         metrics.show(self._assembly.scheduler.stats)
@@ -255,6 +259,7 @@ class Service:
 
     def stop(self) -> None:
         """End both threads, and what else was started. The server calls this once every stream has ended."""
+        self._grammars.stop()
         self._engine.stop()
         self._responder.stop()
         self._assembly.close()
@@ -277,8 +282,9 @@ class Service:
             call = wire.read(*received)
             stream = self._admit(call, channel, arrived)
             if stream is not None:
+                self._engine.expect(stream.request.key)
                 self._responder.open(stream)
-                self._engine.submit(stream.request)
+                self._deliver(stream.request)
         except RequestError as error:
             _refuse(channel, error)
             self._responder.refused("queue_full" if isinstance(error, QueueFull) else "refused")
@@ -298,6 +304,22 @@ class Service:
             )
         else:
             self._responder.cancel(channel, request_id)
+
+    def _deliver(self, request: GenerateRequest) -> None:
+        """To the engine, after what guides its outputs has been compiled, where something does. Whoever waits for that
+        can be cancelled already."""
+        structure = request.sampling.structure
+        if structure is None:
+            self._engine.deliver(request)
+            return
+
+        def compiled(guides: tuple[Guide, ...] | RequestError) -> None:
+            if isinstance(guides, RequestError):
+                self._engine.refuse(request.key, guides)
+            else:
+                self._engine.deliver(replace(request, guides=guides))
+
+        self._grammars.compile(structure, request.sampling.num_samples, compiled)
 
     def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
         """A stream of a request that may be queued; None where the request was answered here."""

@@ -27,7 +27,7 @@ class TensorSpec(NamedTuple):
 
 
 _STRING, _BOOL = TensorSpec("TYPE_STRING", (1,)), TensorSpec("TYPE_BOOL", (1,))
-# Sampling parameters that are lists, which Triton's generate endpoints take as tensors only.
+# Sampling parameters that may come as tensors: Triton's generate endpoints take lists in no other way.
 LISTS = {
     "stop": TensorSpec("TYPE_STRING", (-1,)),
     "bad_words": TensorSpec("TYPE_STRING", (-1,)),
@@ -35,6 +35,7 @@ LISTS = {
     "stop_token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "allowed_token_ids": TensorSpec("TYPE_INT32", (-1,)),
 }
+SINGLES = {"json_schema": _STRING, "json_object": _BOOL, "regex": _STRING, "grammar": _STRING}
 
 INPUTS = {
     "text_input": _STRING,
@@ -59,6 +60,7 @@ INPUTS = {
     "stop_request": _BOOL,
     "embedding_request": _STRING,
     **LISTS,
+    **SINGLES,
 }
 OUTPUTS = {
     "text_output": TensorSpec("TYPE_STRING", (-1,)),
@@ -186,7 +188,7 @@ def read(
     return Call(
         prompt=prompt,
         messages=messages,
-        sampling=sampling | _lists(tensors, sampling),
+        sampling=sampling | _fields(tensors, sampling),
         stream=stream,
         echo=embedding is None
         and _echo(tensors, stream=stream, chat=messages is not None, tokens=input_ids is not None),
@@ -417,16 +419,17 @@ def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return values
 
 
-def _lists(tensors: Mapping[str, np.ndarray], sampling: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _fields(tensors: Mapping[str, np.ndarray], sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that come as tensors of their own."""
-    found: dict[str, list[Any]] = {}
-    for name in LISTS.keys() & tensors.keys():
+    found: dict[str, Any] = {}
+    for name in (LISTS.keys() | SINGLES.keys()) & tensors.keys():
         if name in sampling:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, f"{name}: is both a tensor and a sampling parameter; give one of them"
             )
-        values = tensors[name].reshape(-1).tolist()
-        found[name] = [_decoded(name, one) if isinstance(one, bytes | str) else one for one in values]
+        values = tensors[name].reshape(-1).tolist() if name in LISTS else [_one(tensors, name)]
+        read = [_decoded(name, one) if isinstance(one, bytes | str) else one for one in values]
+        found[name] = read if name in LISTS else bool(read[0]) if SINGLES[name] is _BOOL else read[0]
     return found
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.config import EngineConfig
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.masks import Guide
 from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, RequestError, SamplingParams
 from paged_backend.service import Assembly, assemble
 
@@ -42,15 +43,21 @@ class InProcess:
     history: list[StepOutput] = field(default_factory=list)
     next_key: int = 0
 
-    def submit(self, prompt: Sequence[int], bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> int:
-        """bad_words: as tokens."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        guides: Sequence[Guide] = (),
+        **sampling: Any,
+    ) -> int:
+        """bad_words: as tokens. guides: of each sample."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
         limits = self.assembly.limits
         request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
-        self.engine.submit(replace(request, logprobs=params.logprobs))
+        self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides)))
         return key
 
     def embed(self, prompt: Sequence[int]) -> int:

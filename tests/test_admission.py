@@ -191,12 +191,16 @@ def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, n):
+def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, monkeypatch, n):
     """As one may that was overdue once it was tokenized: the responder hears of it first."""
     with running(tiny_assembly(tiny[0])) as engine:
+        engine.engine.expect(0)
         for index in range(n):
             engine.engine.end(0, index) if n > 1 else engine.engine.abort(0)
-        gone, other = engine.submit([5, 6, 7], max_tokens=9, n=n), engine.submit([5, 6, 7], max_tokens=9)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.engine, "submit", engine.engine.deliver)
+            gone = engine.submit([5, 6, 7], max_tokens=9, n=n)
+        other = engine.submit([5, 6, 7], max_tokens=9)
         engine.wait(other)
         assert engine.outputs[gone].tokens == []
         assert engine.engine.waiting == 0

@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from paged_backend.masks import GuideError, Mask, apply, gather
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, SamplingParams
 from paged_backend.sequence import Sequence
-from tests.in_process import WAIT, Output, running, tiny_assembly
+from tests.in_process import WAIT, running, tiny_assembly
 
 overlapped_too = pytest.mark.usefixtures("planning")
 VOCAB, END = 320, 319
@@ -48,13 +47,7 @@ class Stepping:
 
 
 def submit(engine, prompt, guides, **sampling):
-    params = SamplingParams.parse({"temperature": 0, "max_tokens": 12} | sampling, engine.assembly.limits)
-    key, engine.next_key = engine.next_key, engine.next_key + 1
-    limits = engine.assembly.limits
-    request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, frozenset([END]), limits)
-    engine.outputs[key] = Output()
-    engine.engine.submit(replace(request, guides=tuple(guides), logprobs=params.logprobs))
-    return key
+    return engine.submit(prompt, guides=guides, **{"max_tokens": 12, "stop_token_ids": [END]} | sampling)
 
 
 def expected(model, prompt, count, most=99):
@@ -199,3 +192,17 @@ def test_logits_themselves_stay_as_they_are(rows, dtype):
         kept = [0, 63] if row in rows else range(64)
         assert masked[row].isfinite().nonzero()[:, 0].tolist() == list(kept)
         assert torch.equal(masked[row, list(kept)], logits[row, list(kept)])
+
+
+@overlapped_too
+def test_what_else_forbids_tokens_forbids_them_here_too(tiny, prompts):
+    """A bad word, and tokens that are not allowed."""
+    (first, *_) = expected(tiny[1], prompts[1], 12)
+    with running(tiny_assembly(tiny[0])) as engine:
+        without = submit(engine, prompts[1], [Stepping()], bad_words=((first,),), max_tokens=1)
+        alone = submit(engine, prompts[1], [Stepping()], allowed_token_ids=[7, 8, 16], max_tokens=9)
+        (one, two) = engine.wait(without, alone)
+    assert one.tokens[0] != first
+    assert one.tokens[0] % 7 == 0
+    assert two.tokens == [7, 8, 16]
+    assert "no token is left: allowed_token_ids and bad_words forbid all" in str(two.error)

@@ -42,7 +42,7 @@ class Family(fakes.Family):
 
 
 class Error:
-    CANCELLED, INTERNAL = "CANCELLED", "INTERNAL"
+    CANCELLED, INTERNAL, INVALID_ARG, UNAVAILABLE = "CANCELLED", "INTERNAL", "INVALID_ARG", "UNAVAILABLE"
 
     def __init__(self, text, code):
         self.text = text

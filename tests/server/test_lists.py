@@ -56,7 +56,7 @@ def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
         ({"stop": ["x" * 257]}, "must be at most 256 bytes a string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1: must be 0.."),
         ({"allowed_token_ids": [0], "bad_words": ["x"] * 129}, "must be at most 128 strings"),
-        ({"choice": ["a"]}, "choice="),
+        ({"choice": ["a", ""]}, "choice="),
         ({"stop": ["a"], "sampling_parameters": '{"stop": "b"}'}, "stop: is both a tensor and a sampling parameter"),
     ],
 )

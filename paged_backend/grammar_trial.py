@@ -1,0 +1,108 @@
+"""Grammars are tried in a process of their own first, with a tokenizer of single bytes.
+
+Some compile for minutes, take gigabytes or, nested deeply, end the process: there is no way to stop the library, but a
+process can be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from paged_backend.machine import interpreter
+from paged_backend.request import ErrorCode
+
+START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
+COMMAND = "import sys; from paged_backend.grammar_process import main; main(int(sys.argv[1]))"
+
+
+class GrammarError(Exception):
+    """Why there are no guides of a structure."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, *, lasts: bool = True):
+        """lasts: whether it would be the same the next time."""
+        super().__init__(message)
+        self.code = code
+        self.lasts = lasts
+
+
+class Trial:
+    """A process that is started when it is first needed, and again after it had to be ended. For one thread at a
+    time; `stop` may be called from another."""
+
+    def __init__(self, seconds: float):
+        """seconds: that a grammar may take."""
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Connection | None = None
+        self._stopped = False
+        self._lock = threading.Lock()  # of starting and ending
+
+    def __call__(self, kind: str, text: str) -> str:
+        """The library's grammar of a structure that it can compile. Raises GrammarError."""
+        channel = self._started()
+        try:
+            channel.send_bytes(json.dumps([kind, text]).encode())
+            if not channel.poll(self._seconds):
+                self._end()
+                limit = f"{self._seconds:g} s (structured_outputs_timeout)"
+                raise GrammarError(f"compiling it takes more than {limit}", lasts=False)
+            answer = json.loads(channel.recv_bytes())
+        except (EOFError, OSError):
+            self._end()
+            self._check_stopped()
+            raise GrammarError("it is too deep or too large to be compiled") from None
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return str(answer["grammar"])
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+        self._end()
+
+    def _started(self) -> Connection:
+        with self._lock:
+            self._check_stopped()
+            if self._channel is None:
+                self._process, self._channel = _start()
+                if not self._channel.poll(START_SECONDS):
+                    raise TimeoutError(f"the process that tries grammars did not start within {START_SECONDS} s")
+                self._channel.recv_bytes()
+            return self._channel
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            raise GrammarError("the server is stopping", ErrorCode.UNAVAILABLE, lasts=False)
+
+    def _end(self) -> None:
+        with self._lock:
+            process, channel, self._process, self._channel = self._process, self._channel, None, None
+        if process:
+            process.kill()
+            process.wait()
+        if channel:
+            channel.close()
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [interpreter(), "-c", COMMAND, str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # a terminal's Ctrl-C is for the server, which lets open streams end
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, Connection(ours.detach())

@@ -1,0 +1,113 @@
+"""What an output may be asked to look like: JSON of a schema, a regular expression, one of some texts, a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+MAX_STRUCTURE_BYTES = 65536  # of a schema, an expression, a grammar, or a list of choices as JSON
+MAX_CHOICES = 1024
+
+
+class Structure(NamedTuple):
+    """By its kind and text alone it is known which texts it stands for."""
+
+    kind: str  # "json_schema", "regex", "choice" or "grammar"
+    text: str  # JSON of the schema, or of the list of choices; the others as they are
+    field: str  # where it came from, for errors
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.text
+
+
+def _json_schema(field: str, value: Any) -> Structure:
+    schema = _parsed(value)
+    if not isinstance(schema, dict):
+        raise ValueError("must be a JSON schema: an object, or a string that holds one")
+    return Structure("json_schema", _as_json(schema), field)
+
+
+def _json_object(field: str, value: Any) -> Structure | None:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return Structure("json_schema", '{"type": "object"}', field) if value else None
+
+
+def _choice(field: str, value: Any) -> Structure:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError("must be a list of strings, none of them empty")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise ValueError(f"must be 1..{MAX_CHOICES} strings")
+    return Structure("choice", _as_json(list(value)), field)
+
+
+def _text(kind: str) -> Callable[[str, Any], Structure]:
+    def read(field: str, value: Any) -> Structure:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("must be a string that is not empty")
+        return Structure(kind, value, field)
+
+    return read
+
+
+def _structured_outputs(field: str, value: Any) -> Structure | None:
+    """As vLLM's clients send it: an object, of whose names one has a value."""
+    asked = _parsed(value)
+    if not isinstance(asked, Mapping):
+        raise ValueError("must be an object, or a string that holds one, with one of " + ", ".join(_WITHIN))
+    given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    for name in given.keys() - _WITHIN.keys():
+        raise ValueError(f"{name} is not supported; leave it out")
+    if len(given) > 1:
+        raise ValueError(f"has {' and '.join(sorted(given))}; give one of them")
+    for name, one in given.items():
+        try:
+            return _WITHIN[name](f"{field}.{name}", one)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return None
+
+
+READERS: dict[str, Callable[[str, Any], Structure | None]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _text("regex"),
+    "choice": _choice,
+    "grammar": _text("grammar"),
+    "structured_outputs": _structured_outputs,
+}
+_WITHIN = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
+
+
+def read_structure(name: str, value: Any) -> Structure | None:
+    """The value of the parameter `name`; None asks for nothing. Raises ValueError, which says what it must be."""
+    if value is None:
+        return None
+    structure = READERS[name](name, value)
+    if structure:
+        nbytes = len(structure.text.encode(errors="surrogatepass"))
+        if nbytes > MAX_STRUCTURE_BYTES:
+            raise ValueError(f"has {nbytes} bytes; must be at most {MAX_STRUCTURE_BYTES}")
+        if structure.text != structure.text.encode(errors="ignore").decode():
+            raise ValueError("holds half a character; send UTF-8 text")
+    return structure
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be written as JSON: {error}") from None

@@ -1,0 +1,291 @@
+"""What outputs may be asked to look like: how that is read, compiled beside everything else, bounded, remembered."""
+
+import json
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from paged_backend import grammars as grammars_module
+from paged_backend.grammars import Grammars
+from paged_backend.masks import GuideError
+from paged_backend.request import ErrorCode, Limits, RequestError, SamplingParams
+from paged_backend.structures import MAX_STRUCTURE_BYTES, read_structure
+from tests.in_process import WAIT, byte_tokenizer
+
+VOCAB, END = 320, 256
+SLOW = {"type": "integer", "multipleOf": 999_983}  # compiles for a minute
+DEEP = "start: r0\n" + "\n".join(f"r{index}: r{index + 1}" for index in range(4000)) + '\nr4000: "a"'  # ends a process
+LIMITS = Limits(max_model_len=64, vocab_size=VOCAB, num_blocks=8, block_size=16, max_num_seqs=4)
+
+
+def made(**options):
+    return Grammars(byte_tokenizer(), VOCAB, frozenset([2, END]), **{"seconds": WAIT} | options)
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    one = made()
+    yield one
+    one.stop()
+
+
+def compiled(grammars, name, value, count=1):
+    answers = SimpleQueue()
+    grammars.compile(read_structure(name, value), count, answers.put)
+    return answers.get(timeout=WAIT)
+
+
+def token(char):
+    (found,) = byte_tokenizer().encode(char)
+    return found
+
+
+def allowed(guide):
+    words = np.zeros(guide.num_words, dtype=np.int32)
+    guide.fill(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")))
+
+
+def fits(guides, text):
+    """Whether a whole output of this text may be drawn, token by token, and end."""
+    (guide,) = guides
+    for one in byte_tokenizer().encode(text):
+        if one not in allowed(guide):
+            return False
+        guide.advance([one])
+    return END in allowed(guide)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "good", "bad"),
+    [
+        (
+            "json_schema",
+            SCHEMA,
+            ['{"name": "Ada", "age": 36}', '{"name":"é","age":0}'],
+            ['{"name": "Ada"}', "[]", "{}"],
+        ),
+        ("json_schema", json.dumps(SCHEMA), ['{"name": "Ada", "age": 36}'], ['{"name": "Adalbert", "age": 36}']),
+        ("json_object", True, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a": }']),
+        ("json_object", "true", ["{}"], ["[]"]),
+        ("regex", r"[a-c]{2}|\d+", ["ab", "123"], ["abc", "a", ""]),
+        ("choice", ["yes", "yes, but", 'n"o\\', "né\n"], ["yes", "yes, but", 'n"o\\', "né\n"], ["no", "yes,"]),
+        ("grammar", 'root ::= num ("+" num)*\nnum ::= [0-9]+', ["1+22", "3"], ["1+", "+", "a"]),
+        ("grammar", 'start: num ("+" num)*\nnum: /[0-9]+/', ["1+22", "3"], ["1+", "+"]),
+        ("structured_outputs", {"regex": "a+", "json": None, "json_object": False, "choice": None}, ["aa"], ["b"]),
+        ("structured_outputs", json.dumps({"json": SCHEMA}), ['{"name": "", "age": 1}'], ["{}"]),
+        ("structured_outputs", {"choice": ["a", "b"]}, ["b"], ["c"]),
+        ("structured_outputs", {"json_object": True}, ["{}"], ["1"]),
+    ],
+)
+def test_exactly_what_was_asked_for_may_be_drawn(grammars, name, value, good, bad):
+    for text in good:
+        assert fits(compiled(grammars, name, value), text), text
+    for text in bad:
+        assert not fits(compiled(grammars, name, value), text), text
+
+
+def test_each_output_has_a_guide_of_its_own(grammars):
+    one, other = compiled(grammars, "regex", "ab", count=2)
+    one.advance([token("a")])
+    assert (allowed(one), allowed(other)) == ({token("b")}, {token("a")})
+    one.advance([token("b")])
+    assert allowed(one) == {2, END}  # the end alone, of either kind
+
+
+def test_no_token_beyond_the_model_s_is_allowed():
+    """Of a tokenizer with more tokens than the model has rows."""
+    few = Grammars(byte_tokenizer(), 60, frozenset([2]), seconds=WAIT)
+    (guide,) = compiled(few, "regex", r"[\x21-\x7e]+")
+    assert allowed(guide) and max(allowed(guide)) < 60
+    (guide,) = compiled(few, "regex", "z")
+    with pytest.raises(GuideError, match="regex: none of the model's tokens can come next"):
+        allowed(guide)
+    few.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("json_schema", {"type": "array", "uniqueItems": True}, 'json_schema: Unimplemented keys: ["uniqueItems"]'),
+        ("json_schema", {"uniqueItems": True, "x-guidance": {"lenient": True}}, "Unimplemented"),
+        ("json_schema", {"type": "object", "if": {}, "then": {}}, "Unimplemented"),
+        ("json_schema", {"$ref": "#/$defs/nothing"}, "json_schema: "),
+        ("json_schema", {"type": "strin"}, "json_schema: "),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", "(a", "regex: "),
+        ("grammar", 'root ::= "a" | b', "Rule 'b' not found"),
+        ("grammar", "start: ((((", "grammar: "),
+        ("grammar", "start: x\nx[temperature=0.5]: /a+/", "cannot set `temperature`"),
+        ("structured_outputs", {"regex": "(a"}, "structured_outputs.regex: "),
+        ("grammar", DEEP, "grammar: it is too deep or too large to be compiled"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(grammars, name, value, message):
+    error = compiled(grammars, name, value)
+    assert isinstance(error, RequestError)
+    assert error.code is ErrorCode.INVALID_ARGUMENT
+    assert message in str(error)
+    assert len(str(error)) < 500
+
+
+def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkeypatch):
+    one = made(seconds=1.5)
+    slow = [SimpleQueue() for _ in range(3)]
+    for answers in slow:
+        one.compile(read_structure("json_schema", SLOW), 1, answers.put)  # the same one: compiled once
+    assert fits(compiled(one, "regex", "a"), "a")
+    assert all(answers.empty() for answers in slow)
+    for answers in slow:
+        error = answers.get(timeout=WAIT)
+        assert str(error) == (
+            "INVALID_ARGUMENT: json_schema: compiling it takes more than 1.5 s (structured_outputs_timeout)"
+        )
+    assert fits(compiled(one, "regex", "b"), "b")
+    one.stop()
+
+
+def test_stopping_ends_what_is_being_compiled():
+    one, answers = made(), SimpleQueue()
+    for least in range(4):
+        one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
+    one.stop()
+    assert {str(answers.get(timeout=WAIT)) for _ in range(4)} == {"UNAVAILABLE: json_schema: the server is stopping"}
+
+
+def test_more_than_may_wait_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(grammars_module, "MAX_QUEUED", 2)
+    one, answers = made(), SimpleQueue()
+    for least in range(2):
+        one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
+    error = compiled(one, "regex", "a")
+    assert error.code is ErrorCode.UNAVAILABLE
+    assert str(error) == "UNAVAILABLE: regex: 2 others are to be compiled before; try again later"
+    one.stop()
+
+
+@pytest.mark.parametrize("limit", [{"MAX_REMEMBERED": 3}, {"MAX_REMEMBERED_BYTES": 30}])
+def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, limit):
+    for name, value in limit.items():
+        monkeypatch.setattr(grammars_module, name, value)
+    one, tried = made(), []
+    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1]) or compile(key))
+    first, *others = (f"[a-c]{{{index}}}xx" for index in range(1, 5))  # ten bytes each
+    for expression in (first, first, others[0], others[1], first, others[2], first):
+        assert compiled(one, "regex", expression)
+    assert tried == [first, *others]  # the one that was used last stays
+    compiled(one, "regex", others[0])
+    assert tried == [first, *others, others[0]]
+    compiled(one, "regex", "(a")
+    compiled(one, "regex", "(a")  # what is wrong with one, too
+    assert tried.count("(a") == 1
+    one.stop()
+
+
+def test_a_known_one_is_answered_by_the_thread_that_asks(grammars):
+    compiled(grammars, "regex", "known")
+    threads = []
+    grammars.compile(read_structure("regex", "known"), 1, lambda guides: threads.append(threading.current_thread()))
+    assert threads == [threading.current_thread()]
+
+
+def sentencepiece_tokenizer():
+    """Words with a mark for the space before them, and bytes for what is no word."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcde", "▁a", "▁ab", "cd"]
+    merges = [("▁", "a"), ("▁a", "b"), ("c", "d")]
+    model = models.BPE({word: index for index, word in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def test_tokenizers_of_words_and_bytes():
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer.get_vocab()
+    one = Grammars(tokenizer, 288, frozenset([ids["</s>"]]), seconds=WAIT)
+    (guide,) = compiled(one, "regex", " [ab]+é")
+    drawn = {tokenizer.convert_ids_to_tokens([int(index)])[0] for index in allowed(guide)}
+    assert drawn == {"▁", "▁a", "▁ab", "<0x20>"}
+    guide.advance([ids["▁ab"]])
+    assert allowed(guide) == {ids[word] for word in ("a", "b", "<0x61>", "<0x62>", "<0xC3>")}
+    guide.advance([ids["<0xC3>"], ids["<0xA9>"]])
+    assert allowed(guide) == {ids["</s>"]}
+    one.stop()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "eos", "message"),
+    [
+        (object(), {1}, "tokenizer, object, has no tokenizer.json"),
+        (byte_tokenizer(), set(), "this model has no end-of-sequence token"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(tokenizer, eos, message):
+    one = Grammars(tokenizer, VOCAB, frozenset(eos), seconds=WAIT)
+    error = compiled(one, "regex", "a")
+    assert str(error).startswith("INVALID_ARGUMENT: regex: cannot be had")
+    assert message in str(error)
+    one.stop()
+
+
+def parse(**values):
+    return SamplingParams.parse(values, LIMITS).structure
+
+
+def test_null_asks_for_nothing():
+    nothing = {"json": None, "regex": None, "json_object": False, "disable_any_whitespace": False, "_backend": None}
+    for name in ("json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"):
+        assert parse(**{name: None}) is None
+    assert parse(structured_outputs=nothing) is None
+    assert parse(json_object=False) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"json_schema": 5}, "json_schema=5: must be a JSON schema: an object, or a string that holds one"),
+        ({"json_schema": "{"}, 'json_schema="{": is not valid JSON'),
+        ({"json_schema": "[1]"}, "must be a JSON schema"),
+        ({"json_schema": '{"a": ' * 5000}, "is not valid JSON"),
+        ({"json_schema": {"maximum": float("inf")}}, "cannot be written as JSON"),
+        ({"json_object": 1}, "json_object=1: must be true or false"),
+        ({"regex": ""}, 'regex="": must be a string that is not empty'),
+        ({"regex": ["a"]}, "must be a string"),
+        ({"regex": "\ud800"}, "holds half a character"),
+        ({"grammar": " "}, "must be a string that is not empty"),
+        ({"choice": "a"}, "must be a list of strings, none of them empty"),
+        ({"choice": []}, "must be 1..1024 strings"),
+        ({"choice": ["a"] * 1025}, "must be 1..1024 strings"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"regex": "a" * (MAX_STRUCTURE_BYTES + 1)}, "has 65537 bytes; must be at most 65536"),
+        ({"choice": ["é" * 40000]}, "must be at most 65536"),
+        ({"structured_outputs": 1}, "must be an object"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex; give one of them"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern is not supported; leave it out"),
+        ({"structured_outputs": {"json": 5}}, "json: must be a JSON schema"),
+        ({"regex": "a", "choice": ["a"]}, "regex and choice: say what the output must look like; give one"),
+        ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "must be false with structured_outputs.regex"),
+    ],
+)
+def test_what_is_wrong_is_named(values, message):
+    with pytest.raises(RequestError) as raised:
+        parse(**values)
+    assert raised.value.code is ErrorCode.INVALID_ARGUMENT
+    assert message in str(raised.value)

@@ -1,0 +1,211 @@
+"""Outputs that look as their requests ask, through the engine: alone, beside others, and however they come to run."""
+
+import json
+import random
+import re
+from collections import defaultdict
+from queue import SimpleQueue
+
+import pytest
+
+from paged_backend.config import EngineConfig
+from paged_backend.grammars import Grammars
+from paged_backend.request import FinishReason
+from paged_backend.service import Service
+from paged_backend.structures import read_structure
+from tests.in_process import TINY, WAIT, byte_tokenizer, running, tiny_assembly
+from tests.test_grammars import SLOW
+from tests.test_logprobs import Caller
+from tests.test_responder import PB_UTILS
+
+overlapped_too = pytest.mark.usefixtures("planning")
+EXPRESSION = r"[a-z]{3,6}(-[0-9]{2}){1,3}"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " "},  # a random model likes it
+}
+GRAMMAR = 'root ::= sum\nsum ::= num ("+" num){1,4}\nnum ::= [1-9] [0-9]?'
+
+
+def fits_schema(text):
+    value = json.loads(text)
+    assert set(value) == {"name", "tags", "size"}
+    assert len(value["name"]) <= 6
+    assert 1 <= len(value["tags"]) <= 3
+    assert set(value["tags"]) <= {"red", "green"}
+    assert 0 <= value["size"] <= 999
+
+
+CASES = {
+    "regex": (EXPRESSION, lambda text: re.fullmatch(EXPRESSION, text) or pytest.fail(text)),
+    "json_schema": (SCHEMA, fits_schema),
+    "choice": (["red", "reddish", "blue"], lambda text: ["red", "reddish", "blue"].index(text)),
+    "grammar": (GRAMMAR, lambda text: re.fullmatch(r"[1-9]\d?(\+[1-9]\d?){1,4}", text) or pytest.fail(text)),
+}
+SAMPLED = {"temperature": 1.5, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    one = Grammars(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(5)
+    return [[rnd.randrange(3, 256) for _ in range(length)] for length in (1, 6, 17, 40)]
+
+
+def guides(grammars, name, value, count=1):
+    answers = SimpleQueue()
+    grammars.compile(read_structure(name, value), count, answers.put)
+    return answers.get(timeout=WAIT)
+
+
+def submit(engine, grammars, prompt, name, value, **sampling):
+    made = guides(grammars, name, value, sampling.get("n", 1))
+    return engine.submit(prompt, guides=made, **{"max_tokens": 100, "ignore_eos": False} | sampling)
+
+
+def text_of(tokens):
+    """Of an output that ends with the end of sequence."""
+    assert tokens[-1] in (2, 256)
+    return byte_tokenizer().decode(tokens[:-1])
+
+
+@overlapped_too
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_every_output_looks_as_asked_and_others_are_as_ever(tiny, grammars, prompts, sampling):
+    with running(tiny_assembly(tiny[0])) as engine:
+        plain = {"max_tokens": 16, **sampling}
+        (alone,) = engine.generate([prompts[1]], **plain)
+        keys = [
+            submit(engine, grammars, prompt, name, value, **sampling)
+            for prompt, (name, (value, _)) in zip(prompts, CASES.items(), strict=True)
+        ]
+        *outputs, beside = engine.wait(*keys, engine.submit(prompts[1], **plain))
+    assert beside.tokens == alone
+    for output, (_, check) in zip(outputs, CASES.values(), strict=True):
+        assert output.finish is FinishReason.STOP
+        check(text_of(output.tokens))
+
+
+@overlapped_too
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_changes_no_token(tiny, grammars, mode):
+    rnd = random.Random(1)
+    prompts = [[rnd.randrange(3, 256) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    asked = {"name": "json_schema", "value": SCHEMA, "max_tokens": 60}
+    small = {"max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
+
+    def run(blocks):
+        with running(tiny_assembly(tiny[0], **small, num_gpu_blocks_override=blocks)) as engine:
+            outputs = engine.wait(*[submit(engine, grammars, prompt, **asked, **SAMPLED) for prompt in prompts])
+            return [output.tokens for output in outputs], engine.history[-1].stats.preemptions
+
+    expected, none = run(400)
+    tokens, preemptions = run(45)
+    assert (none, preemptions > 0) == (0, True)
+    assert tokens == expected
+    assert all(fits_schema(text_of(one)) is None for one in tokens if one[-1] in (2, 256))
+
+
+@overlapped_too
+def test_samples_of_a_prompt_each_look_as_asked(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        submit(engine, grammars, prompts[2], "regex", EXPRESSION, n=3, logprobs=1, max_tokens=40, **SAMPLED)
+        tokens, told, left = defaultdict(list), defaultdict(list), 3
+        while left:
+            for delta in engine.steps.get(timeout=WAIT).deltas:
+                tokens[delta.sample] += delta.token_ids
+                told[delta.sample] += delta.logprobs
+                left -= delta.last
+    texts = {text_of(tokens[sample]) for sample in range(3)}
+    assert len(texts) > 1
+    assert all(re.fullmatch(EXPRESSION, text) for text in texts)
+    assert all([drawn.token for drawn, *_ in told[sample]] == tokens[sample] for sample in range(3))
+
+
+@overlapped_too
+def test_max_tokens_cuts_an_output_that_is_not_complete(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(submit(engine, grammars, prompts[1], "regex", "[a-c]{50}", max_tokens=7))
+    assert (output.finish, len(output.tokens)) == (FinishReason.LENGTH, 7)
+    assert re.fullmatch("[a-c]{7}", byte_tokenizer().decode(output.tokens))
+
+
+@overlapped_too
+def test_min_tokens_holds_as_long_as_the_grammar_goes_on(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        asked = [
+            submit(engine, grammars, prompts[1], "regex", one, min_tokens=9) for one in ("[ab]{1,20}", "[ab]{1,4}")
+        ]
+        long, short = engine.wait(*asked)
+    assert len(text_of(long.tokens)) >= 9
+    assert (len(text_of(short.tokens)), short.finish) == (4, FinishReason.STOP)
+
+
+def test_a_prompt_that_the_cache_has_changes_nothing(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        found = [engine.wait(submit(engine, grammars, prompts[3], "json_schema", SCHEMA))[0].tokens for _ in range(2)]
+        assert engine.history[-1].stats.cached_tokens > 0
+    assert found[0] == found[1]
+
+
+def test_guesses_leave_guided_outputs_alone(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=3, prompt_lookup_min=1)) as engine:
+        keys = [submit(engine, grammars, prompts[2], "grammar", GRAMMAR), engine.submit([5, 6] * 9, max_tokens=20)]
+        guided, _ = engine.wait(*keys)
+        assert engine.history[-1].stats.guessed_tokens > 0
+    CASES["grammar"][1](text_of(guided.tokens))
+
+
+@pytest.fixture
+def service(tiny):
+    options = TINY | {"model": str(tiny[0]), "structured_outputs_timeout": 2}
+    one = Service(EngineConfig.from_options(options), PB_UTILS, {})
+    yield one
+    one.stop()
+
+
+def asking(**sampling):
+    return Caller(text_input="The sea", sampling_parameters=json.dumps({"max_tokens": 40} | sampling))
+
+
+def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
+    slow, cancelled = asking(json_schema=SLOW), asking(json_schema=SLOW)
+    service.submit(slow)
+    service.submit(cancelled)
+    cancelled.is_cancelled = lambda: True
+    assert cancelled.get(timeout=WAIT)  # an error
+    for sampling in ({}, {"regex": "[ab]{3}"}):
+        other = asking(**sampling)
+        service.submit(other)
+        assert not other.get(timeout=WAIT)
+    assert slow.empty()
+    assert slow.get(timeout=WAIT)
+
+
+def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
+    slow = asking(json_schema=SLOW)
+    slow.timeout = lambda: 100_000
+    service.submit(slow)
+    assert not slow.get(timeout=WAIT)  # what it has: nothing
+    other = asking(choice=["a"])
+    service.submit(other)
+    assert not other.get(timeout=WAIT)
+
+
+def test_what_cannot_be_compiled_is_an_error(service):
+    wrong = asking(regex="(")
+    service.submit(wrong)
+    assert wrong.get(timeout=WAIT)
