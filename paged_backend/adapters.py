@@ -22,7 +22,7 @@ import torch
 from paged_backend.config import ConfigError
 from paged_backend.machine import compute_alone
 from paged_backend.peft_files import AdapterError, Shapes, read_adapter, read_config, signature
-from paged_backend.request import Adapter, invalid
+from paged_backend.request import Adapter, ErrorCode, RequestError, invalid
 
 log = logging.getLogger("paged_llm")
 
@@ -137,9 +137,10 @@ class Adapters:
     def _path(self, name: str) -> Path:
         paths = self._listing.paths(name)
         if name not in paths:
-            names = sorted(paths)
+            names = list(paths)
             shown = f"{names[:SHOWN]}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            raise invalid("lora_name", name, f"LoRA {name} is not supported, we currently support {shown}")
+            text = f"LoRA {name} is not supported, we currently support {shown}"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, text, verbatim=True)
         return paths[name]
 
     def _load(self, name: str, path: Path) -> Adapter:

@@ -424,7 +424,7 @@ class Service:
         if name is None:
             return
         if self._assembly.adapters is None:
-            raise invalid("lora_name", name, "LoRA feature is not enabled.")
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, "LoRA feature is not enabled.", verbatim=True)
         self._assembly.adapters.check(name)
 
     def _encode(self, text: str) -> list[int]:

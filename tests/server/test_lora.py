@@ -71,7 +71,7 @@ def test_an_adapter_that_is_not_listed_is_refused_until_it_is(lora_server, clien
     with pytest.raises(PagedError) as raised:
         client.generate(PROMPT, lora_name="c", **GREEDY)
     assert raised.value.code == "INVALID_ARGUMENT"
-    assert raised.value.message == "lora_name=\"c\": LoRA c is not supported, we currently support ['a', 'b']"
+    assert raised.value.message == "LoRA c is not supported, we currently support ['a', 'b']"
     listing(place, {"a": "a", "b": "b", "c": "c"})
     assert client.generate(PROMPT, lora_name="c", **GREEDY).text.rstrip(CUT) == texts["c"]
     listing(place, {"a": "a", "b": "b"})
@@ -96,7 +96,7 @@ def test_a_server_without_adapters_says_so(tiny_server):
         assert client.adapters() == ()
     with raw_stream(tiny_server) as stream:
         stream.send(text_input=PROMPT, sampling_parameters={"lora_name": "a"})
-        assert 'lora_name="a": LoRA feature is not enabled.' in str(stream.next().error)
+        assert stream.next().error.message() == "LoRA feature is not enabled."
 
 
 def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
