@@ -132,8 +132,8 @@ BAD = [
         "best_of=2: must be n=1 when stream",
     ),
     (
-        {"text_input": "x", "sampling_parameters": '{"logit_bias": {"49152": 1}}'},
-        'logit_bias="49152": must be 0..49151',
+        {"text_input": "x", "sampling_parameters": '{"logit_bias": {"5": 101}}'},
+        "logit_bias[5]=101: must be at least -100",
     ),
     (
         {"text_input": "x", "sampling_parameters": '{"allowed_token_ids": []}'},
