@@ -60,10 +60,7 @@ class Detokenizer:
             return self._read_on(tokens)
         text = ""
         for token in tokens:
-            before, uncertain = self.num_chars, self._uncertain() if self._notes_offsets else ""
-            new = self._read_on((token,))
-            self.offsets.append(before + len(commonprefix([uncertain, new])))  # noqa: RUF071  of characters
-            text += self._release(new)
+            text += self._release(self._note(token) if self._notes_offsets else self._read_on((token,)))
             if self.stopped:
                 break
         return text
@@ -94,6 +91,13 @@ class Detokenizer:
                 self.num_chars += len(new)
                 return new
         return ""
+
+    def _note(self, token: int) -> str:
+        """As `_read_on`, and where the token's own text begins."""
+        before, uncertain = self.num_chars, self._uncertain()
+        new = self._read_on((token,))
+        self.offsets.append(before + len(commonprefix([uncertain, new])))  # noqa: RUF071  of characters
+        return new
 
     def _uncertain(self) -> str:
         """What the tokens look like after which a character is cut: an incomplete character, or bytes of none."""

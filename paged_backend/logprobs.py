@@ -49,9 +49,8 @@ class Scores:
         best = logits.topk(min(max(counts), logits.shape[-1]), -1)
         found = torch.cat((tokens, best.indices), -1)
         higher = [(logits > logits.gather(-1, one[:, None])).sum(-1) for one in tokens.unbind(-1)]
-        higher_than_best = (best.values[:, None, :] > best.values[:, :, None]).sum(
-            -1
-        )  # all of which are among the best
+        # What is higher than one of the best is among them.
+        higher_than_best = (best.values[:, None, :] > best.values[:, :, None]).sum(-1)
         # JSON has no infinity, which a model may give for tokens that it never draws.
         log_probs = logits.log_softmax(-1).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
         ranks = 1 + torch.cat((torch.stack(higher, -1), higher_than_best), -1)
@@ -68,11 +67,8 @@ class Scores:
         lists = (one.tolist() for one in (self.rows, self.tokens, self.log_probs, self.ranks))
         for count, row, *columns in zip(self.counts, *lists, strict=True):
             entries = list(map(TokenLogprob, *columns))
-            likeliest = entries[self.num_told : self.num_told + count]
-            yield (
-                row,
-                [(own, *(one for one in likeliest if one.token != own.token)) for own in entries[: self.num_told]],
-            )
+            told, likeliest = entries[: self.num_told], entries[self.num_told : self.num_told + count]
+            yield row, [(own, *(one for one in likeliest if one.token != own.token)) for own in told]
 
 
 def score_prompts(logits: Tensor, prompts: PromptRows) -> tuple[Scores, ...]:

@@ -166,7 +166,7 @@ class Stream:
         """Book what a step gave one of the samples."""
         self.usage = delta.usage or self.usage
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        if delta.token_ids or delta.hidden is not None:
+        if delta.token_ids or delta.hidden is not None or delta.prompt_logprobs is not None:
             if self.first_token is None:
                 self.first_token = when
                 self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0

@@ -460,6 +460,9 @@ class Service:
         """Where in the prompt's text each of its tokens begins, where both are told."""
         if not (call.return_text_offsets and _echoes(call, request.sampling)):
             return None
+        texts = [self._token_text(token) for token in request.prompt_token_ids]
+        if "".join(texts) == text:  # no character is cut: a tenth of the time
+            return [0, *itertools.accumulate(map(len, texts[:-1]))]
         return _offsets(self._tokenizer, request.prompt_token_ids, text)
 
     def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
