@@ -264,7 +264,7 @@ def service(tiny):
 
 def test_a_word_is_forbidden_with_and_without_a_space_before_it(service, monkeypatch):
     requests = []
-    monkeypatch.setattr(service._engine, "submit", requests.append)
+    monkeypatch.setattr(service._engine, "deliver", requests.append)
     caller = Caller(text_input="The sea", sampling_parameters=json.dumps({"bad_words": [" ab", "ab", "c", "\n"]}))
     service.submit(caller)
     (request,) = requests
@@ -274,7 +274,7 @@ def test_a_word_is_forbidden_with_and_without_a_space_before_it(service, monkeyp
 
 def test_a_words_bias_is_on_each_of_its_tokens(service, monkeypatch):
     requests = []
-    monkeypatch.setattr(service._engine, "submit", requests.append)
+    monkeypatch.setattr(service._engine, "deliver", requests.append)
     (a, b) = service._encode("ab")
     sampling = {"word_bias": {"ab": 2, "b": 0.5}, "logit_bias": {str(a): -1}}
     service.submit(Caller(text_input="The sea", sampling_parameters=json.dumps(sampling)))
