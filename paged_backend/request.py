@@ -102,7 +102,6 @@ MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "guided_decoding": (None,),
     "use_beam_search": (False,),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
@@ -338,6 +337,7 @@ class SamplingParams:
     choice: Structure | None = _param(_structure, None)
     grammar: Structure | None = _param(_structure, None)
     structured_outputs: Structure | None = _param(_structure, None)
+    guided_decoding: Structure | None = _param(_structure, None)
     skip_special_tokens: bool = _param(_flag, True)
     include_stop_str_in_output: bool = _param(_flag, False)
     logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token

@@ -72,6 +72,14 @@ def _structured_outputs(field: str, value: Any) -> Structure | None:
     return None
 
 
+def _guided_decoding(field: str, value: Any) -> Structure | None:
+    """What structured_outputs was called before, with the library in it, which any text of a form is the same to."""
+    asked = _parsed(value)
+    if isinstance(asked, Mapping):
+        asked = {name: one for name, one in asked.items() if name != "backend"}
+    return _structured_outputs(field, asked)
+
+
 READERS: dict[str, Callable[[str, Any], Structure | None]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
@@ -79,6 +87,7 @@ READERS: dict[str, Callable[[str, Any], Structure | None]] = {
     "choice": _choice,
     "grammar": _text("grammar"),
     "structured_outputs": _structured_outputs,
+    "guided_decoding": _guided_decoding,
 }
 _WITHIN = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
 

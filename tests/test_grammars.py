@@ -86,6 +86,7 @@ SCHEMA = {
         ("structured_outputs", json.dumps({"json": SCHEMA}), ['{"name": "", "age": 1}'], ["{}"]),
         ("structured_outputs", {"choice": ["a", "b"]}, ["b"], ["c"]),
         ("structured_outputs", {"json_object": True}, ["{}"], ["1"]),
+        ("guided_decoding", json.dumps({"regex": "a+", "backend": "outlines"}), ["aa"], ["b"]),
     ],
 )
 def test_exactly_what_was_asked_for_may_be_drawn(grammars, name, value, good, bad):
@@ -253,6 +254,7 @@ def test_null_asks_for_nothing():
     for name in ("json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"):
         assert parse(**{name: None}) is None
     assert parse(structured_outputs=nothing) is None
+    assert parse(guided_decoding=nothing | {"backend": None, "backend_was_auto": False}) is None
     assert parse(json_object=False) is None
 
 

@@ -173,7 +173,6 @@ def test_a_value_that_asks_for_nothing_is_taken_under_any_name_of_vllms():
         "flat_logprobs": False,
         "skip_reading_prefix_cache": False,
         "logits_processors": [],
-        "guided_decoding": None,
     }
     assert SamplingParams.parse(rest, LIMITS) == defaults
     assert SamplingParams.parse(dict.fromkeys(rest), LIMITS) == defaults

@@ -74,6 +74,7 @@ class SamplingFields(StrictModel):
     choice: list[str] | None = None
     grammar: str | None = None
     structured_outputs: dict[str, Any] | str | None = None
+    guided_decoding: dict[str, Any] | str | None = None
 
 
 class StreamOptions(StrictModel):

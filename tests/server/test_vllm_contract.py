@@ -253,6 +253,25 @@ FRONTEND = [
 ]
 
 
+def test_a_named_tool_of_the_openai_frontend(server):
+    """Its schema comes as JSON in JSON: all fields of vLLM's, most of them null."""
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
+    nulls = dict.fromkeys(("regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"))
+    flags = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend_was_auto")
+    asked = {"json": json.dumps(schema), **nulls, **dict.fromkeys(flags, False), "_backend": None}
+    sampling = CHAT | {
+        "max_tokens": 40,
+        "ignore_eos": False,
+        "temperature": 0.0,
+        "structured_outputs": json.dumps(asked),
+    }
+    with connected(server) as client:
+        client.send(text_input=PROMPT, stream=True, exclude_input_in_output=True, sampling_parameters=sampling)
+        said = "".join(text for one in client.all() for text in texts(one))
+    assert json.loads(said).keys() == {"city"}
+    idle(server)
+
+
 @pytest.mark.parametrize(("sampling", "logprobs"), FRONTEND)
 @pytest.mark.parametrize("stream", [False, True])
 def test_tensors_of_the_openai_frontend(client, stream, sampling, logprobs):
