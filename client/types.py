@@ -29,8 +29,19 @@ class TokenLogprob:
 Logprobs = tuple[TokenLogprob, ...]  # of a generated token, then of the likeliest others, the first first
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptTold:
+    """What is told of a prompt's tokens: with the first piece of an answer, and with its first sample as a whole."""
+
+    prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
+    # Where in the text each begins; None without `echo=True, return_text_offsets=True`.
+    prompt_text_offsets: tuple[int, ...] | None = None
+    # Of each, None of the first; None without `prompt_logprobs=k`.
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+
+
 @dataclass(frozen=True)
-class Delta:
+class Delta(PromptTold):
     """One streamed piece of one sample. A piece may hold several tokens, or none that are printable yet."""
 
     text: str
@@ -45,7 +56,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(PromptTold):
     """A whole answer. `finish_reason` is "stop", "length", "timeout", or "cancelled" where the caller ended it."""
 
     text: str
@@ -59,12 +70,6 @@ class Completion:
     cumulative_logprob: float | None = None  # of all of them, likewise
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     text_offsets: tuple[int, ...] | None = None  # where in `text` each begins; None without `return_text_offsets=True`
-    prompt_token_ids: tuple[int, ...] | None = None  # of the request, likewise; in the first sample alone
-    # Where in `text` each token of the prompt begins; None without `echo=True, return_text_offsets=True`; in the first
-    # sample alone.
-    prompt_text_offsets: tuple[int, ...] | None = None
-    # Of each token of the prompt, None of the first; None without `prompt_logprobs=k`; in the first sample alone.
-    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,7 @@ class Transcript:
     def __init__(self) -> None:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
-        self._prompt_token_ids: tuple[int, ...] | None = None
-        self._prompt_text_offsets: tuple[int, ...] | None = None
-        self._prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+        self._prompt: dict[str, Any] = {}  # the fields of PromptTold
         self._receipt: Mapping[str, float] | None = None
 
     @property
@@ -248,12 +246,6 @@ class Transcript:
         logprobs = fields.get("logprobs", ["null"] * len(texts))
         sums = fields.get("cumulative_logprob", [None] * len(texts))
         ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
-        if "prompt_token_ids" in fields:
-            self._prompt_token_ids = tuple(map(int, fields["prompt_token_ids"]))
-        if "prompt_text_offsets" in fields:
-            self._prompt_text_offsets = tuple(map(int, fields["prompt_text_offsets"]))
-        for text in fields.get("prompt_logprobs", []):
-            self._prompt_logprobs = tuple(one and _entries(one) for one in json.loads(str(text)))
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
@@ -275,6 +267,8 @@ class Transcript:
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
                 new.append(delta)
+        if (prompt := _read_prompt(fields)) and new:
+            self._prompt, new[0] = prompt, replace(new[0], **prompt)
         return new
 
     def completion(self) -> Completion:
@@ -291,14 +285,15 @@ class Transcript:
             )
             for deltas in self._samples
         ]
-        return replace(
-            first,
-            others=tuple(others),
-            receipt=self._receipt,
-            prompt_token_ids=self._prompt_token_ids,
-            prompt_text_offsets=self._prompt_text_offsets,
-            prompt_logprobs=self._prompt_logprobs,
-        )
+        return replace(first, others=tuple(others), receipt=self._receipt, **self._prompt)
+
+
+def _read_prompt(fields: Fields) -> dict[str, Any]:
+    names = ("prompt_token_ids", "prompt_text_offsets")
+    told: dict[str, Any] = {name: tuple(map(int, fields[name])) for name in names if name in fields}
+    for text in fields.get("prompt_logprobs", []):
+        told["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
+    return told
 
 
 def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:

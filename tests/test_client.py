@@ -220,6 +220,7 @@ class TestResponse:
         said = {"text_output": ["ab", "c"], "num_output_tokens": [2, 1], "num_input_tokens": [2]}
         first = transcript.add({**said, "token_ids": [4, 5, 6], "text_offsets": [0, 1, 0], "prompt_token_ids": [1, 2]})
         assert [(delta.token_ids, delta.text_offsets) for delta in first] == [((4, 5), (0, 1)), ((6,), (0,))]
+        assert [delta.prompt_token_ids for delta in first] == [(1, 2), None]
         last = {"text_output": ["", ""], "num_output_tokens": [0, 1], "finish_reason": ["stop", "stop"]}
         transcript.add({**last, "token_ids": [7], "text_offsets": [1]})
         whole = transcript.completion()
