@@ -39,7 +39,7 @@ def says(fake):
 
 
 # Sampling parameters that have a word of OpenAI's.
-OTHERWISE = {"logprobs", "lora_name"}
+OTHERWISE = {"logprobs", "lora_name", "echo"}
 PENDING = {"json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"}
 
 
