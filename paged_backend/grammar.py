@@ -14,7 +14,7 @@ import llguidance
 # White space in JSON ends: a model that likes it would fill its max_tokens with it.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # Of a step's mask, so that none takes long: what the library allows by itself took up to 0.7 s.
-STEP_ITEMS, STEP_FUEL = 10_000, 100_000
+STEP_ITEMS, STEP_FUEL = 5_000, 100_000
 LEXER_STATES = 50_000  # of one output, a kilobyte or two each
 SHOWN = 300  # characters of the library's reasons
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")

@@ -40,6 +40,7 @@ class Trial:
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
+        self._fresh = True  # whether the process has tried none yet
         self._stopped = False
         self._lock = threading.Lock()  # of starting and ending
 
@@ -54,9 +55,13 @@ class Trial:
                 raise GrammarError(f"compiling it takes more than {limit}", lasts=False)
             answer = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
+            fresh = self._fresh
             self._end()
             self._check_stopped()
+            if not fresh:  # what it tried before may have left it little memory
+                return self(kind, text)
             raise GrammarError("it is too deep or too large to be compiled") from None
+        self._fresh = False
         if "error" in answer:
             raise GrammarError(answer["error"])
         return str(answer["grammar"])
@@ -71,9 +76,7 @@ class Trial:
             self._check_stopped()
             if self._channel is None:
                 self._process, self._channel = _start()
-                if not self._channel.poll(START_SECONDS):
-                    raise TimeoutError(f"the process that tries grammars did not start within {START_SECONDS} s")
-                self._channel.recv_bytes()
+                self._fresh = True
             return self._channel
 
     def _check_stopped(self) -> None:
@@ -105,4 +108,14 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
         raise
     finally:
         theirs.close()
-    return process, Connection(ours.detach())
+    channel = Connection(ours.detach())
+    try:
+        if not channel.poll(START_SECONDS):
+            raise TimeoutError(f"the process that tries grammars did not start within {START_SECONDS} s")
+        channel.recv_bytes()
+    except (EOFError, OSError):
+        process.kill()
+        process.wait()
+        channel.close()
+        raise
+    return process, channel

@@ -156,6 +156,19 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
     one.stop()
 
 
+def test_a_process_that_is_gone_is_replaced():
+    one = made()
+    assert fits(compiled(one, "regex", "a"), "a")
+    for trial in one._trials:
+        if trial._process:
+            trial._process.kill()
+            trial._process.wait()
+    assert fits(compiled(one, "regex", "b"), "b")
+    assert "too deep" in str(compiled(one, "grammar", DEEP))
+    assert fits(compiled(one, "regex", "c"), "c")
+    one.stop()
+
+
 def test_stopping_ends_what_is_being_compiled():
     one, answers = made(), SimpleQueue()
     for least in range(4):
