@@ -39,7 +39,7 @@ def says(fake):
 
 
 # Sampling parameters that have a word of OpenAI's.
-OTHERWISE = {"logprobs", "lora_name", "echo"}
+OTHERWISE = {"logprobs", "echo", "lora_name"}  # echo is for completions only
 PENDING = {"json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"}
 
 
@@ -114,7 +114,6 @@ class TestRequests:
     @pytest.mark.parametrize(
         ("path", "field", "value"),
         [
-            ("/v1/completions", "echo", True),
             ("/v1/completions", "suffix", ""),
             ("/v1/chat/completions", "functions", [{"name": "f"}]),
             ("/v1/chat/completions", "function_call", "auto"),
@@ -145,6 +144,9 @@ class TestRequests:
             ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
             ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
             ("/v1/completions", {"logprobs": True}, "logprobs"),
+            ("/v1/completions", {"logprobs": 1, "echo": True, "stream": True}, "echo"),
+            ("/v1/completions", {"logprobs": 1, "echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+            ("/v1/chat/completions", {"echo": True}, "echo"),
             ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
             ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
             ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
@@ -180,11 +182,38 @@ class TestRequests:
         assert status == 400
         assert "JSON" in error_of(status, answer)["message"]
 
-    @pytest.mark.parametrize("path", BODIES)
-    def test_another_model_is_not_found(self, front, path):
-        status, body = front.ask(path, BODIES[path] | {"model": "gpt"})
+    @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
+    @pytest.mark.parametrize(
+        "said",
+        [
+            'INVALID_ARGUMENT: lora_name="gpt": LoRA feature is not enabled.',
+            "LoRA gpt is not supported, we currently support ['fr']",
+        ],
+    )
+    def test_a_model_that_the_server_knows_not_is_not_found(self, front, says, path, said):
+        body = BODIES.get(path) or {"input": "x"}
+        with says(say=[], fail=said):
+            status, body = front.ask(path, body | {"model": "gpt"})
         error = error_of(status, body)
         assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert "gpt" in error["message"]
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_another_models_name_is_an_adapters(self, front, fake, path):
+        status, body = front.ask(path, BODIES[path] | {"model": "fr"})
+        assert (status, body["model"], fake.sampling[-1]["lora_name"]) == (200, "fr", "fr")
+
+    def test_adapters_that_can_be_served_are_listed_as_models(self, front, fake):
+        fake.adapters = json.dumps(
+            [
+                {"name": "fr", "rank": 8, "resident": True, "error": None},
+                {"name": "broken", "rank": None, "resident": False, "error": "no such file"},
+            ]
+        )
+        cards = front.ask("/v1/models")[1]["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [("paged_llm", None), ("fr", "paged_llm")]
+        assert front.ask("/v1/models/fr")[1] == cards[1]
+        assert front.ask("/v1/models/broken")[0] == 404
 
     @pytest.mark.parametrize(("path", "status"), [("/v1/none", 404), ("/v1/models/gpt", 404), ("/v1/completions", 405)])
     def test_a_path_or_method_that_there_is_not(self, front, path, status):
@@ -396,10 +425,9 @@ def refused(port):
 
 def test_the_model_has_the_name_that_it_has_at_the_server(fake):
     with gateway(fake.url, "--model", "other") as front:
-        assert front.ask("/v1/models")[1]["data"][0]["id"] == "other"
-        status, body = front.ask("/v1/completions", PROMPT | {"model": "other"})
-        assert status == 503, "the fake server has no such model"
-        assert "unknown model" in error_of(status, body)["message"]
+        for answer in (front.ask("/v1/completions", PROMPT | {"model": "other"}), front.ask("/v1/models")):
+            assert answer[0] == 503, "the fake server has no such model"
+            assert "unknown model: 'other'" in error_of(*answer)["message"]
 
 
 def test_requests_are_counted_by_route_and_status(fake):

@@ -101,6 +101,7 @@ def test_what_is_refused(front, fields, param, message):
     assert body["error"]["message"].startswith(message)
 
 
-def test_another_model(front):
-    status, body = front.ask(PATH, {"model": "x", "input": "a"})
-    assert (status, body["error"]["code"]) == (404, "model_not_found")
+def test_another_model_is_an_adapter(front, fake):
+    status, body = front.ask(PATH, {"model": "fr", "input": "a"})
+    assert (status, body["model"]) == (200, "fr")
+    assert json.loads(fake.requests[-1]["sampling_parameters"]) == {"lora_name": "fr"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
-from client.openai.schema import GenerateBody
+from client.openai.schema import CompletionRequest, GenerateBody
 from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
 from client.types import Completion, Delta, Logprobs
 
@@ -22,24 +22,19 @@ class Answer(ABC):
 
     prefix: str
     whole_object: str
-    prompts_in_choices: bool  # whether what is told of a prompt's tokens stands in its choices, or beside them
     chunk_object: str
 
     def __init__(self, request: GenerateBody, request_id: str) -> None:
         self.id = f"{self.prefix}-{request_id}"
         self._model = request.model
         self._created = int(time.time())
+        self._tells_prompt = request.prompt_logprobs is not None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for one in completions:
-            of_prompt = _of_prompt(one) if self.prompts_in_choices else {}
-            choices += [
-                self._sample(len(choices) + index, sample) | of_prompt
-                for index, sample in enumerate((one, *one.others))
-            ]
-        of_prompt = {} if self.prompts_in_choices else _of_prompt(completions[0])
-        return self._body(self.whole_object, choices) | of_prompt | {"usage": usage(completions)}
+            choices += self._choices(len(choices), one)
+        return self._body(self.whole_object, choices) | self._beside(completions) | {"usage": usage(completions)}
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None where there is nothing to tell yet."""
@@ -49,8 +44,25 @@ class Answer(ABC):
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
+    def _of_prompt(self, completion: Completion) -> dict[str, Any]:
+        """What was asked for of the prompt's tokens, as vLLM tells it: in choices of completions, beside those of chats."""
+        told: dict[str, Any] = {}
+        if completion.prompt_token_ids is not None:
+            told["prompt_token_ids"] = completion.prompt_token_ids
+        if self._tells_prompt:
+            told["prompt_logprobs"] = [logprobs.by_id(one) for one in completion.prompt_logprobs or ()]
+        return told
+
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
+        """Of one prompt, numbered from `start`."""
+        return [self._sample(start + index, one) for index, one in enumerate((completion, *completion.others))]
+
+    def _beside(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """What stands beside the choices."""
+        return {}
 
     @abstractmethod
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]: ...
@@ -61,7 +73,18 @@ class Answer(ABC):
 
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-    prompts_in_choices = True
+
+    def __init__(self, request: CompletionRequest, request_id: str) -> None:
+        super().__init__(request, request_id)
+        self._echo_logprobs = bool(request.echo) and request.logprobs is not None
+
+    def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
+        choices = [one | self._of_prompt(completion) for one in super()._choices(start, completion)]
+        if self._echo_logprobs:
+            echoed = logprobs.of_echo(completion)
+            for choice in choices:
+                choice["logprobs"] = {name: echoed[name] + told for name, told in choice["logprobs"].items()}
+        return choices
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
         return self._choice(index, sample)
@@ -76,7 +99,6 @@ class CompletionAnswer(Answer):
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    prompts_in_choices = False
 
     def __init__(self, request: ChatRequest, request_id: str, reader: Callable[[], Reader]) -> None:
         """reader: makes one for each sample."""
@@ -84,6 +106,9 @@ class ChatAnswer(Answer):
         self._top_logprobs = request.top_logprobs or 0
         self._readers: defaultdict[int, Reader] = defaultdict(reader)
         self._calling: set[int] = set()  # samples that have called a tool
+
+    def _beside(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return self._of_prompt(completions[0])
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
         read = self._read(index, sample)
@@ -140,16 +165,6 @@ def _choice(
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
-
-
-def _of_prompt(completion: Completion) -> dict[str, Any]:
-    """What was asked for of the prompt's tokens, as vLLM tells it."""
-    told: dict[str, Any] = {}
-    if completion.prompt_token_ids is not None:
-        told["prompt_token_ids"] = completion.prompt_token_ids
-    if completion.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [logprobs.by_id(one) for one in completion.prompt_logprobs]
-    return told
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from client.openai.asking import Streams, ask
 from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
 from client.openai.concurrency import ClientGone, while_connected
-from client.openai.errors import ApiError
+from client.openai.errors import ApiError, from_engine, no_such_model
 from client.openai.servers import Servers
 from client.openai.streaming import EventStream
 from client.openai.tool_calls import Format
@@ -70,16 +70,14 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
-        self._check_model(body.model)
-        answer = CompletionAnswer(body, _request_id(request))
-        return await self._answer(request, body, translation.from_completion(body), answer)
+        asked = translation.from_completion(body, self._adapter(body))
+        return await self._answer(request, body, asked, CompletionAnswer(body, _request_id(request)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(ChatRequest, await self._read(request))
-        self._check_model(body.model)
         settings = self._settings
         use = tool_use(body, settings.tool_format)
-        asked = await translation.from_chat(body, use, settings.tool_format, settings.template)
+        asked = await translation.from_chat(body, self._adapter(body), use, settings.tool_format, settings.template)
         return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use.reader))
 
     async def _answer(
@@ -102,18 +100,31 @@ class Gateway:
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
-        self._check_model(body.model)
-        return JSONResponse(await while_connected(request.receive, embeddings.answer(self._servers, body)))
+        work = embeddings.answer(self._servers, body, self._adapter(body))
+        return JSONResponse(await while_connected(request.receive, work))
+
+    def _adapter(self, body: schema.Body) -> str | None:
+        """A request names the model, or one of its adapters, of which the server knows."""
+        return None if body.model == self._settings.model else body.model
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._card()]}
+        """The model, then its adapters. Raises ApiError where no server tells which there are."""
+        try:
+            adapters = await self._servers.adapters(timeout=HEALTH_TIMEOUT)
+        except PagedError as error:
+            raise from_engine(error, {}) from None
+        model = self._settings.model
+        named = [self._card(one.name) | {"parent": model} for one in adapters if one.error is None]
+        return {"object": "list", "data": [self._card(model), *named]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
-        return self._card()
+        for card in (await self.models())["data"]:
+            if card["id"] == name:
+                return dict(card)
+        raise no_such_model(name)
 
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "paged"}
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "paged"}
 
     async def health(self) -> dict[str, str]:
         """A map of the pool comes from the engine's own loop: who gets one can have tokens."""
@@ -135,11 +146,6 @@ class Gateway:
             return
         if not keys.opens(request.headers.get("Authorization", ""), self._settings.api_keys):
             raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
-
-    def _check_model(self, name: str) -> None:
-        if name != self._settings.model:
-            message = f"model={name[:80]!r}: there is {self._settings.model!r} alone"
-            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _read(self, request: Request) -> bytes:
         limit = self._settings.max_request_bytes

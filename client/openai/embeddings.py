@@ -50,9 +50,10 @@ class EmbeddingRequest(SamplingFields, InertFields, Body):
             raise ApiError(400, f"input: has {len(self.inputs)} inputs; must be at most {MAX_INPUTS}", param="input")
 
 
-async def answer(client: Servers, request: EmbeddingRequest) -> dict[str, Any]:
-    """Raises ApiError where the engine refuses any of them; the others are cancelled then."""
-    found = await _embed_all(client, request)
+async def answer(client: Servers, request: EmbeddingRequest, adapter: str | None) -> dict[str, Any]:
+    """adapter: that the inputs go through. Raises ApiError where the engine refuses any of them, which cancels the
+    others."""
+    found = await _embed_all(client, request, adapter)
     tokens = sum(one.num_input_tokens for one in found)
     return {
         "object": "list",
@@ -65,26 +66,28 @@ async def answer(client: Servers, request: EmbeddingRequest) -> dict[str, Any]:
     }
 
 
-async def _embed_all(client: Servers, request: EmbeddingRequest) -> list[Embedding]:
+async def _embed_all(client: Servers, request: EmbeddingRequest, adapter: str | None) -> list[Embedding]:
     """In the order of the inputs."""
     places = asyncio.Semaphore(AT_ONCE)
+    sampling = request.sampling | ({} if adapter is None else {"lora_name": adapter})
 
     async def embed(name: str, text: str | list[int]) -> Embedding:
         async with places:
             try:
-                return await client.embed(text, dimensions=request.dimensions, **request.sampling)
+                return await client.embed(text, dimensions=request.dimensions, **sampling)
             except PagedError as error:
-                raise _refusal(error, name) from None
+                raise _refusal(error, name, adapter) from None
 
     inputs = request.inputs
     names = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
     return await together(embed(*one) for one in zip(names, inputs, strict=True))
 
 
-def _refusal(error: PagedError, name: str) -> ApiError:
+def _refusal(error: PagedError, name: str, adapter: str | None) -> ApiError:
     """name: of the input that the engine refuses."""
     message = error.message.removeprefix("embedding_request.").removeprefix("pooling_params.")
-    return from_engine(PagedError(error.code, message), dict.fromkeys(("input", "prompt_tokens", "text_input"), name))
+    names = dict.fromkeys(("input", "prompt_tokens", "text_input"), name)
+    return from_engine(PagedError(error.code, message), names | ({} if adapter is None else {"lora_name": adapter}))
 
 
 def _encoded(values: Sequence[float], encoding: str | None) -> list[float] | str:

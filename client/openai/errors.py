@@ -36,11 +36,21 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def no_such_model(name: str, reason: str = "") -> ApiError:
+    message = f"model={name[:80]!r}: neither the model's name nor that of one of its adapters" + f" ({reason})" * bool(
+        reason
+    )
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
-    """What the engine says of a request. `names` are the caller's own for fields that the engine calls otherwise."""
+    """What the engine says of a request. `names` are the caller's own for fields that the engine calls otherwise, and
+    under `lora_name` the model's, where that is no field of its own."""
     status = _STATUS.get(error.code, 500)
     message, param = error.message, None
     field = _FIELD.match(message)
+    if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
+        return no_such_model(names["lora_name"], message)
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from client.types import Logprobs, TokenLogprob
+from client.types import Completion, Logprobs, TokenLogprob
 
 HALF = "\ufffd"  # in the text of a token that holds some bytes of a character
 
@@ -20,6 +20,19 @@ def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[st
         "tokens": [chosen.decoded_token for chosen, *_ in tokens],
         "token_logprobs": [chosen.logprob for chosen, *_ in tokens],
         "top_logprobs": [_by_text(entries) for entries in tokens],
+        "text_offset": list(offsets),
+    }
+
+
+def of_echo(first: Completion) -> dict[str, Any]:
+    """Likewise, of the prompt before an output, whose first token has none. first: the sample that tells of the prompt."""
+    offsets, told = first.prompt_text_offsets or (), first.prompt_logprobs or ()
+    rest = of_completion([entries for entries in told if entries], offsets[1:])
+    end = offsets[1] if len(offsets) > 1 else (first.text_offsets or (len(first.text),))[0]
+    return {
+        "tokens": [first.text[offsets[0] : end], *rest["tokens"]],
+        "token_logprobs": [None, *rest["token_logprobs"]],
+        "top_logprobs": [None, *rest["top_logprobs"]],
         "text_offset": list(offsets),
     }
 

@@ -138,10 +138,11 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    not_served: ClassVar = {"echo": (None, False), "suffix": (None,)}
+    not_served: ClassVar = {"suffix": (None,)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -150,6 +151,12 @@ class CompletionRequest(GenerateBody):
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.logprobs is not None:
+            if self.stream:
+                raise ApiError(400, "echo: with logprobs it is for whole answers only", param="echo")
+            if self.prompt_logprobs is not None:
+                reason = "are told with logprobs and echo in any case; leave it out"
+                raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
         if len(self.prompts) > MAX_PROMPTS:
             reason = f"has {len(self.prompts)} prompts; must be at most {MAX_PROMPTS}"
             raise ApiError(400, f"prompt: {reason}", param="prompt")

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from client.async_client import AsyncClient, AsyncStream
-from client.types import Completion, Delta, Embedding, PagedError, PoolMap
+from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 
 T = TypeVar("T")
 _ELSEWHERE = "UNAVAILABLE"  # the class of errors for which another server is asked
@@ -44,6 +44,10 @@ class Servers:
     async def pool_map(self, *, timeout: float) -> PoolMap:
         """Of any of them."""
         return await self._ask(lambda client: client.pool_map(timeout=timeout))
+
+    async def adapters(self, *, timeout: float) -> tuple[Adapter, ...]:
+        """Of any of them, which should have the same."""
+        return await self._ask(lambda client: client.adapters(timeout=timeout))
 
     def stream(self, **asked: Any) -> ServerStream:
         return ServerStream(client.stream(**asked) for client in self._in_turn())

@@ -34,11 +34,15 @@ class EngineRequest:
         return {"prompt": self.prompt, "messages": self.messages, **self.sampling}
 
 
-def from_completion(request: CompletionRequest) -> list[EngineRequest]:
-    """One for each prompt."""
-    sampling, names = _sampling(request, None)
+def from_completion(request: CompletionRequest, adapter: str | None) -> list[EngineRequest]:
+    """One for each prompt. adapter: that they go through."""
+    sampling, names = _sampling(request, adapter, None)
     if request.logprobs is not None:
         sampling |= {"logprobs": request.logprobs, "return_text_offsets": True}
+    if request.echo:
+        sampling["echo"] = True
+        if request.logprobs is not None:
+            sampling["prompt_logprobs"] = request.logprobs
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [
@@ -47,9 +51,11 @@ def from_completion(request: CompletionRequest) -> list[EngineRequest]:
     ]
 
 
-async def from_chat(request: ChatRequest, use: ToolUse, form: Format, template: ChatTemplate | None) -> EngineRequest:
+async def from_chat(
+    request: ChatRequest, adapter: str | None, use: ToolUse, form: Format, template: ChatTemplate | None
+) -> EngineRequest:
     """Without a template of the gateway's own the engine applies the model's."""
-    sampling, names = _sampling(request, use.schema)
+    sampling, names = _sampling(request, adapter, use.schema)
     names |= dict.fromkeys(_OF_A_PROMPT, "messages")
     if request.max_completion_tokens is not None:
         sampling["max_tokens"] = request.max_completion_tokens
@@ -67,13 +73,17 @@ async def from_chat(request: ChatRequest, use: ToolUse, form: Format, template: 
     return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
 
 
-def _sampling(request: GenerateBody, call_schema: dict[str, Any] | None) -> tuple[Sampling, dict[str, str]]:
+def _sampling(
+    request: GenerateBody, adapter: str | None, call_schema: dict[str, Any] | None
+) -> tuple[Sampling, dict[str, str]]:
     """And the caller's names of fields. Raises ApiError where an answer would be held to two things."""
     values = {name: getattr(request, name) for name in SamplingFields.model_fields}
     sampling = {name: value for name, value in values.items() if value is not None}
     if request.return_token_ids:
         sampling["return_token_ids"] = True
     names: dict[str, str] = {}
+    if adapter is not None:
+        sampling["lora_name"] = names["lora_name"] = adapter
     for own, name, value in [*_guidance(request), ("tools", "json_schema", call_schema)]:
         if value is None:
             continue

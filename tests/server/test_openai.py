@@ -253,6 +253,34 @@ def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
     assert raised.value.param == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_comes_before_the_output_where_asked_for(client, stream):
+    asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 6}
+    plain = client.completions.create(**asked).choices[0].text
+    answer = client.completions.create(**asked, echo=True, stream=stream)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == "The sea is" + plain
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_text_is_scored_as_evaluations_do_it(client, engine, length):
+    """The tokens of prompt and output, each with its text, its place and its log probability."""
+    text, sampling = "The sea is blue", {"max_tokens": length, "temperature": 0}
+    expected = engine.generate(text, prompt_logprobs=1, logprobs=1, **sampling)
+    prompts = [text, "Once"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, echo=True, logprobs=1, **sampling)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        told = choice.logprobs
+        assert choice.text.startswith(prompt)
+        ends = [*told.text_offset[1:], len(choice.text)]
+        assert told.tokens == [choice.text[start:end] for start, end in zip(told.text_offset, ends, strict=True)]
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+    entries = [*expected.prompt_logprobs[1:], *(expected.logprobs or ())]
+    told = answer.choices[0].logprobs
+    assert told.token_logprobs[1:] == pytest.approx([one.logprob for one, *_ in entries], abs=1e-4)
+    assert [set(one) for one in told.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
+
+
 def test_a_bias_decides(client, engine):
     (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
     asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
