@@ -25,7 +25,7 @@ def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[st
 
 
 def of_echo(first: Completion) -> dict[str, Any]:
-    """Likewise, of the prompt before an output, whose first token has none. first: the sample that tells of the prompt."""
+    """Likewise, of the prompt before an output. Its first token has none. first: the sample that tells of it."""
     offsets, told = first.prompt_text_offsets or (), first.prompt_logprobs or ()
     rest = of_completion([entries for entries in told if entries], offsets[1:])
     end = offsets[1] if len(offsets) > 1 else (first.text_offsets or (len(first.text),))[0]

@@ -7,6 +7,7 @@ import pytest
 from client import Client, PagedError
 from paged_backend.serving.tritonserver import TritonServer
 from tests.adapters import generate_with, listing, make_adapter
+from tests.gateway import gateway
 from tests.in_process import byte_tokenizer, generate_alone
 from tests.server.conftest import post, raw_stream, raw_streams
 
@@ -108,3 +109,14 @@ def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
         assert again.receipt["cached_tokens"] == 0
         more = talk.generate(" so", lora_name="b")
         assert more.receipt["cached_tokens"] > 0
+
+
+def test_openais_clients_ask_for_adapters_as_models(lora_server, texts):
+    with gateway(lora_server.grpc_url) as front:
+        assert [card["id"] for card in front.ask("/v1/models")[1]["data"]] == ["paged_llm", "a", "b"]
+        for name, adapter in (("paged_llm", None), ("a", "a"), ("b", "b")):
+            _, body = front.ask("/v1/completions", {"model": name, "prompt": PROMPT} | GREEDY)
+            assert body["choices"][0]["text"].rstrip(CUT) == texts[adapter]
+            assert body["model"] == name
+        status, body = front.ask("/v1/completions", {"model": "nobody", "prompt": PROMPT})
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
