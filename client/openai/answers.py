@@ -45,7 +45,7 @@ class Answer(ABC):
         return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
     def _of_prompt(self, completion: Completion) -> dict[str, Any]:
-        """What was asked for of the prompt's tokens. vLLM has it in choices of completions, and beside those of chats."""
+        """Of the prompt's tokens, what was asked for. vLLM has it in choices of completions, beside those of chats."""
         told: dict[str, Any] = {}
         if completion.prompt_token_ids is not None:
             told["prompt_token_ids"] = completion.prompt_token_ids
