@@ -1,5 +1,5 @@
-"""Clients that nobody here wrote, before a real server: litellm, aiperf and genai-perf, from an environment of their
-own that is made once under the cache."""
+"""Clients that nobody here wrote, before a real server: litellm, llama-index, aiperf and genai-perf, from an
+environment of their own that is made once under the cache."""
 
 import json
 import os
@@ -80,6 +80,16 @@ class TestLiteLLM:
         assert told["text"] == engine.generate(PROMPT, temperature=0, max_tokens=12).text
         for values, text in zip(told["embedding"], (PROMPT, "x"), strict=True):
             assert values == pytest.approx(engine.embed(text).values, abs=1e-5)
+
+
+def test_llama_index(clients, server, engine):
+    """It reads one token less than it asks for, or ends earlier where one response brings several."""
+    text = engine.generate(PROMPT, temperature=0, max_tokens=12).text
+    answers = json.loads(run(clients / "python", HERE / "llama_index_calls.py", server.grpc_url, PROMPT, 12))
+    for found in (answers["complete"], "".join(answers["stream"])):
+        assert found
+        assert text.startswith(found)
+    idle(server)
 
 
 def measured(report):
