@@ -41,7 +41,8 @@ class EmbeddingCall:
         text = values.get("input")
         if not (isinstance(text, list) or is_text(text)) or not text:
             raise invalid(INPUT, text, "must be a string of whole characters or a list of token ids, not empty")
-        pooling = values.get("pooling_params") or {}
+        pooling = values.get("pooling_params")
+        pooling = {} if pooling is None else pooling
         if not isinstance(pooling, dict):
             raise invalid("embedding_request.pooling_params", pooling, "must be a JSON object")
         _refuse_others("embedding_request.pooling_params", pooling, ("dimensions",))

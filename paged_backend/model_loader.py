@@ -218,8 +218,8 @@ def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSp
     if size is None:
         return None
     named = getattr(hf_config, "matryoshka_dimensions", None)
-    if named is not None:
-        return EmbeddingSpec(size, tuple(one for one in named if 0 < one <= size))
+    if isinstance(named, list) and named:
+        return EmbeddingSpec(size, tuple(one for one in named if isinstance(one, int) and 0 < one <= size))
     return EmbeddingSpec(size, range(1, size + 1) if getattr(hf_config, "is_matryoshka", False) else ())
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.config import EngineConfig
+from paged_backend.embedding import parse_sampling
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.masks import Guide
 from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, RequestError, SamplingParams
@@ -60,8 +61,8 @@ class InProcess:
         self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides)))
         return key
 
-    def embed(self, prompt: Sequence[int]) -> int:
-        params = SamplingParams(max_tokens=0, temperature=0.0)
+    def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
+        params = parse_sampling(sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         request = GenerateRequest.admit(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
         self.outputs[key] = Output()

@@ -174,7 +174,7 @@ def test_requests_that_are_taken():
         ({"input": [1, True]}, r"embedding_request.input\[1\]=true: must be a token id"),
         ({"input": [1, 320]}, r"embedding_request.input\[1\]=320: must be a token id"),
         ({"input": "x", "model": "y"}, 'embedding_request.model="y": unknown; known are input, pooling_params'),
-        ({"input": "x", "pooling_params": [1]}, r"pooling_params=\[1\]: must be a JSON object"),
+        ({"input": "x", "pooling_params": []}, r"pooling_params=\[\]: must be a JSON object"),
         ({"input": "x", "pooling_params": {"task": "x"}}, 'pooling_params.task="x": unknown; known are dimensions'),
         ({"input": "x", "pooling_params": {"dimensions": [8]}}, r"dimensions=\[8\]: leave it out: .* its 64"),
     ],
@@ -213,8 +213,10 @@ def test_what_the_models_files_say_of_dimensions(tiny):
     assert pick_embedding(config, 64) == EmbeddingSpec(64)
     matryoshka = type(config)(**config.to_dict() | {"is_matryoshka": True})
     assert pick_embedding(matryoshka, 64) == EmbeddingSpec(64, range(1, 65))
-    matryoshka = type(config)(**config.to_dict() | {"matryoshka_dimensions": [8, 16, 128]})
+    matryoshka = type(config)(**config.to_dict() | {"matryoshka_dimensions": [8, 16, 128, "32"]})
     assert pick_embedding(matryoshka, 64) == EmbeddingSpec(64, (8, 16))
+    for odd in (8, "8", []):
+        assert pick_embedding(type(config)(**config.to_dict() | {"matryoshka_dimensions": odd}), 64).dimensions == ()
 
 
 def test_a_model_whose_decoder_cannot_be_told_from_its_head(tiny):

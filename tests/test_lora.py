@@ -133,6 +133,17 @@ def test_an_adapter_in_use_keeps_its_slot_and_the_least_recently_used_one_makes_
         assert sorted(one.name for one in engine.assembly.scheduler.slots.resident) == ["all", "attention"]
 
 
+def test_embeddings(tiny, listed, files, prompts):
+    """The second of a prompt finds the blocks of its own adapter, and the last ones those of nobody's."""
+    with running(tiny_assembly(tiny[0], adapters=listed, **LORA)) as engine:
+        for name in ("all", "wide", "all", None):
+            (output,) = engine.wait(engine.embed(prompts[3], lora_name=name))
+            adapted = PeftModel.from_pretrained(deepcopy(tiny[1]), files[name]).eval() if name else tiny[1]
+            with torch.inference_mode():
+                states = adapted(torch.tensor([prompts[3]]), output_hidden_states=True).hidden_states
+            torch.testing.assert_close(torch.tensor(output.hidden), states[-1][0, -1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption(tiny, listed, files, mode):
     rnd = random.Random(1)

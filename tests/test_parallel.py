@@ -67,6 +67,15 @@ def both(alone, shared, run):
     return found
 
 
+def test_prompts_are_embedded_alike(alone, shared):
+    first, *others = both(
+        alone, shared, lambda engine: [one.hidden for one in engine.wait(*map(engine.embed, PROMPTS))]
+    )
+    for found in others:
+        for expected, hidden in zip(first, found, strict=True):
+            torch.testing.assert_close(torch.tensor(hidden), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
 def test_a_rank_holds_its_part_of_weights_keys_and_values(alone, shared):
     assert [assembly.runner.kv.layers[0].keys.shape[1] for assembly in (alone, shared)] == [2, 1]
     assert alone.scheduler.blocks.num_blocks == shared.scheduler.blocks.num_blocks
