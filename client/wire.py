@@ -57,6 +57,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "prompt_text_offsets": ("TYPE_INT32", (-1,)),
     "prompt_logprobs": ("TYPE_STRING", (1,)),
     "receipt": ("TYPE_STRING", (1,)),
+    "error": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
     "adapters": ("TYPE_STRING", (1,)),
     "num_stopped": ("TYPE_UINT32", (1,)),

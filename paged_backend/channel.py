@@ -29,6 +29,7 @@ class Channel:
         self._sender = request.get_response_sender()
         self._error_text = error_text
         self.closed = False
+        self._announced = False
 
     def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]:
         """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence
@@ -44,9 +45,17 @@ class Channel:
         tensors = [self._pb_utils.Tensor(name, value) for name, value in outputs.items()]
         self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), final)
 
+    def announce(self) -> None:
+        """Tell that the request was let in, by an empty response. From now on an error is an output: where one model
+        calls another, servers (2.51) lose those that come after the first response, and the caller waits for ever."""
+        self.send({}, final=False)
+        self._announced = True
+
     def fail(self, error: RequestError) -> None:
         """End the request with an error. Does nothing where it has ended already."""
-        if not self.closed:
+        if self._announced and not self.closed:
+            self.send(wire.write_error(self._error_text(error)), final=True)
+        elif not self.closed:
             code = getattr(self._pb_utils.TritonError, _CODES[error.code])
             failure = self._pb_utils.TritonError(self._error_text(error), code)
             self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)

@@ -323,7 +323,7 @@ class Responder:
                 message.error = self._died
                 touched[message.request.key] = message
             elif message.call.announce:
-                self._guarded(message, lambda stream: stream.channel.send({}, final=False))
+                self._guarded(message, lambda stream: stream.channel.announce())
         elif isinstance(message, Channel):
             self._lookers.append(message)
             if self._died:

@@ -75,6 +75,7 @@ OUTPUTS = {
     "prompt_text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_logprobs": _STRING,
     "receipt": _STRING,
+    "error": _STRING,
     "pool_map": _STRING,
     "adapters": _STRING,
     "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
@@ -263,6 +264,10 @@ def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callabl
         for entries in tokens
     ]
     return json.dumps(spelled).encode()
+
+
+def write_error(text: str) -> dict[str, np.ndarray]:
+    return {"error": np.array([text.encode()], dtype=np.object_)}
 
 
 def error_text(error: RequestError) -> str:

@@ -170,6 +170,9 @@ def test_words():
 def test_an_end_id_takes_the_place_of_the_models_own():
     assert sampling(end_id=[50]) == {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "stop_token_ids": [50]}
     assert sampling(end_id=[-1]) == {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    assert sampling(end_id=[50], guided_decoding_guide_type=["json"]) == {
+        "max_tokens": 5, "temperature": 0, "stop_token_ids": [50], "json_object": True,
+    }, "what is complete ends with the model's own"  # fmt: skip
     assert sampling(pad_id=[3]) == {"max_tokens": 5, "temperature": 0}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from client import grpc_wire, load
-from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish
+from paged_backend.bench._report import Record, alternate, arguments, count, not_measured, parser, publish
 from paged_backend.bench._workload import NULL, model_names, model_options
 from paged_backend.bench.server import WORDS, Load
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
@@ -70,15 +70,18 @@ def measure(server: TritonServer, streams: int, tokens: int, rounds: int) -> lis
         return loads[model][-1].tokens / loads[model][-1].seconds
 
     alternate({f"{model}, {streams} streams, tokens/s": partial(timed, model) for model in MODELS}, rounds)
-    figures: dict[str, Callable[[Load], float]] = {
-        "time to first response": lambda one: 1e3 * statistics.median(one.first),
-        "time between responses": lambda one: 1e3 * statistics.median(one.between),
+    figures: dict[str, Callable[[Load], list[float]]] = {
+        "time to first response": lambda one: one.first,
+        "time between responses": lambda one: one.between,
     }
     return [one for what, of in figures.items() for one in _compared(f"{what} p50, {streams} streams", of, loads)]
 
 
-def _compared(name: str, of: Callable[[Load], float], loads: dict[str, list[Load]]) -> list[Record]:
-    values = {model: [of(one) for one in runs] for model, runs in loads.items()}
+def _compared(name: str, of: Callable[[Load], list[float]], loads: dict[str, list[Load]]) -> list[Record]:
+    times = {model: [of(one) for one in runs] for model, runs in loads.items()}
+    if not all(one for runs in times.values() for one in runs):
+        return [not_measured(name, "all tokens came in one response")]
+    values = {model: [1e3 * statistics.median(one) for one in runs] for model, runs in times.items()}
     own = values.pop(MODEL_NAME)
     records = [Record(f"{name} ({MODEL_NAME})", statistics.median(own), "ms")]
     for model, theirs in values.items():

@@ -77,13 +77,15 @@ class Relay:
         self._engine = engine
         self._rows: dict[Row, threading.Thread] = {}  # guarded by the lock
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()  # something is to be stopped, or the poller itself
         self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
         self._poller.start()
 
     def stop(self) -> None:
         """Wait for the threads. The server calls this once every request has ended."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         self._poller.join()
         for thread in list(self._rows.values()):
             thread.join(STOP_SECONDS)
@@ -160,8 +162,11 @@ class Relay:
         for response in request.exec(decoupled=True):
             if response.has_error():
                 raise _error(row.ask, response.error().message())
-            if tensors := response.output_tensors():  # else it only announces that the request is let in
-                yield {tensor.name(): tensor.as_numpy() for tensor in tensors}
+            outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            if "error" in outputs:
+                raise _error(row.ask, outputs["error"][0].decode())
+            if outputs:  # else it announces that the request is let in
+                yield outputs
 
     def _stop_requests(self, request_id: str) -> None:
         """End the open requests of that id."""
@@ -170,7 +175,7 @@ class Relay:
         for row in self._open():
             if row.job.request_id == request_id:
                 row.job.stopping = True
-                self._stop(row)
+        self._wake.set()
 
     def _stop(self, row: Row) -> None:
         """Ask the engine to end a row's request; nothing happens where that has not come to it yet."""
@@ -191,7 +196,11 @@ class Relay:
     def _poll(self) -> None:
         """Notice who has gone, and end what nobody waits for any more, until it has ended."""
         wait = POLL_SECONDS
-        while not self._stopping.wait(wait):
+        while True:
+            self._wake.wait(wait)
+            self._wake.clear()
+            if self._stopping:
+                return
             began = time.monotonic()
             rows = self._open()
             for job in {row.job for row in rows}:

@@ -211,7 +211,8 @@ def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[int]:
     kept = _single_tokens(row, "stop_words_list")
     ids = set(kept)
     if (end := row.one("end_id")) is not None:
-        parameters["ignore_eos"] = True  # it stands in the place of the model's own; -1 is none
+        if not row.one("guided_decoding_guide_type"):  # what is complete ends with the model's own
+            parameters["ignore_eos"] = True  # it stands in the place of that one; -1 is none
         ids |= {end} - {-1}
     if ids:
         parameters["stop_token_ids"] = sorted(ids)

@@ -134,3 +134,16 @@ def test_a_served_model_is_measured_beside_the_engine_alone(tiny, tmp_path):
     for point in ("concurrency 2", "rate 4/s"):
         record = records[f"output_throughput {point}"]
         assert record["value"] is None or record["value"] > 0
+
+
+def test_what_the_models_of_tensorrtllm_backend_add_is_measured(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "trtllm", *arguments]) == 0
+    records = records_of(file)
+    for what in ("time to first response", "time between responses"):
+        for model in ("ensemble", "tensorrt_llm_bls"):
+            name = f"{what} p50, 2 streams"
+            added = records[f"added to {name} ({model})"]
+            assert added["value"] == records[f"{name} ({model})"]["value"] - records[f"{name} (paged_llm)"]["value"]
+            assert added["target"] == 1.0

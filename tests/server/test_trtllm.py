@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import tritonclient.http as httpclient
 from transformers import GenerationConfig
 from tritonclient.utils import InferenceServerException
 
-from tests.server.conftest import WAIT, idle, post, raw_stream
+from tests.server.conftest import WAIT, idle, metrics, post, raw_stream, until
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 TYPES = {
@@ -218,6 +219,46 @@ def test_log_probabilities(tiny_server):
     assert parts[-1]["cum_log_probs"].item() == pytest.approx(every.sum(), abs=1e-4)
 
 
+def test_log_probabilities_of_beams(tiny_server):
+    (part,) = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[5]], beam_width=[[2]], return_log_probs=[[True]],
+        end_id=[[-1]],
+    )  # fmt: skip
+    assert part["output_log_probs"].shape == (1, 2, 5)
+    assert part["cum_log_probs"][0] == pytest.approx(part["output_log_probs"][0].sum(-1), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "form"),
+    [
+        ("regex", "[ab]{4}", r"[ab]{4}"),
+        ("json_schema", '{"type": "boolean"}', r"true|false"),
+        ("ebnf_grammar", 'root ::= "yes" | "no"', r"yes|no"),
+    ],
+)
+def test_guides(tiny_server, kind, guide, form):
+    parts = answers(
+        tiny_server, text_input=[["The sea"]], max_tokens=[[12]], guided_decoding_guide_type=[[kind]],
+        guided_decoding_guide=[[guide]], stream=[[True]],
+    )  # fmt: skip
+    assert re.fullmatch(form, text_of(parts).decode())
+
+
+def test_an_engine_announces_and_tells_errors_as_outputs(server):
+    """To those who ask for it, as these models do: servers lose later errors where one model calls another."""
+    with raw_stream(server) as stream:
+        sampling = {"max_tokens": 2000, "ignore_eos": True}
+        stream.send("mine", text_input="The sea", stream=False, announce=True, sampling_parameters=sampling)
+        assert stream.next().outputs == {}
+        with raw_stream(server) as another:
+            another.send("mine", stop_request=True)
+            assert another.next().outputs["num_stopped"] == [1]
+        last = stream.next()
+        assert last.final
+        assert last.outputs["error"] == [b"CANCELLED: the request was ended by a stop_request"]
+    idle(server)
+
+
 def test_what_the_cache_had_and_how_long_it_took(tiny_server):
     asked = {"text_input": [["What a cache has it need not compute"]], "max_tokens": [[4]]}
     first, second = (answers(tiny_server, **asked, return_perf_metrics=[[True]])[-1] for _ in range(2))
@@ -265,6 +306,17 @@ def test_parameters_that_it_has_no_tensors_for_reach_the_engine(tiny_server):
     assert post(tiny_server, body, model="ensemble")[0] == 200
     status, text = post(tiny_server, body | {"parameters": {"prioritty": 3}}, model="ensemble")
     assert (status, "did you mean priority?" in text) == (400, True)
+
+
+def test_a_client_that_leaves_ends_the_engines_requests(server):
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+    long = {"max_tokens": [[2000]] * 2, "end_id": [[-1]] * 2}
+    with opened(server) as stream:
+        stream.send(text_input=[["The sea"], ["The sky"]], stream=[[True], [False]], **long)
+        stream.next()
+        stream.cancel()
+        until(lambda: metrics(server)["paged_requests_finished_total{cancelled}"] == before + 2, "two cancelled")
+    idle(server)
 
 
 def test_many_streams_at_once(tiny_server):
@@ -365,3 +417,20 @@ def test_bad_token_ids_are_named(tiny_server):
     with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: input_ids"):
         core(tiny_server, input_ids=[[1, 2, 3, 4, 9999]])
     idle(tiny_server)
+
+
+def test_stop_ends_the_request_of_that_id(server):
+    """As the client of tensorrtllm_backend sends it, on the same stream; both end without an error."""
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+    stop = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]], "stop": [[True]]}
+    long = {"input_ids": [IDS], "input_lengths": [[5]], "request_output_len": [[2000]], "end_id": [[-1]]}
+    with opened(server, "tensorrt_llm") as stream:
+        stream.send("17", **long, streaming=[[False]])
+        stream.send("17", **stop)
+        assert stream.all() == [{}]
+        assert stream.all() == [{}]
+        stream.send("", **stop)
+        with pytest.raises(InferenceServerException, match="stop: needs the request id"):
+            stream.all()
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    idle(server)
