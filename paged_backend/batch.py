@@ -114,7 +114,7 @@ def pack(
     sample_rows = np.fromiter((row for row, _ in last), np.int64, len(last))
     draw_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
     sampling = prepare(drawing)
-    if any(chunk.scored for chunk in chunks):
+    if plan.is_about_prompts and any(chunk.scored for chunk in chunks):
         drawn_from = np.repeat(sample_rows, counts)
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)

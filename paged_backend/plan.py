@@ -86,6 +86,7 @@ class Plan:
     fed: int | None = None  # tokens of prompts beside sequences that decode; None where none does
     loads: tuple[Load, ...] = ()  # adapters to be put on the device
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # the slots of those that are used, by content
+    is_about_prompts: bool = False  # whether chunks may be scored, or end all
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +100,7 @@ class Draft:
     budget: int
     began: float = 0.0
     scores: int = MOST_SCORED  # rows of prompts that may still be scored
+    is_about_prompts: bool = False
     fed: int | None = None
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
@@ -106,8 +108,7 @@ class Draft:
     entered: list[int] = field(default_factory=list)
 
     def room(self, group: Group, start: int, length: int) -> int:
-        """How many of `length` tokens from `start` on the step can still take."""
-        length = min(length, self.budget)
+        """How many of `length` tokens of a prompt that is scored, from `start` on, the step can still take."""
         unscored = group.unscored(start, start + length)
         return length if len(unscored) <= self.scores else unscored.start + self.scores - start
 
@@ -115,14 +116,15 @@ class Draft:
         start = sequence.computed
         draws: tuple[Sequence, ...] = ()
         last = start + length == len(sequence.tokens)
-        ends_all = last and group.request.sampling.max_tokens == 0
-        if last and not ends_all:
+        if last and group.has_output:
             draws = (sequence,) if group.forked else tuple(group.sequences)
-        scored = group.unscored(start, start + length)
-        self.chunks.append(Chunk(sequence, start, length, draws, scored=scored, ends_all=ends_all))
+        self.chunks.append(chunk := Chunk(sequence, start, length, draws))
         self.budget -= length
-        self.scores -= len(scored)
-        return self.chunks[-1]
+        if group.scores_prompt or not group.has_output:
+            chunk.scored, chunk.ends_all = group.unscored(start, start + length), last and not group.has_output
+            self.scores -= len(chunk.scored)
+            self.is_about_prompts = True
+        return chunk
 
     def copy(self, group: Group, copy: Copy) -> None:
         group.blocks_new += 1
@@ -149,6 +151,7 @@ class Draft:
         return Plan(
             tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered),
             self.began, self.fed, slots.take_loads(), slots.of(chunk.sequence.request for chunk in self.chunks),
+            self.is_about_prompts,
         )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ class Scheduler:
         self.blocks.finish_ins(plan.ins)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
-        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all]
+        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all] if plan.is_about_prompts else []
         hidden = {chunk.sequence.key: next(drawn) for chunk in wanting if chunk.embeds}
         scores = {chunk.sequence.key: list(islice(drawn, len(chunk.scored))) for chunk in wanting}
         deltas: list[TokenDelta] = []
@@ -400,7 +400,9 @@ class Scheduler:
     def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
         """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""
         end = len(sequence.tokens) if group.forked else group.feed
-        length = draft.room(group, sequence.computed, end - sequence.computed)
+        length = min(end - sequence.computed, draft.budget)
+        if group.scores_prompt:
+            length = draft.room(group, sequence.computed, length)
         if length == 0:
             return
         new, copied = group.blocks_new, group.blocks_copied
@@ -514,7 +516,9 @@ class Scheduler:
             draft.copy(group, copy)
         group.blocks_reused += len(hit.on_device)
         leader.computed = leader.committed = len(hit.blocks) * size + hit.partial_tokens
-        length = draft.room(group, leader.computed, group.feed - leader.computed)
+        length = min(group.feed - leader.computed, draft.budget)
+        if group.scores_prompt:
+            length = draft.room(group, leader.computed, length)
         grown = self._grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:

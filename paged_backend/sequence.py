@@ -100,6 +100,12 @@ class Group:
     accepted_tokens: int = 0
     preempted_at: float = 0.0  # the last time, by the scheduler's clock
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens after the first, as far as computed
+    scores_prompt: bool = field(init=False)
+    has_output: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores_prompt = self.request.sampling.prompt_logprobs is not None
+        self.has_output = self.request.sampling.max_tokens > 0
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
@@ -161,7 +167,7 @@ class Group:
 
     def unscored(self, start: int, end: int) -> range:
         """Of the positions from `start` to `end` those after which the prompt's next token is still to be scored."""
-        if self.request.sampling.prompt_logprobs is None:
+        if not self.scores_prompt:
             return range(0)
         return range(max(start, len(self.prompt_logprobs)), min(end, self.leader.num_prompt - 1))
 

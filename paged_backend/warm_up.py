@@ -149,7 +149,8 @@ def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Ite
             if len(rows) > 1:  # decode rows first, as the scheduler has them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     scored = min(MOST_SCORED, longest - 1, budget - 1)
-    yield Plan((replace(chunk(0, scored + 1, prompt_logprobs=MAX_LOGPROBS), scored=range(scored)),))
+    whole = replace(chunk(0, scored + 1, prompt_logprobs=MAX_LOGPROBS), scored=range(scored))
+    yield Plan((whole,), is_about_prompts=True)
     for sampling in SAMPLINGS:
         for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROWS):
             yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
