@@ -14,7 +14,7 @@ from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
 from client.openai.schema import CompletionRequest, GenerateBody
 from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
-from client.types import Completion, Delta, Logprobs
+from client.types import Completion, Delta, Logprobs, PromptTold
 
 
 class Answer(ABC):
@@ -34,24 +34,24 @@ class Answer(ABC):
         choices: list[dict[str, Any]] = []
         for one in completions:
             choices += self._choices(len(choices), one)
-        return self._body(self.whole_object, choices) | self._beside(completions) | {"usage": usage(completions)}
+        return self._body(self.whole_object, choices) | self._beside(completions[0]) | {"usage": usage(completions)}
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None where there is nothing to tell yet."""
         piece = self._piece(delta)
-        return None if piece is None else self._body(self.chunk_object, [piece])
+        return None if piece is None else self._body(self.chunk_object, [piece]) | self._beside(delta)
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
-    def _of_prompt(self, completion: Completion) -> dict[str, Any]:
+    def _of_prompt(self, told: PromptTold) -> dict[str, Any]:
         """Of the prompt's tokens, what was asked for. vLLM has it in choices of completions, beside those of chats."""
-        told: dict[str, Any] = {}
-        if completion.prompt_token_ids is not None:
-            told["prompt_token_ids"] = completion.prompt_token_ids
-        if self._tells_prompt:
-            told["prompt_logprobs"] = [logprobs.by_id(one) for one in completion.prompt_logprobs or ()]
-        return told
+        fields: dict[str, Any] = {}
+        if told.prompt_token_ids is not None:
+            fields["prompt_token_ids"] = told.prompt_token_ids
+        if self._tells_prompt and told.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [logprobs.by_id(one) for one in told.prompt_logprobs]
+        return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
@@ -60,7 +60,7 @@ class Answer(ABC):
         """Of one prompt, numbered from `start`."""
         return [self._sample(start + index, one) for index, one in enumerate((completion, *completion.others))]
 
-    def _beside(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def _beside(self, told: PromptTold) -> dict[str, Any]:
         """What stands beside the choices."""
         return {}
 
@@ -90,7 +90,7 @@ class CompletionAnswer(Answer):
         return self._choice(index, sample)
 
     def _piece(self, delta: Delta) -> dict[str, Any] | None:
-        return self._choice(delta.index, delta) if _tells(delta) else None
+        return self._choice(delta.index, delta) | self._of_prompt(delta) if _tells(delta) else None
 
     def _choice(self, index: int, part: Completion | Delta) -> dict[str, Any]:
         told = None if part.logprobs is None else logprobs.of_completion(part.logprobs, part.text_offsets or ())
@@ -107,8 +107,8 @@ class ChatAnswer(Answer):
         self._readers: defaultdict[int, Reader] = defaultdict(reader)
         self._calling: set[int] = set()  # samples that have called a tool
 
-    def _beside(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return self._of_prompt(completions[0])
+    def _beside(self, told: PromptTold) -> dict[str, Any]:
+        return self._of_prompt(told)
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
         read = self._read(index, sample)
@@ -157,7 +157,7 @@ def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
 
 
 def _tells(delta: Delta) -> bool:
-    return bool(delta.text or delta.finish_reason or delta.logprobs or delta.token_ids)
+    return bool(delta.text or delta.finish_reason or delta.logprobs or delta.token_ids or delta.prompt_logprobs)
 
 
 def _choice(

@@ -131,8 +131,6 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
     def check(self) -> None:
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs: are told in whole answers only", param="prompt_logprobs")
         if self.response_format:
             self.response_format.check()
 

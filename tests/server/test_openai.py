@@ -248,9 +248,14 @@ def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
         assert told[str(token)]["logprob"] == pytest.approx(entries[0].logprob, abs=1e-4)
     chat = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **more)
     assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids) == chat.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.completions.create(model=MODEL, prompt="x", stream=True, **more)
-    assert raised.value.param == "prompt_logprobs"
+    first, *others = client.completions.create(model=MODEL, prompt="The sea is", max_tokens=4, stream=True, **more)
+    assert first.choices[0].prompt_token_ids == choice.prompt_token_ids
+    assert [one and set(one) for one in first.choices[0].prompt_logprobs] == [
+        one and set(one) for one in choice.prompt_logprobs
+    ]
+    assert not any(hasattr(chunk.choices[0], "prompt_token_ids") for chunk in others)
+    first, *_ = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, stream=True, **more)
+    assert first.prompt_token_ids == chat.prompt_token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
