@@ -122,7 +122,7 @@ class TestRequests:
         status, body = front.ask(path, BODIES[path] | {field: value})
         error = error_of(status, body)
         assert (status, error["param"]) == (400, field)
-        assert error["message"] == f"{field}={json.dumps(value)}: not served yet; leave it out"
+        assert error["message"] == f"{field}={json.dumps(value)}: not served; leave it out"
 
     @pytest.mark.parametrize(
         ("path", "fields", "named"),

@@ -135,7 +135,7 @@ class Watch:
 
 
 def _line(scope: Scope, status: int, seconds: float, request_id: str) -> str:
-    """JSON, in which a path cannot begin another line. No header of a request is in it, and so no key."""
+    """JSON, in which a path cannot begin another line. Of a request's headers only its id is in it, and so no key."""
     values = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "client": (scope.get("client") or [""])[0],

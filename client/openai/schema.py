@@ -180,7 +180,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     for name, inert in kind.not_served.items():
         value = values.pop(name, None)
         if not any(value is one or (type(value) is type(one) and value == one) for one in inert):
-            raise ApiError(400, f"{name}={_shown(value)}: not served yet; leave it out", param=name)
+            raise ApiError(400, f"{name}={_shown(value)}: not served; leave it out", param=name)
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
