@@ -149,7 +149,8 @@ class Lora:
 @torch.inference_mode()
 def adaptable(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """The linear layers that see every token of a batch once and in order, by name, with their sizes: not the output
-    layer, nor experts that get tokens of their own. The model must be as transformers made it."""
+    layer, nor experts that get tokens of their own. None of a model that cannot run, of which the proof will say why.
+    The model must be as transformers made it."""
     calls: Counter[str] = Counter()
     found: dict[str, tuple[int, int]] = {}
     hooks = []
@@ -170,6 +171,8 @@ def adaptable(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     ids = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     try:
         model(input_ids=ids, use_cache=False)
+    except Exception:
+        return {}
     finally:
         for hook in hooks:
             hook.remove()

@@ -104,6 +104,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
         embedding=embedding,
     )
+    if shapes is not None and not shapes:
+        raise ConfigError(f"enable_lora=true: {type(model).__name__} has no linear layer that can be adapted")
     lora = Lora(model, shapes, slots=config.max_loras, rank=config.max_lora_rank) if shapes is not None else None
     loaded = LoadedModel(place, model, tokenizer, spec, lora=lora)
     return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded

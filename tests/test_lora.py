@@ -531,6 +531,18 @@ def test_a_request_that_is_aborted_while_its_adapter_is_read_never_runs(tiny, li
         assert engine.outputs[key].tokens == []
 
 
+def test_a_model_without_linear_layers_to_adapt_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr("paged_backend.lora._sizes", lambda module: None)
+    with pytest.raises(ConfigError, match="enable_lora=true: LlamaForCausalLM has no linear layer that can be adapted"):
+        tiny_assembly(tiny[0], **LORA)
+
+
+def test_experts_are_not_adapted_and_what_is_beside_them_is(tmp_path, prompts, caplog):
+    model = save_tiny(hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), tmp_path / "model")
+    files = {"one": make_adapter(model, tmp_path / "one", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])}
+    check_model(tmp_path, model, files, prompts, caplog, "as it comes")
+
+
 def test_options(tiny):
     for options, reason in (
         ({"max_loras": 0}, "max_loras=0: must be"),

@@ -1,0 +1,116 @@
+"""Slots for adapters: who is there, who makes way, and what has to be put on the device."""
+
+import random
+
+import pytest
+
+from paged_backend.adapter_slots import AdapterSlots, Load
+from paged_backend.block_manager import BlockManager
+from paged_backend.request import Adapter, GenerateRequest, SamplingParams
+from paged_backend.scheduler import Scheduler
+
+
+def adapter(name):
+    return Adapter(name, name.encode(), 1, {})
+
+
+def request(key, name=None, length=4, **sampling):
+    made = GenerateRequest(key, tuple(range(length)), SamplingParams(**sampling), 0, frozenset())
+    object.__setattr__(made, "adapter", adapter(name) if name else None)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_whatever_comes_and_goes(seed, count):
+    """The device holds what the slots say, as long as every load is done before it is used."""
+    rnd, slots, device, running = random.Random(seed), AdapterSlots(count), {}, []
+    for key in range(500):
+        wanted = request(key, rnd.choice("abcdefg"))
+        in_use = {one.adapter.digest for one in running}
+        assert slots.has_room(wanted.adapter) == (wanted.adapter.digest in in_use or len(in_use) < count)
+        if slots.has_room(wanted.adapter) and rnd.random() < 0.6:
+            slots.take(wanted.adapter)
+            running.append(wanted)
+        elif running:
+            slots.leave(running.pop(rnd.randrange(len(running))).adapter)
+        if rnd.random() < 0.7:  # a step, which may fail
+            loads = slots.take_loads()
+            for load in loads:
+                device.pop(load.slot, None)
+            if rnd.random() < 0.2:
+                slots.fail(loads)
+            else:
+                device |= {load.slot: load.adapter.digest for load in loads}
+                used = slots.of(running)
+                assert used == {one.adapter.digest: used[one.adapter.digest] for one in running}
+                waiting = {load.adapter.digest for load in slots._loads.values()}
+                assert all(device[slot] == digest for digest, slot in used.items() if digest not in waiting)
+        slots.check(running)
+        assert {one.digest for one in slots.resident} >= {one.adapter.digest for one in running}
+    assert AdapterSlots(0).of([request(0)]) == {}
+
+
+def test_the_least_recently_used_makes_way():
+    slots = AdapterSlots(2)
+    for name in "abab":
+        slots.take(adapter(name))
+        slots.leave(adapter(name))
+    slots.take(adapter("a"))
+    slots.leave(adapter("a"))
+    slots.take_loads()
+    slots.take(adapter("c"))
+    assert slots.take_loads() == (Load(1, slots.resident[-1]),)
+    assert sorted(one.name for one in slots.resident) == ["a", "c"]
+
+
+def scheduler(**options):
+    blocks = BlockManager(64, 4, caching=True)
+    return Scheduler(blocks, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_loras": 1} | options)
+
+
+def test_a_step_that_fails_has_its_adapters_loaded_again():
+    sched = scheduler()
+    sched.add(request(0, "a"))
+    plan = sched.schedule()
+    assert [load.adapter.name for load in plan.loads] == ["a"]
+    assert plan.adapters == {b"a": 0}
+    assert len(sched.fail(plan, "no")) == 1
+    sched.check()
+    sched.add(request(1, "a"))
+    plan = sched.schedule()
+    assert [load.adapter.name for load in plan.loads] == ["a"]
+    sched.commit(plan, [5])
+    plan = sched.schedule()
+    assert plan.loads == () and plan.adapters == {b"a": 0}
+    sched.abort(1)
+    sched.commit(plan, [5])
+    sched.check()
+
+
+def test_a_step_without_adapters_names_none():
+    sched = scheduler()
+    for key, name in enumerate([None, "a"]):
+        sched.add(request(key, name, max_tokens=1 + key))
+    plan = sched.schedule()
+    assert plan.adapters == {b"a": 0}
+    sched.commit(plan, [5, 6])
+    sched.commit(sched.schedule(), [7])
+    sched.add(request(2))
+    assert sched.schedule().adapters == {}
+
+
+def test_nobody_with_an_adapter_passes_one_who_waits_for_a_slot():
+    """Else those who keep the slot in use could come for ever. Whoever has none passes."""
+    sched = scheduler()
+    sched.add(request(0, "a", max_tokens=2))
+    sched.commit(sched.schedule(), [5])
+    for key, name in ((1, "b"), (2, "a"), (3, None)):
+        sched.add(request(key, name, max_tokens=4))
+    plan = sched.schedule()
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0, 3]
+    sched.commit(plan, [5, 5])  # the first has ended
+    plan = sched.schedule()
+    assert [chunk.sequence.key for chunk in plan.chunks] == [3, 1]
+    assert [load.adapter.name for load in plan.loads] == ["b"]
+    sched.check()
