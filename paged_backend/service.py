@@ -204,7 +204,7 @@ def _adapters(config: EngineConfig, loaded: LoadedModel, listing: Listing | None
         loaded.lora.nbytes / kv_cache.GIB, ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
     )  # fmt: skip
     keep = config.max_cpu_loras or config.max_loras
-    return Adapters(listing, loaded.lora.shapes, loaded.spec.dtype, max_rank=config.max_lora_rank, keep=keep)
+    return Adapters(listing, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, keep=keep)
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:

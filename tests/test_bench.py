@@ -292,3 +292,12 @@ def test_what_is_named_beside_quick_holds():
     assert chosen("--quick") == (1, 4)
     assert chosen("--quick", "--rounds", "3") == (3, 4)
     assert chosen("--requests", "9", "--quick") == (1, 9)
+
+
+def test_lora_writes_its_records_and_a_picture(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--quick", "--model", str(tiny[0]), "--rows", "4", "--adapters", "2", "--rounds", "1"]
+    assert main(["bench", "lora", *arguments, "--json", str(file)]) == 0
+    value = {name: record["value"] for name, record in records_of(file).items()}
+    assert all(value[f"step of 4 rows, {number} adapters"] > 0 for number in (0, 1, 2))
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -29,14 +29,12 @@ BLOCK_SIZE = 16
 
 def adapters_of(assembly: Assembly) -> list[Adapter]:
     """One in each slot, of small random weights."""
-    lora, dtype = assembly.loaded.lora, assembly.loaded.spec.dtype
+    lora = assembly.loaded.lora
     assert lora
     made = []
     for slot in range(lora.slots):
         factors = {
-            name: Factors(
-                torch.randn(lora.rank, inputs).to(dtype) / 100, torch.randn(outputs, lora.rank).to(dtype) / 100
-            )
+            name: Factors(torch.randn(lora.rank, inputs) / 100, torch.randn(outputs, lora.rank) / 100)
             for name, (inputs, outputs) in lora.shapes.items()
         }
         made.append(Adapter(str(slot), bytes([slot]), lora.rank, factors))
