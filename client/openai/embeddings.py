@@ -20,11 +20,11 @@ AT_ONCE = 64  # inputs of a request that the engine is asked for at the same tim
 
 
 class SamplingFields(StrictModel):
-    """The sampling parameters that have a meaning for an embedding. None: the engine's default."""
+    """The sampling parameters that have a meaning for an embedding, but the adapter, which is a model here. None: the
+    engine's default."""
 
     priority: int | None = None
     cache_salt: str | None = None
-    lora_name: str | None = None
     timeout_ms: int | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
