@@ -6,7 +6,6 @@ import select
 import subprocess
 import sys
 import time
-import zipfile
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from paged_backend.bench.cpu import (
     verdicts,
     with_tokens_of,
 )
-from paged_backend.serving.environments import Package, SetUpError
 
 FAKE = """
 import os, sys
@@ -272,26 +270,3 @@ def test_a_bad_argument_is_refused_before_the_work(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "cpu", *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_an_environment_is_made_once_and_what_is_in_the_way_is_told(tmp_path, monkeypatch, capsys):
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    for name, value in {"PAGED_CACHE_DIR": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": wheels}.items():
-        monkeypatch.setenv(name, str(value))
-    environment = Package("engine", "an-engine", "1.2", without=("torch",))
-    with pytest.raises(SetUpError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
-        environment.make()
-    assert not environment.ready
-    with zipfile.ZipFile(wheels / "an_engine-1.2-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("an_engine.py", "")
-        about = "Metadata-Version: 2.1\nName: an-engine\nVersion: 1.2\nRequires-Dist: torchvision\n"
-        wheel.writestr("an_engine-1.2.dist-info/METADATA", about + "Requires-Dist: another; extra == 'gpu'\n")
-        wheel.writestr("an_engine-1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr("an_engine-1.2.dist-info/RECORD", "")
-    environment.make()
-    assert environment.ready
-    subprocess.run([environment.python, "-c", "import an_engine"], check=True)
-    assert "an-engine 1.2: set up in " in capsys.readouterr().err
-    environment.make()
-    assert capsys.readouterr().err == ""
