@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -269,6 +270,20 @@ def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
         assert value[f"{kind}: accepted (3 by a model)"] > 95  # it guesses itself
         assert value[f"{kind}: tokens_per_step (3 by a model)"] > 3
         assert value[f"{kind}: throughput_ratio (3 looked up)"] > 0
+
+
+def test_guided_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeypatch):
+    """With a peer that is not installed."""
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    file = tmp_path / "figures.json"
+    arguments = ["--quick", "--model", str(tiny[0]), "--rounds", "1", "--batches", "2", "--json", str(file)]
+    assert main(["bench", "guided", *arguments]) == 0
+    assert "xgrammar: not measured: " in capsys.readouterr().out
+    value = {name: record["value"] for name, record in records_of(file).items()}
+    assert value["JSON Schema ignored: llguidance"] == value["regular expressions ignored: llguidance"] == 0
+    assert value["JSON Schema held to: llguidance"] + value["JSON Schema refused: llguidance"] == 38
+    assert value["a token of a schema, 2 rows"] > 0
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_prompt_that_is_more_than_the_others_together_has_room(tmp_path, capsys):
