@@ -8,6 +8,7 @@ response, of 32, and those are the ones that send our answers: therefore the eng
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import uuid
@@ -24,6 +25,8 @@ from paged_backend.trtllm import replies, requests
 from paged_backend.trtllm.requests import Ask
 
 log = logging.getLogger("paged_llm")
+
+_GONE = re.compile("is not (ready|healthy)|unknown model")  # in the server's own words; it tells models no classes
 
 POLL_SECONDS = 0.1  # how often it is asked whether clients are gone, as in tensorrtllm_backend
 POLL_SHARE = 0.1  # of a thread's time at the most
@@ -161,10 +164,10 @@ class Relay:
         )
         for response in request.exec(decoupled=True):
             if response.has_error():
-                raise _error(row.ask, response.error().message())
+                raise engine_error(row.ask, response.error().message())
             outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
             if "error" in outputs:
-                raise _error(row.ask, outputs["error"][0].decode())
+                raise engine_error(row.ask, outputs["error"][0].decode())
             if outputs:  # else it announces that the request is let in
                 yield outputs
 
@@ -185,9 +188,12 @@ class Relay:
             inputs=[self._pb_utils.Tensor("stop_request", np.array([True]))],
             requested_output_names=[],
         )
-        for response in request.exec(decoupled=True):
-            if response.has_error():
-                log.debug("%s could not be stopped: %s", row.id, response.error().message())
+        try:
+            for response in request.exec(decoupled=True):
+                if response.has_error():
+                    log.debug("%s could not be stopped: %s", row.id, response.error().message())
+        except Exception:
+            log.exception("%s could not be stopped", row.id)
 
     def _open(self) -> list[Row]:
         with self._lock:
@@ -219,12 +225,14 @@ class Relay:
             log.exception("a client could not be asked whether it is gone")
 
 
-def _error(ask: Ask, message: str) -> RequestError:
-    """The engine's error, of the same class."""
+def engine_error(ask: Ask, message: str) -> RequestError:
+    """The error that a message of the engine's model, or of the server about it, stands for."""
     name, colon, rest = message.removeprefix(wire.ERROR_PREFIX).partition(": ")
     if colon and name in ErrorCode.__members__:
         return RequestError(ErrorCode[name], ask.in_its_words(f" {rest}").strip())
-    return RequestError(ErrorCode.UNAVAILABLE, f"the engine's model does not answer: {message}")
+    if _GONE.search(message):
+        return RequestError(ErrorCode.UNAVAILABLE, f"the engine's model does not answer: {message}")
+    return RequestError(ErrorCode.INVALID_ARGUMENT, message, verbatim=True)
 
 
 def _internal(error: Exception) -> RequestError:

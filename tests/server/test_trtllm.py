@@ -281,6 +281,7 @@ def test_what_the_cache_had_and_how_long_it_took(tiny_server):
         ({"min_length": [[9]]}, "INVALID_ARGUMENT: min_length=9: must be 0..max_tokens=4"),
         ({"return_context_logits": [[True]]}, "INVALID_ARGUMENT: return_context_logits=true: not supported"),
         ({"stop_words": [[b"\xff"]]}, "INVALID_ARGUMENT: stop_words: byte 0 is not valid UTF-8; send UTF-8 text"),
+        ({"lora_task_id": [[7]]}, "LoRA feature is not enabled."),
         ({"text_input": [[""]]}, "INVALID_ARGUMENT: text_input: the prompt is empty; give at least one character"),
     ],
 )
@@ -299,6 +300,34 @@ def test_one_bad_row_ends_the_request_once(tiny_server):
         stream.send(text_input=[["One"]], max_tokens=[[2]])
         assert len(stream.all()) == 1, "nothing of the request before"
     idle(tiny_server)
+
+
+@pytest.mark.parametrize("name", [7, "mine"])
+def test_a_session_goes_through(server, name):
+    counts = []
+    with opened(server) as stream:
+        for turn, prompt in enumerate(("Count: one, two,", " and")):
+            stream.client.async_stream_infer(
+                stream.model,
+                inputs(text_input=[[prompt]], max_tokens=[[4]], return_num_input_tokens=[[True]]),
+                sequence_id=name,
+                sequence_start=turn == 0,
+                sequence_end=turn == 1,
+                enable_empty_final_response=True,
+            )
+            (part,) = stream.all()
+            counts.append(part["num_input_tokens"].item())
+    assert counts[1] > counts[0] + 3, "the second turn goes on from the first"
+    idle(server)
+
+
+def test_a_deadline_goes_through(server):
+    with opened(server) as stream:
+        asked = inputs(text_input=[["The sea"]], max_tokens=[[2000]], end_id=[[-1]], return_num_output_tokens=[[True]])
+        stream.client.async_stream_infer(stream.model, asked, timeout=1_000_000, enable_empty_final_response=True)
+        (part,) = stream.all()
+    assert part["num_output_tokens"] < 2000
+    idle(server)
 
 
 def test_parameters_that_it_has_no_tensors_for_reach_the_engine(tiny_server):
