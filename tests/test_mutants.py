@@ -112,9 +112,9 @@ MUTANTS = {  # (file, what is right, what is not)
         "if group:\n                for",
         "if group and not chunk.sequence.ended:\n                for",
     ),
-    "beams go on before it is known from where": (
+    "beams and guides go on before it is known from where": (
         SCHEDULER,
-        " or any(group.beams for group in self._running.values())",
+        " or any(group.in_turn for group in self._running.values())",
         "",
     ),
     "a block is known before its last token is": (
