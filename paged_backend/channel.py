@@ -1,10 +1,10 @@
-"""One request of the server's: what came, and the way back to its client, with the promise of exactly one FINAL."""
+"""One request: what came, and the way back to its client, with the promise of exactly one final response."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,8 +19,30 @@ _CODES = {  # our classes by the names of Triton's codes
 }
 
 
-class Channel:
-    """Owned by one thread at a time: the one that admits the request, then the responder's."""
+# Tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence (0 or "": none), its
+# flags, and its id ("": none).
+Received = tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]
+
+
+class Channel(Protocol):
+    """Owned by one thread at a time: the one that admits the request, then the responder's. Sending and asking may wait
+    for another process: never on the engine's thread."""
+
+    closed: bool  # whether the final response has been sent
+
+    def received(self) -> Received: ...
+
+    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None: ...
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error. Does nothing where it has ended already."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client is gone or has called the request off."""
+
+
+class ServerChannel:
+    """Of a request of the server's."""
 
     def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = wire.error_text):
         """`error_text`: what the client reads of an error."""
@@ -29,11 +51,8 @@ class Channel:
         self._sender = request.get_response_sender()
         self._error_text = error_text
         self.closed = False
-        self._announced = False
 
-    def received(self) -> tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]:
-        """The input tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence
-        (0 or "": none), its flags, and its id ("": none)."""
+    def received(self) -> Received:
         request = self._request
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
         parameters = json.loads(request.parameters() or "{}")
@@ -41,27 +60,18 @@ class Channel:
         return tensors, parameters, *own
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
-        """A round trip to the server process: never on the engine's thread."""
+        """A round trip to the server process."""
         tensors = [self._pb_utils.Tensor(name, value) for name, value in outputs.items()]
         self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), final)
 
-    def announce(self) -> None:
-        """Tell that the request was let in, by an empty response. From now on an error is an output: where one model
-        calls another, servers (2.51) lose those that come after the first response, and the caller waits for ever."""
-        self.send({}, final=False)
-        self._announced = True
-
     def fail(self, error: RequestError) -> None:
-        """End the request with an error. Does nothing where it has ended already."""
-        if self._announced and not self.closed:
-            self.send(wire.write_error(self._error_text(error)), final=True)
-        elif not self.closed:
+        if not self.closed:
             code = getattr(self._pb_utils.TritonError, _CODES[error.code])
             failure = self._pb_utils.TritonError(self._error_text(error), code)
             self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
 
     def is_cancelled(self) -> bool:
-        """Whether the client is gone or has called the request off. A round trip, like `send`."""
+        """A round trip, like `send`."""
         return self._sender.is_cancelled()
 
     def _send(self, response: Any, final: bool) -> None:

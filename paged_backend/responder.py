@@ -235,6 +235,13 @@ class Refused:
 
 
 @dataclass(frozen=True, eq=False)
+class Look:
+    """Answer with the next map of the pool."""
+
+    channel: Channel
+
+
+@dataclass(frozen=True, eq=False)
 class Cancel:
     """End what is open under a request id, and answer how many that were."""
 
@@ -249,7 +256,7 @@ class Responder:
         self._metrics = metrics
         self._sessions = sessions
         self._engine: Aborts | None = None
-        self._inbox: SimpleQueue[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | Cancel | None] = (
+        self._inbox: SimpleQueue[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None] = (
             SimpleQueue()
         )
         self._died: RequestError | None = None
@@ -285,7 +292,7 @@ class Responder:
 
     def look(self, channel: Channel) -> None:
         """Answer with the next map of the pool. Must come before the engine is asked for it."""
-        self._inbox.put(channel)
+        self._inbox.put(Look(channel))
 
     def emit(self, output: StepOutput | PoolMap | EngineDied) -> None:
         self._inbox.put(output)
@@ -312,7 +319,7 @@ class Responder:
             self._metrics.show_sessions(len(self._sessions))
 
     def _take(
-        self, message: Stream | Channel | PoolMap | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+        self, message: Stream | Look | PoolMap | Refused | Cancel | EngineDied, touched: dict[int, Stream]
     ) -> None:
         """Anything but a step."""
         if isinstance(message, Stream):
@@ -322,10 +329,8 @@ class Responder:
             if self._died:  # after it was asked whether it lives
                 message.error = self._died
                 touched[message.request.key] = message
-            elif message.call.announce:
-                self._guarded(message, lambda stream: stream.channel.announce())
-        elif isinstance(message, Channel):
-            self._lookers.append(message)
+        elif isinstance(message, Look):
+            self._lookers.append(message.channel)
             if self._died:
                 self._fail_lookers(self._died)
         elif isinstance(message, PoolMap):
@@ -346,7 +351,7 @@ class Responder:
         self._stats, self._generated = None, 0
         self._next_show = time.monotonic() + SHOW_SECONDS
 
-    def _collect(self) -> list[Stream | Channel | StepOutput | PoolMap | EngineDied | Refused | Cancel | None]:
+    def _collect(self) -> list[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None]:
         """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
         session, nor past the time when the metrics are to be updated."""
         messages = []

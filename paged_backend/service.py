@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from paged_backend import kv_cache, model_loader, wire
 from paged_backend.adapters import Adapters, Listing
 from paged_backend.block_manager import BlockManager
-from paged_backend.channel import Channel
+from paged_backend.channel import Channel, ServerChannel
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.conversation import render
 from paged_backend.detokenizer import Detokenizer
@@ -30,6 +31,7 @@ from paged_backend.disk import DiskTier, fingerprint
 from paged_backend.embedding import parse_sampling
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.grammars import Grammars
+from paged_backend.local_listener import Listener
 from paged_backend.machine import release_threads, return_memory
 from paged_backend.masks import Guide
 from paged_backend.metrics import Metrics
@@ -240,6 +242,7 @@ class Service:
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
         self._max_queue_size = config.max_queue_size
+        self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._responder = Responder(metrics, self._sessions)
         eos = self._assembly.loaded.spec.eos_ids
@@ -249,6 +252,7 @@ class Service:
         metrics.show(self._assembly.scheduler.stats)
         self._responder.start(self._engine)
         self._engine.start()
+        self._listener = self._listen(labels["model"])
         # What loading has left lives as long as the process: the collector need not walk through it while serving.
         gc.collect()
         gc.freeze()
@@ -257,21 +261,40 @@ class Service:
     def ready(self) -> bool:
         return self._engine.alive
 
+    def _listen(self, model: str) -> Listener | None:
+        """For models in front of this one."""
+        try:
+            return Listener(model, self.take)
+        except OSError as error:
+            log.warning("no other model of this server can reach this one, only clients can: %s", error)
+            return None
+
     def stop(self) -> None:
-        """End both threads, and what else was started. The server calls this once every stream has ended."""
+        """End both threads, and what else was started. The server calls this once every stream of its own has ended."""
+        if self._listener:
+            self._listener.drain()
+            self._listener.close()
         self._grammars.stop()
         self._engine.stop()
         self._responder.stop()
         self._assembly.close()
 
     def submit(self, pb_request: Any) -> None:
-        """Read, tokenize, check and queue one request of the server's. To be called from one thread."""
-        arrived = time.monotonic()
+        """Take one request of the server's."""
         try:
-            channel = Channel(self._pb_utils, pb_request)
+            channel = ServerChannel(self._pb_utils, pb_request)
         except Exception:
             log.exception("a request without a way back")
             return
+        self.take(channel)
+
+    def take(self, channel: Channel) -> None:
+        """Read, tokenize, check and queue one request. May be called from any thread."""
+        arrived = time.monotonic()
+        with self._taking:
+            self._take(channel, arrived)
+
+    def _take(self, channel: Channel, arrived: float) -> None:
         try:
             if not self.ready:
                 raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")

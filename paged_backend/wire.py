@@ -54,7 +54,6 @@ INPUTS = {
     "return_token_ids": _BOOL,
     "return_text_offsets": _BOOL,
     "return_receipt": _BOOL,
-    "announce": _BOOL,
     "pool_map": _BOOL,
     "adapters": _BOOL,
     "stop_request": _BOOL,
@@ -75,7 +74,6 @@ OUTPUTS = {
     "prompt_text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_logprobs": _STRING,
     "receipt": _STRING,
-    "error": _STRING,
     "pool_map": _STRING,
     "adapters": _STRING,
     "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
@@ -141,7 +139,6 @@ class Call:
     return_text_offsets: bool = False
     embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
     tools: list[dict[str, Any]] | None = None  # beside `messages`
-    announce: bool = False  # with an empty response, as soon as it is let in
 
     @property
     def only_ends(self) -> bool:
@@ -207,7 +204,6 @@ def read(
         return_text_offsets=_bool(tensors, "return_text_offsets", False),
         embedding=embedding,
         tools=_tools(tensors, chat=messages is not None),
-        announce=_bool(tensors, "announce", False),
     )
 
 
@@ -264,10 +260,6 @@ def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callabl
         for entries in tokens
     ]
     return json.dumps(spelled).encode()
-
-
-def write_error(text: str) -> dict[str, np.ndarray]:
-    return {"error": np.array([text.encode()], dtype=np.object_)}
 
 
 def error_text(error: RequestError) -> str:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend.block_manager import BlockManager
-from paged_backend.channel import Channel
+from paged_backend.channel import ServerChannel
 from paged_backend.engine import EngineDied, PoolMap
 from paged_backend.metrics import Metrics
 from paged_backend.request import GenerateRequest, SamplingParams
@@ -66,7 +66,7 @@ class Sent(SimpleQueue):
         self.put((dict(tensors), error and error.text, flags == 1))
 
     def channel(self):
-        return Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
+        return ServerChannel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
 
     def the_only(self):
         got = self.get(timeout=WAIT)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend import wire
-from paged_backend.channel import Channel
+from paged_backend.channel import ServerChannel
 from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import StepOutput
 from paged_backend.metrics import Metrics
@@ -63,7 +63,7 @@ class Client:
         self.decoded = []
         call = wire.Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
         request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
-        channel = Channel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
+        channel = ServerChannel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
         sample = Sample(Detokenizer(self.decode, [120], stop=stop), False)
         self.stream = Stream(request, call, channel, [sample], 0.0, list, str)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paged_backend.request import ErrorCode, RequestError
-from paged_backend.trtllm import configs, relay, replies, requests
+from paged_backend.trtllm import configs, replies, requests
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
 
 ROOT = Path(__file__).parents[1]
@@ -286,25 +286,6 @@ def test_errors_have_the_names_that_the_client_knows():
     assert one.in_its_words(" max_tokens=5: must be 1..4") == " request_output_len=5: must be 1..4"
     assert ask().in_its_words(" max_tokens=5: must be 1..4") == " max_tokens=5: must be 1..4"
     assert one.in_its_words(" other: max_tokens") == " other: max_tokens"
-
-
-@pytest.mark.parametrize(
-    ("told", "code", "text"),
-    [
-        ("Error generating stream: INTERNAL: lost", ErrorCode.INTERNAL, "INTERNAL: lost"),
-        ("CANCELLED: gone", ErrorCode.CANCELLED, "CANCELLED: gone"),
-        ("LoRA feature is not enabled.", ErrorCode.INVALID_ARGUMENT, "LoRA feature is not enabled."),
-        (
-            "Failed for execute the inference request. Model 'paged_llm' is not ready.",
-            ErrorCode.UNAVAILABLE,
-            "UNAVAILABLE: the engine's model does not answer: Failed for execute",
-        ),
-    ],
-)
-def test_errors_keep_their_class(told, code, text):
-    error = relay.engine_error(ask(), told)
-    assert error.code is code
-    assert str(error).startswith(text)
 
 
 def response(**values):

@@ -1,8 +1,9 @@
 """What the models of tensorrtllm_backend add to the latency of a token: the same requests to them and to the engine's
 own model, on one server.
 
-They reach the engine through BLS, so a response goes through the server twice. The figures are differences of medians
-that were taken in turn; what is added to "between responses" is what each token costs where steps do not hide it.
+They reach the engine through a local socket, so a response goes through one process more. The figures are differences
+of medians that were taken in turn; what is added to "between responses" is what each token costs where steps do not
+hide it.
 """
 
 from __future__ import annotations

@@ -1,49 +1,41 @@
-"""Requests on their way through the engine's model: each row is one of its requests, on a thread that waits for it.
+"""Requests on their way to the engine's model, each row as one of its requests, and what it answers on its way back.
 
-The server calls a model from another one (BLS) only with a call that blocks until the first response, and an iterator
-that blocks for each further one; so a row has a thread. The server holds one of its own threads until that first
-response, of 32, and those are the ones that send our answers: therefore the engine is asked to announce each request.
+The server's own way for one model to call another (BLS) costs a thread for each row, milliseconds for each token, and
+in some versions the server's life; the local socket of the engine costs none of these.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from paged_backend import wire
-from paged_backend.channel import Channel
+from paged_backend.channel import Channel, ServerChannel
 from paged_backend.request import ErrorCode, RequestError
 from paged_backend.trtllm import replies, requests
+from paged_backend.trtllm.links import Link, Links, Outputs, cancel_frame, request_frame
 from paged_backend.trtllm.requests import Ask
 
 log = logging.getLogger("paged_llm")
 
-_GONE = re.compile("is not (ready|healthy)|unknown model")  # in the server's own words; it tells models no classes
-
 POLL_SECONDS = 0.1  # how often it is asked whether clients are gone, as in tensorrtllm_backend
 POLL_SHARE = 0.1  # of a thread's time at the most
-MAX_ROWS = 1024  # open at a time: each has a thread
-STOP_SECONDS = 5.0  # that threads get to end in when the model is unloaded
+MAX_ROWS = 1024  # open at a time
 
 
 @dataclass(eq=False)
 class Job:
-    """One request of a client's. The lock guards all of it: rows end on threads of their own."""
+    """One request of a client's. The lock guards all of it: a link's thread answers, the poller asks."""
 
     channel: Channel
     request_id: str
-    parameters: dict[str, Any]
-    timeout_us: int
-    sequence_id: int | str
-    flags: int
     rows: list[Row] = field(default_factory=list)
     stopping: bool = False  # asked to end, with what it has
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -66,7 +58,10 @@ class Job:
 class Row:
     job: Job
     ask: Ask
-    id: str  # the engine's request
+    id: int  # of the engine's request, on its link
+    link: Link
+    asked: bool = False  # whether the engine has got it
+    cancelled: bool = False  # whether the engine was told that nobody waits for it
     ended: bool = False  # whether its last response has been sent
 
 
@@ -77,8 +72,9 @@ class Relay:
         """`pb_utils` is the module that the server gives its Python models; `engine` the model that generates."""
         self._pb_utils = pb_utils
         self._model = model
-        self._engine = engine
-        self._rows: dict[Row, threading.Thread] = {}  # guarded by the lock
+        self._links = Links(engine, self._hear, self._lose)
+        self._ids = itertools.count()
+        self._rows: dict[int, Row] = {}  # those that the engine has not ended; guarded by the lock
         self._lock = threading.Lock()
         self._stopping = False
         self._wake = threading.Event()  # something is to be stopped, or the poller itself
@@ -86,16 +82,15 @@ class Relay:
         self._poller.start()
 
     def stop(self) -> None:
-        """Wait for the threads. The server calls this once every request has ended."""
+        """End the threads, and what the engine still does. The server calls this once every request has ended."""
         self._stopping = True
         self._wake.set()
         self._poller.join()
-        for thread in list(self._rows.values()):
-            thread.join(STOP_SECONDS)
+        self._links.stop()
 
     def submit(self, pb_request: Any) -> None:
         try:
-            channel = Channel(self._pb_utils, pb_request, str)
+            channel = ServerChannel(self._pb_utils, pb_request, str)
         except Exception:
             log.exception("a request without a way back")
             return
@@ -114,62 +109,60 @@ class Relay:
             channel.send({}, final=True)
             return
         asks = requests.read(self._model, tensors)
-        job = Job(channel, request_id, parameters, timeout_us, sequence_id, flags)
-        job.rows = [Row(job, ask, f"{self._model}-{uuid.uuid4()}") for ask in asks]
-        with self._lock:
-            if len(self._rows) + len(job.rows) > MAX_ROWS:
-                raise RequestError(ErrorCode.UNAVAILABLE, f"{len(self._rows)} rows are open; at most {MAX_ROWS} may be")
-            threads = {row: threading.Thread(target=self._run, args=[row], daemon=True) for row in job.rows}
-            self._rows |= threads
-        for thread in threads.values():
-            thread.start()
+        job, link = Job(channel, request_id), self._links.pick()
+        job.rows = [Row(job, ask, next(self._ids), link) for ask in asks]
+        own = parameters, timeout_us, sequence_id, flags
+        frames = [request_frame(row.id, (row.ask.tensors, *own, f"{self._model}-{uuid.uuid4()}")) for row in job.rows]
+        self._register(job.rows)
+        for row, frame in zip(job.rows, frames, strict=True):
+            self._send(row, frame)
+            row.asked = True
 
-    def _run(self, row: Row) -> None:
+    def _register(self, rows: list[Row]) -> None:
+        with self._lock:
+            if len(self._rows) + len(rows) > MAX_ROWS:
+                raise RequestError(ErrorCode.UNAVAILABLE, f"{len(self._rows)} rows are open; at most {MAX_ROWS} may be")
+            for row in rows:
+                self._rows[row.id] = row
+                row.link.num_open += 1
+
+    def _forget(self, row: Row) -> None:
+        with self._lock:
+            if self._rows.pop(row.id, None):
+                row.link.num_open -= 1
+
+    def _send(self, row: Row, frame: bytes) -> None:
         try:
-            for response in self._exec(row):
-                self._relay(row, response)
-            if not row.ended:
-                raise RequestError(ErrorCode.INTERNAL, "the engine's answer has no end")
-        except RequestError as error:
-            if row.job.stopping and error.code is ErrorCode.CANCELLED:
+            row.link.send(frame)
+        except OSError:
+            self._lose(row.link)
+
+    def _hear(self, row_id: int, answer: Outputs | RequestError, last: bool) -> None:
+        """What the engine answers to a row."""
+        row = self._rows.get(row_id)
+        if row is None:
+            return
+        if last:
+            self._forget(row)
+        try:
+            if not isinstance(answer, RequestError):
+                row.job.answer(row, list(replies.write(row.ask, answer)), last=last)
+            elif row.job.stopping and answer.code is ErrorCode.CANCELLED:
                 row.job.answer(row, [{}], last=True)
             else:
-                _refuse(row.job, error)
+                row.job.fail(RequestError(answer.code, row.ask.in_its_words(str(answer)), verbatim=True))
         except Exception as error:
             log.exception("a request could not be answered")
             _refuse(row.job, _internal(error))
-        finally:
-            with self._lock:
-                del self._rows[row]
+        if row.job.channel.closed and any(one.id in self._rows for one in row.job.rows):
+            self._wake.set()  # nobody waits for the others
 
-    def _relay(self, row: Row, response: dict[str, np.ndarray]) -> None:
-        last = replies.is_last(response)
-        row.job.answer(row, list(replies.write(row.ask, response)), last=last)
-
-    def _exec(self, row: Row) -> Iterator[dict[str, np.ndarray]]:
-        """What the engine answers. Ends early, without an error, where the client has been answered by others."""
-        job = row.job
-        if job.channel.closed:
-            return
-        inputs = [self._pb_utils.Tensor(name, value) for name, value in row.ask.tensors.items()]
-        request = self._pb_utils.InferenceRequest(
-            model_name=self._engine,
-            request_id=row.id,
-            inputs=inputs,
-            requested_output_names=[],
-            correlation_id=job.sequence_id,
-            flags=job.flags,
-            timeout=job.timeout_us,
-            parameters=job.parameters,
-        )
-        for response in request.exec(decoupled=True):
-            if response.has_error():
-                raise engine_error(row.ask, response.error().message())
-            outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-            if "error" in outputs:
-                raise engine_error(row.ask, outputs["error"][0].decode())
-            if outputs:  # else it announces that the request is let in
-                yield outputs
+    def _lose(self, link: Link) -> None:
+        """What was open on a link that has ended can have no answer. May be called twice."""
+        for row in self._open():
+            if row.link is link:
+                self._forget(row)
+                _refuse(row.job, RequestError(ErrorCode.UNAVAILABLE, "the engine's model was unloaded, or has ended"))
 
     def _stop_requests(self, request_id: str) -> None:
         """End the open requests of that id."""
@@ -180,27 +173,16 @@ class Relay:
                 row.job.stopping = True
         self._wake.set()
 
-    def _stop(self, row: Row) -> None:
-        """Ask the engine to end a row's request; nothing happens where that has not come to it yet."""
-        request = self._pb_utils.InferenceRequest(
-            model_name=self._engine,
-            request_id=row.id,
-            inputs=[self._pb_utils.Tensor("stop_request", np.array([True]))],
-            requested_output_names=[],
-        )
-        try:
-            for response in request.exec(decoupled=True):
-                if response.has_error():
-                    log.debug("%s could not be stopped: %s", row.id, response.error().message())
-        except Exception:
-            log.exception("%s could not be stopped", row.id)
+    def _cancel(self, row: Row) -> None:
+        row.cancelled = True
+        self._send(row, cancel_frame(row.id))
 
     def _open(self) -> list[Row]:
         with self._lock:
-            return list(self._rows)
+            return list(self._rows.values())
 
     def _poll(self) -> None:
-        """Notice who has gone, and end what nobody waits for any more, until it has ended."""
+        """Notice who has gone, and end what nobody waits for any more."""
         wait = POLL_SECONDS
         while True:
             self._wake.wait(wait)
@@ -212,8 +194,8 @@ class Relay:
             for job in {row.job for row in rows}:
                 self._ask(job)
             for row in rows:
-                if (row.job.stopping or row.job.channel.closed) and not row.ended:
-                    self._stop(row)
+                if (row.job.stopping or row.job.channel.closed) and row.asked and not row.cancelled:
+                    self._cancel(row)
             wait = max(POLL_SECONDS, (time.monotonic() - began) / POLL_SHARE)
 
     def _ask(self, job: Job) -> None:
@@ -223,16 +205,6 @@ class Relay:
                 job.fail(RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
         except Exception:
             log.exception("a client could not be asked whether it is gone")
-
-
-def engine_error(ask: Ask, message: str) -> RequestError:
-    """The error that a message of the engine's model, or of the server about it, stands for."""
-    name, colon, rest = message.removeprefix(wire.ERROR_PREFIX).partition(": ")
-    if colon and name in ErrorCode.__members__:
-        return RequestError(ErrorCode[name], ask.in_its_words(f" {rest}").strip())
-    if _GONE.search(message):
-        return RequestError(ErrorCode.UNAVAILABLE, f"the engine's model does not answer: {message}")
-    return RequestError(ErrorCode.INVALID_ARGUMENT, message, verbatim=True)
 
 
 def _internal(error: Exception) -> RequestError:

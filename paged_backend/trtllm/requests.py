@@ -292,7 +292,6 @@ def _tensors(
         "return_logprobs": flags["return_log_probs"],
         "return_cumulative_logprob": flags["return_log_probs"],
         "return_receipt": flags["return_perf_metrics"],
-        "announce": True,
     }
     tensors = {name: np.array([value]) for name, value in asked.items() if value}
     tensors["sampling_parameters"] = np.array([json.dumps(parameters).encode()], dtype=np.object_)

@@ -1,11 +1,15 @@
 """tensorrtllm_backend's models through a real Triton server, with the tensors and calls that its clients use."""
 
 import json
+import os
 import queue
 import re
+import shutil
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,8 @@ import tritonclient.http as httpclient
 from transformers import GenerationConfig
 from tritonclient.utils import InferenceServerException
 
-from tests.server.conftest import WAIT, idle, metrics, post, raw_stream, until
+from paged_backend.serving.tritonserver import TritonServer
+from tests.server.conftest import WAIT, idle, metrics, plain_server, post, raw_stream, until
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 TYPES = {
@@ -244,21 +249,6 @@ def test_guides(tiny_server, kind, guide, form):
     assert re.fullmatch(form, text_of(parts).decode())
 
 
-def test_an_engine_announces_and_tells_errors_as_outputs(server):
-    """To those who ask for it, as these models do: servers lose later errors where one model calls another."""
-    with raw_stream(server) as stream:
-        sampling = {"max_tokens": 2000, "ignore_eos": True}
-        stream.send("mine", text_input="The sea", stream=False, announce=True, sampling_parameters=sampling)
-        assert stream.next().outputs == {}
-        with raw_stream(server) as another:
-            another.send("mine", stop_request=True)
-            assert another.next().outputs["num_stopped"] == [1]
-        last = stream.next()
-        assert last.final
-        assert last.outputs["error"] == [b"CANCELLED: the request was ended by a stop_request"]
-    idle(server)
-
-
 def test_what_the_cache_had_and_how_long_it_took(tiny_server):
     asked = {"text_input": [["What a cache has it need not compute"]], "max_tokens": [[4]]}
     first, second = (answers(tiny_server, **asked, return_perf_metrics=[[True]])[-1] for _ in range(2))
@@ -463,3 +453,77 @@ def test_stop_ends_the_request_of_that_id(server):
             stream.all()
     assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
     idle(server)
+
+
+# --- models come and go ----------------------------------------------------------------------------------------------
+
+
+ASKED = {"text_input": [["The sea"]], "max_tokens": [[32]], "end_id": [[-1]], "stream": [[True]]}
+GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
+
+
+def refusal(server):
+    try:
+        answers(server, "ensemble", **ASKED)
+    except InferenceServerException as error:
+        return error.message()
+    return None
+
+
+def test_the_engine_may_be_unloaded_and_loaded_again(tiny, tmp_path):
+    """By hand, which this server allows. What is open ends first, as where clients ask the engine itself."""
+    for name in ("paged_llm", "ensemble"):
+        shutil.copytree(Path(__file__).parents[2] / "model_repository" / name, tmp_path / name)
+    options = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
+    (tmp_path / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
+    flags = ("--model-control-mode=explicit", "--load-model=ensemble", "--load-model=paged_llm")
+    with plain_server(tmp_path, *flags) as server, httpclient.InferenceServerClient(server.http_url) as control:
+        expected = text_of(answers(server, "ensemble", **ASKED))
+        with opened(server, "ensemble") as stream:
+            stream.send(**ASKED)
+            begun, _ = stream.next()
+            control.unload_model("paged_llm")
+            assert text_of([begun, *stream.all()]) == expected
+        until(lambda: refusal(server) == GONE, "an engine that is gone, some time after the server says so")
+        control.load_model("paged_llm")
+        assert text_of(answers(server, "ensemble", **ASKED)) == expected
+        idle(server)
+
+
+def kill(server, model):
+    """The process that the server runs this model in."""
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            if process.name.isdigit() and server.shm_prefix in line and f"/{model}/1/model.py" in line:
+                os.kill(int(process.name), signal.SIGKILL)
+                return
+    raise AssertionError(f"no process of {model}")
+
+
+def test_what_a_model_that_dies_leaves_behind(tiny):
+    """Neither blocks of the engine's, nor clients that wait for it. The server itself loses what was open in a model of
+    its own that dies."""
+    long = ASKED | {"max_tokens": [[240]]}
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 70}
+    with TritonServer(tiny[0], options) as server, opened(server, "ensemble") as lost, opened(server) as stream:
+        lost.send(**long)
+        lost.next()
+        kill(server, "ensemble")
+        until(lambda: metrics(server)["paged_requests_finished_total{cancelled}"] == 1, "a cancellation")
+        idle(server)
+        stream.send(**long)
+        stream.next()
+        kill(server, "paged_llm")
+        with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
+            stream.all()
+        server.kill()  # it would wait for what it has lost
+
+
+def test_streams_that_are_open_at_sigterm_still_end(tiny):
+    long = ASKED | {"max_tokens": [[200]], "return_num_output_tokens": [[True]]}
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, opened(server, "ensemble") as stream:
+        stream.send(**long)
+        begun, _ = stream.next()
+        server.terminate()
+        assert sum(part["num_output_tokens"].item() for part in [begun, *stream.all()]) == 200

@@ -1,0 +1,122 @@
+"""Connections to the engine's model: one to each of its instances."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from paged_backend import local_socket, wire
+from paged_backend.channel import Received
+from paged_backend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.request import ErrorCode, RequestError
+
+log = logging.getLogger("paged_llm")
+
+Outputs = dict[str, np.ndarray]
+
+
+class Link:
+    """To one instance. Its thread hands on what comes: `hear` gets a request's id, its outputs or its error, and
+    whether that is its last; `lose` gets the link when it has ended."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        hear: Callable[[int, Outputs | RequestError, bool], None],
+        lose: Callable[[Link], None],
+    ):
+        self.num_open = 0  # requests; whoever makes them counts
+        self.takes = True  # whether it lets new ones in
+        self._connection = connection
+        self._hear = hear
+        self._lose = lose
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._thread.start()
+
+    def send(self, frame: bytes) -> None:
+        """Raises OSError where the link has ended."""
+        self._connection.send(frame)
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for frame in self._connection.frames():
+                self._read(frame)
+        except (FrameError, OSError) as error:
+            log.warning("the connection to the engine's model ended: %s", error)
+        finally:
+            self.takes = False
+            self._connection.close()
+            self._lose(self)
+
+    def _read(self, frame: Mapping[str, Any]) -> None:
+        if "leaving" in frame:
+            self.takes = False
+        elif "error" in frame:
+            code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
+            self._hear(frame["id"], RequestError(code, text, verbatim=True), True)
+        else:
+            self._hear(frame["id"], read_tensors(frame["outputs"], wire.OUTPUTS), frame["final"])
+
+
+class Links:
+    """To the model `engine`. Made when first needed, and anew when it was loaded again."""
+
+    def __init__(
+        self,
+        engine: str,
+        hear: Callable[[int, Outputs | RequestError, bool], None],
+        lose: Callable[[Link], None],
+    ):
+        self._engine = engine
+        self._hear = hear
+        self._lose = lose
+        self._links: dict[str, Link] = {}  # by the names of their sockets; owned by the thread that picks
+
+    def pick(self) -> Link:
+        """The one with the fewest open requests. Raises RequestError where the model is not loaded."""
+        try:
+            names = local_socket.find(self._engine)
+        except OSError as error:
+            raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model cannot be reached: {error}") from None
+        self._links = {name: link for name, link in self._links.items() if link.takes}
+        for name in names:
+            if name not in self._links:
+                with suppress(OSError):  # of an instance that has just gone
+                    self._links[name] = Link(Connection(local_socket.connect(name)), self._hear, self._lose)
+        if not self._links:
+            raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model, {self._engine}, is not loaded")
+        return min(self._links.values(), key=lambda link: link.num_open)
+
+    def stop(self) -> None:
+        for link in self._links.values():
+            link.stop()
+
+
+def request_frame(own_id: int, received: Received) -> bytes:
+    """Raises RequestError for one that is too large."""
+    tensors, parameters, timeout_us, sequence_id, flags, request_id = received
+    request = {
+        "tensors": write_tensors(tensors),
+        "parameters": parameters,
+        "timeout_us": timeout_us,
+        "sequence_id": sequence_id,
+        "flags": flags,
+        "request_id": request_id,
+    }
+    try:
+        return pack({"id": own_id, "request": request})
+    except FrameError as error:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request is too large: {error}") from None
+
+
+def cancel_frame(own_id: int) -> bytes:
+    return pack({"id": own_id, "cancel": True})

@@ -1,0 +1,298 @@
+"""The socket between models of one server: its frames, its directory, its end; a relay on one side of it."""
+
+import os
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paged_backend import local_listener, local_socket, wire
+from paged_backend.local_listener import Listener
+from paged_backend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.request import ErrorCode, RequestError
+from paged_backend.trtllm.relay import Relay
+from tests.test_responder import PB_UTILS
+
+WAIT = 60
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """A path longer than a socket's may be."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    return long / f"paged-{os.getuid()}"
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+class Engine:
+    """A listener whose requests wait here."""
+
+    def __init__(self, model="engine"):
+        self.taken = SimpleQueue()
+        self.listener = Listener(model, self.taken.put)
+
+    def next(self):
+        return self.taken.get(timeout=WAIT)
+
+    def stop(self):
+        self.listener.drain()
+        self.listener.close()
+
+
+@pytest.fixture
+def engine():
+    made = Engine()
+    yield made
+    made.listener.close()
+
+
+def connected(model="engine"):
+    (name,) = local_socket.find(model)
+    return Connection(local_socket.connect(name))
+
+
+def ask(connection, own_id=1, **tensors):
+    request = {
+        "tensors": {"text_input": ["x"]} | tensors, "parameters": {}, "timeout_us": 0, "sequence_id": 0, "flags": 0,
+        "request_id": "",
+    }  # fmt: skip
+    connection.send(pack({"id": own_id, "request": request}))
+
+
+def test_tensors_survive():
+    tensors = {
+        "text_input": np.array(["é".encode(), b"\xff"], dtype=np.object_),
+        "input_ids": np.array([1, 2], np.int32),
+        "stream": np.array([True]),
+    }
+    read = read_tensors(write_tensors(tensors), wire.INPUTS)
+    assert {name: one.tolist() for name, one in read.items()} == {name: one.tolist() for name, one in tensors.items()}
+    assert {name: one.dtype for name, one in read.items()} == {name: one.dtype for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("tensors", [[1], {"other": [1]}, {"stream": 1}, {"input_ids": [[1]]}, {"text_input": [1]}])
+def test_what_is_no_tensor_is_refused(tensors):
+    with pytest.raises(FrameError):
+        read_tensors(tensors, wire.INPUTS)
+
+
+def test_an_answer_an_error_and_a_cancellation(engine):
+    connection = connected()
+    frames = connection.frames()
+    for own_id in (1, 2, 3):
+        ask(connection, own_id)
+    first, second, third = (engine.next() for _ in range(3))
+    assert first.received()[0]["text_input"].tolist() == [b"x"]
+    second.fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
+    first.send(wire.write_num_stopped(3), final=True)
+    assert next(frames) == {"id": 2, "error": {"code": "UNAVAILABLE", "text": "UNAVAILABLE: later"}}
+    assert next(frames) == {"id": 1, "outputs": {"num_stopped": [3]}, "final": True}
+    connection.send(pack({"id": 3, "cancel": True}))
+    connection.send(pack({"id": 2, "cancel": True}))  # which has ended
+    ask(connection, 4)
+    engine.next()
+    assert third.is_cancelled() and not third.closed
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (local_socket.MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\x04{no}",
+        b"\0\0\0\x02[]",
+        pack({"id": 1}),
+        pack({"request": {}}),
+        pack({"id": 1, "request": {"tensors": {}, "parameters": {}, "timeout_us": "1"}}),
+    ],
+)
+def test_what_is_no_frame_ends_its_connection_only(engine, frame):
+    good, bad = connected(), connected()
+    ask(good)
+    ask(bad, 5)
+    channels = [engine.next() for _ in range(2)]
+    bad.send(frame)
+    assert list(bad.frames()) == []
+    until(lambda: any(one.is_cancelled() for one in channels))
+    (left,) = [one for one in channels if not one.is_cancelled()]
+    left.send(wire.write_num_stopped(1), final=True)
+    assert next(good.frames())["outputs"] == {"num_stopped": [1]}
+
+
+def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
+    monkeypatch.setattr(local_socket, "SEND_SECONDS", 0.05)
+    connection = connected()
+    ask(connection)
+    channel = engine.next()
+    outputs = wire.write_adapters([{"name": "x" * 65536}])
+    while not channel.is_cancelled():
+        channel.send(outputs, final=False)
+    connection.close()
+
+
+def test_a_frame_that_is_too_large_is_not_sent(monkeypatch):
+    monkeypatch.setattr(local_socket, "MAX_FRAME_BYTES", 10)
+    with pytest.raises(FrameError, match="a frame of 14 bytes; at most 10 may go"):
+        pack({"id": 1234567})
+
+
+def test_a_directory_that_others_have_a_hand_in_is_refused(own_directory, monkeypatch):
+    own_directory.mkdir(mode=0o700)
+    own_directory.chmod(0o755)
+    with pytest.raises(PermissionError, match="must belong to user"):
+        local_socket.listen("engine")
+    own_directory.rmdir()
+    own_directory.symlink_to(own_directory.parent)
+    with pytest.raises(OSError, match="Not a directory"):
+        local_socket.listen("engine")
+    someone = os.getuid() + 1
+    monkeypatch.setattr(local_socket.os, "getuid", lambda: someone)
+    with pytest.raises(PermissionError, match=f"must belong to user {someone}"):
+        local_socket.find("engine")
+
+
+def test_another_users_process_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(local_listener.local_socket, "is_own", lambda end: False)
+    assert list(connected().frames()) == []
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        monkeypatch.undo()
+        assert local_socket.is_own(ours)
+
+
+def test_files_of_engines_that_are_gone_are_taken_away(engine, own_directory):
+    stale, _ = local_socket.listen("gone")
+    stale.close()
+    assert len(list(own_directory.iterdir())) == 2
+    Engine("another")
+    assert not local_socket.find("gone")
+    assert local_socket.find("another") and local_socket.find("engine")
+
+
+# --- a relay ---------------------------------------------------------------------------------------------------------
+
+
+TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_}
+
+
+class Tensor:
+    def __init__(self, name, value):
+        self.name, self.as_numpy = lambda: name, lambda: value
+
+
+class Request:
+    """One of a client's of `ensemble`, from the server's side."""
+
+    def __init__(self, name="", **tensors):
+        self.got = SimpleQueue()
+        made = {"text_input": [["x"]], "max_tokens": [[4]], "stream": [[True]]} | tensors
+        self.tensors = [Tensor(key, np.array(value, TYPES[key])) for key, value in made.items()]
+        self.cancelled = False
+        self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.request_id, self.parameters = lambda: name, lambda: ""
+
+    def inputs(self):
+        return self.tensors
+
+    def get_response_sender(self):
+        return SimpleNamespace(send=self.send, is_cancelled=lambda: self.cancelled)
+
+    def send(self, response, flags):
+        tensors, error = response
+        self.got.put((error.text if error else dict(tensors)["text_output"].tolist(), flags == 1))
+
+    def next(self):
+        return self.got.get(timeout=WAIT)
+
+
+@pytest.fixture
+def relay():
+    made = Relay(SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine")
+    yield made
+    made.stop()
+
+
+def answer(text, reason=None):
+    call = wire.Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
+    return wire.write(call, [wire.SampleOutput(text, reason, ())], prompt_token_ids=())
+
+
+def asked(relay, **tensors):
+    made = Request(**tensors)
+    relay.submit(made)
+    return made
+
+
+def test_it_says_that_the_engine_is_not_loaded(relay):
+    assert asked(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
+
+
+def test_an_engine_may_go_and_come(relay):
+    first = Engine()
+    request = asked(relay)
+    first.next().send(answer("a"), final=False)
+    assert request.next() == ([b"a"], False)
+    first.listener.close()
+    assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+    local_socket.remove(first.listener._name)
+    assert asked(relay).next()[0].endswith("is not loaded")
+    second = Engine()
+    request = asked(relay)
+    second.next().send(answer("b", "stop"), final=True)
+    assert request.next() == ([b"b"], True)
+    second.stop()
+
+
+def test_an_engine_that_leaves_ends_what_is_open(relay):
+    old = Engine()
+    request = asked(relay)
+    channel = old.next()
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(old.stop)
+        until(lambda: not local_socket.find("engine"))
+        new = Engine()
+        channel.send(answer("a", "stop"), final=True)
+        assert request.next() == ([b"a"], True)
+        leaving.result(WAIT)
+    request = asked(relay)
+    new.next().send(answer("b", "stop"), final=True)
+    assert request.next() == ([b"b"], True)
+    new.stop()
+
+
+def test_instances_take_turns(relay):
+    engines = [Engine(), Engine()]
+    requests = [asked(relay) for _ in range(4)]
+    for engine in engines:
+        for _ in range(2):
+            engine.next().send(answer("a", "stop"), final=True)
+    assert [one.next() for one in requests] == [([b"a"], True)] * 4
+    for engine in engines:
+        engine.stop()
+
+
+def test_a_client_that_leaves_and_a_row_that_fails_cancel_the_others(relay, engine):
+    rows = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
+    request = asked(relay, **rows)
+    channels = [engine.next(), engine.next()]
+    channels[0].fail(RequestError(ErrorCode.INTERNAL, "lost"))
+    assert request.next() == ("INTERNAL: lost", True)
+    until(channels[1].is_cancelled)
+    request = asked(relay, **rows)
+    channels = [engine.next(), engine.next()]
+    request.cancelled = True
+    assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
+    for channel in channels:
+        until(channel.is_cancelled)
