@@ -195,6 +195,10 @@ class Engine:
         self._submitted += 1
         self._expected.add(key)
 
+    def expects(self, key: int) -> bool:
+        """Whether one that was announced is still to be delivered: nobody has aborted it. For any thread."""
+        return key in self._expected
+
     def deliver(self, request: GenerateRequest) -> None:
         """Run one that was announced, unless it was aborted."""
         if self._adapters and request.sampling.lora_name is not None:

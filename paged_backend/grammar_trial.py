@@ -12,12 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from paged_backend.machine import interpreter
 from paged_backend.request import ErrorCode
 
 START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
+POLL_SECONDS = 0.1  # between two looks at whether anybody still waits
 COMMAND = "import sys; from paged_backend.grammar_process import main; main(int(sys.argv[1]))"
 
 
@@ -29,6 +32,13 @@ class GrammarError(Exception):
         super().__init__(message)
         self.code = code
         self.lasts = lasts
+
+
+class Abandoned(GrammarError):
+    """Nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        super().__init__("nobody waits for it", ErrorCode.CANCELLED, lasts=False)
 
 
 class Trial:
@@ -44,27 +54,39 @@ class Trial:
         self._stopped = False
         self._lock = threading.Lock()  # of starting and ending
 
-    def __call__(self, kind: str, text: str) -> str:
-        """The library's grammar of a structure that it can compile. Raises GrammarError."""
+    def __call__(self, kind: str, text: str, wanted: Callable[[], bool]) -> str:
+        """The library's grammar of a structure that it can compile. Raises GrammarError. wanted: whether anybody still
+        waits for it; else the process is ended, as after its time."""
+        if not wanted():
+            raise Abandoned
         channel = self._started()
         try:
             channel.send_bytes(json.dumps([kind, text]).encode())
-            if not channel.poll(self._seconds):
-                self._end()
-                limit = f"{self._seconds:g} s (structured_outputs_timeout)"
-                raise GrammarError(f"compiling it takes more than {limit}", lasts=False)
+            self._wait(channel, wanted)
             answer = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
             fresh = self._fresh
             self._end()
             self._check_stopped()
             if not fresh:  # what it tried before may have left it little memory
-                return self(kind, text)
+                return self(kind, text, wanted)
             raise GrammarError("it is too deep or too large to be compiled") from None
         self._fresh = False
         if "error" in answer:
             raise GrammarError(answer["error"])
         return str(answer["grammar"])
+
+    def _wait(self, channel: Connection, wanted: Callable[[], bool]) -> None:
+        """Until there is an answer."""
+        end = time.monotonic() + self._seconds
+        while not channel.poll(max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
+            if not wanted():
+                self._end()
+                raise Abandoned
+            if time.monotonic() >= end:
+                self._end()
+                limit = f"{self._seconds:g} s (structured_outputs_timeout)"
+                raise GrammarError(f"compiling it takes more than {limit}", lasts=False)
 
     def stop(self) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from paged_backend.grammar_trial import GrammarError, Trial
+from paged_backend.grammar_trial import Abandoned, GrammarError, Trial
 from paged_backend.masks import BITS, Guide, GuideError
 from paged_backend.request import ErrorCode, RequestError
 from paged_backend.structures import Structure
@@ -80,6 +80,7 @@ class _Waiting:
     structure: Structure
     count: int
     done: Done
+    wanted: Callable[[], bool]
 
 
 class Grammars:
@@ -101,10 +102,13 @@ class Grammars:
         self._idle = list(self._trials)
         self._pool = ThreadPoolExecutor(WORKERS, "grammars")
 
-    def compile(self, structure: Structure, count: int, done: Done) -> None:
+    def compile(
+        self, structure: Structure, count: int, done: Done, *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """Call `done` with `count` guides, each at the beginning of an output, or with what is wrong: at once where
-        that is known, else later and from another thread."""
-        key, waiting = structure.key, _Waiting(structure, count, done)
+        that is known, else later and from another thread. wanted: asked meanwhile; what nobody waits for any more is
+        not compiled, so that who leaves keeps nobody else waiting."""
+        key, waiting = structure.key, _Waiting(structure, count, done, wanted)
         with self._lock:
             found = self._known.get(key)
             if found is not None:
@@ -131,6 +135,9 @@ class Grammars:
     def _work(self, key: Key) -> None:
         found, lasts = self._found(key)
         with self._lock:
+            if isinstance(found, Abandoned) and self._wanted(key):  # by somebody who has come since
+                self._pool.submit(self._work, key)
+                return
             if lasts:
                 self._remember(key, found)
             waiting = self._queued.pop(key)
@@ -152,7 +159,7 @@ class Grammars:
         with self._lock:
             trial = self._idle.pop()
         try:
-            tried = trial(*key)
+            tried = trial(*key, wanted=lambda: self._wanted(key))
         finally:
             with self._lock:
                 self._idle.append(trial)
@@ -160,6 +167,9 @@ class Grammars:
             return grammar.matcher(tokenizer, tried)
         except ValueError as error:
             raise GrammarError(str(error)) from error
+
+    def _wanted(self, key: Key) -> bool:
+        return any(one.wanted() for one in tuple(self._queued[key]))
 
     def _remember(self, key: Key, found: Any) -> None:
         self._known[key] = found

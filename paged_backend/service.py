@@ -342,7 +342,10 @@ class Service:
             else:
                 self._engine.deliver(replace(request, guides=guides))
 
-        self._grammars.compile(structure, request.sampling.num_samples, compiled)
+        key = request.key
+        self._grammars.compile(
+            structure, request.sampling.num_samples, compiled, wanted=lambda: self._engine.expects(key)
+        )
 
     def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
         """A stream of a request that may be queued; None where the request was answered here."""

@@ -80,7 +80,9 @@ class Serving:
 @contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[Serving]:
     pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": AnyError})
-    service = Service(EngineConfig.from_options({"model": str(directory)} | TINY | options), pb_utils, {})
+    service = Service(
+        EngineConfig.from_options({"model": str(directory)} | TINY | options), pb_utils, {"model": "tiny"}
+    )
     try:
         yield Serving(service)
     finally:

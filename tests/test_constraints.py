@@ -257,7 +257,7 @@ def test_a_step_in_which_nobody_asks_prepares_nothing():
 
 @pytest.fixture
 def service(tiny):
-    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {})
+    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {"model": "tiny"})
     yield service
     service.stop()
 

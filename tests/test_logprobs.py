@@ -113,7 +113,7 @@ class Caller(SimpleQueue):
 
 def test_nothing_is_computed_that_is_not_sent(tiny, monkeypatch):
     """The sampling parameter alone sends nothing."""
-    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {})
+    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {"model": "tiny"})
     monkeypatch.setattr(torch.Tensor, "log_softmax", None)
     try:
         for flags, fails in (({}, False), ({"return_logprobs": True}, True)):

@@ -115,6 +115,8 @@ def copy():
 thread = threading.Thread(target=copy)
 thread.start()
 thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    pass  # it has ended for Python, and not yet for the system
 before = len(os.listdir("/proc/self/task"))
 torch.ones(1 << 20).sum()
 print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())

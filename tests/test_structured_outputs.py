@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from paged_backend.config import EngineConfig
-from paged_backend.grammars import Grammars
+from paged_backend.grammars import MAX_QUEUED, Grammars
 from paged_backend.request import FinishReason
 from paged_backend.service import Service
 from paged_backend.structures import read_structure
@@ -171,8 +171,8 @@ def test_guesses_leave_guided_outputs_alone(tiny, grammars, prompts):
 
 @pytest.fixture
 def service(tiny):
-    options = TINY | {"model": str(tiny[0]), "structured_outputs_timeout": 2}
-    one = Service(EngineConfig.from_options(options), PB_UTILS, {})
+    options = TINY | {"model": str(tiny[0]), "structured_outputs_timeout": WAIT}
+    one = Service(EngineConfig.from_options(options), PB_UTILS, {"model": "tiny"})
     yield one
     one.stop()
 
@@ -192,7 +192,23 @@ def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
         service.submit(other)
         assert not other.get(timeout=WAIT)
     assert slow.empty()
+    slow.is_cancelled = lambda: True
     assert slow.get(timeout=WAIT)
+
+
+def test_who_leaves_keeps_nobody_waiting(service):
+    """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
+    schemas = [{"type": "object", "properties": {str(index): SLOW}} for index in range(MAX_QUEUED - 1)]
+    left = [asking(json_schema=one) for one in schemas]
+    for one in left:
+        service.submit(one)
+    for one in left:
+        one.is_cancelled = lambda: True
+    for one in left:
+        assert one.get(timeout=WAIT)
+    other = asking(regex="[ab]{3}")
+    service.submit(other)
+    assert not other.get(timeout=WAIT)
 
 
 def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
