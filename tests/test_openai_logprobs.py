@@ -1,7 +1,7 @@
 """Log probabilities in OpenAI's shapes, of tokens that are hard to show."""
 
 from client.openai import logprobs
-from client.types import TokenLogprob
+from client.types import Completion, TokenLogprob
 
 
 def entry(text, logprob, token_id=0):
@@ -25,3 +25,20 @@ def test_an_unlikely_choice_is_not_among_the_likeliest_of_a_chat():
 def test_the_likeliest_of_tokens_with_one_text_stands_for_them():
     told = logprobs.of_completion([(entry("a", -3.0, 1), entry("a", -1.0, 2))], [0])
     assert told["top_logprobs"] == [{"a": -1.0}]
+
+
+def test_a_prompt_of_which_nothing_was_computed_has_its_tokens_and_no_numbers():
+    """A deadline came first."""
+    answer = Completion("The sea", "timeout", 3, 0, prompt_text_offsets=(0, 3, 5))
+    told = logprobs.of_echo(answer)
+    assert told["tokens"] == ["The", " s", "ea"]
+    assert told["token_logprobs"] == told["top_logprobs"] == [None] * 3
+    assert told["text_offset"] == [0, 3, 5]
+
+
+def test_of_a_prompt_that_was_computed_only_the_first_token_has_none():
+    known = (None, (entry(" s", -1.0),), (entry("ea", -2.0),))
+    answer = Completion("The sea", "length", 3, 0, prompt_text_offsets=(0, 3, 5), prompt_logprobs=known)
+    told = logprobs.of_echo(answer)
+    assert told["tokens"] == ["The", " s", "ea"]
+    assert told["token_logprobs"] == [None, -1.0, -2.0]

@@ -25,14 +25,17 @@ def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[st
 
 
 def of_echo(first: Completion) -> dict[str, Any]:
-    """Likewise, of the prompt before an output. Its first token has none. first: the sample that tells of it."""
+    """Likewise, of the prompt before an output. Its first token has none, and none of them has where the request ended
+    before its prompt was computed. first: the sample that tells of it."""
     offsets, told = first.prompt_text_offsets or (), first.prompt_logprobs or ()
+    ends = [*offsets[1:], (first.text_offsets or (len(first.text),))[0]]
     rest = of_completion([entries for entries in told if entries], offsets[1:])
-    end = offsets[1] if len(offsets) > 1 else (first.text_offsets or (len(first.text),))[0]
+    missing = [None] * (len(offsets) - len(rest["tokens"]))
     return {
-        "tokens": [first.text[offsets[0] : end], *rest["tokens"]],
-        "token_logprobs": [None, *rest["token_logprobs"]],
-        "top_logprobs": [None, *rest["top_logprobs"]],
+        "tokens": [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
+        + rest["tokens"],
+        "token_logprobs": missing + rest["token_logprobs"],
+        "top_logprobs": missing + rest["top_logprobs"],
         "text_offset": list(offsets),
     }
 

@@ -321,7 +321,7 @@ def test_a_deadline_goes_through(server):
 
 
 def test_parameters_that_it_has_no_tensors_for_reach_the_engine(tiny_server):
-    body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "cache_salt": "mine"}}
+    body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "cache_salt": "mine", "min_p": 0.1}}
     assert post(tiny_server, body, model="ensemble")[0] == 200
     status, text = post(tiny_server, body | {"parameters": {"prioritty": 3}}, model="ensemble")
     assert (status, "did you mean priority?" in text) == (400, True)
