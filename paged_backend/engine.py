@@ -21,16 +21,16 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from paged_backend.adapters import Adapters
-from paged_backend.batch import pack
-from paged_backend.block_manager import CACHED, FREE, PINNED
-from paged_backend.content import Entry, extend_chain, new_chain
-from paged_backend.disk import DiskTier
+from paged_backend.execution.batch import pack
+from paged_backend.execution.disk import DiskTier
+from paged_backend.execution.runner import Launched, Runner, RunnerDied
+from paged_backend.lora.adapters import Adapters
 from paged_backend.machine import compute_alone
-from paged_backend.plan import Drawn, Plan
 from paged_backend.request import ErrorCode, GenerateRequest, RequestError, TokenDelta
-from paged_backend.runner import Launched, Runner, RunnerDied
-from paged_backend.scheduler import Scheduler, SchedulerStats
+from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
+from paged_backend.scheduling.content import Entry, extend_chain, new_chain
+from paged_backend.scheduling.plan import Drawn, Plan
+from paged_backend.scheduling.scheduler import Scheduler, SchedulerStats
 
 log = logging.getLogger("paged_llm")
 

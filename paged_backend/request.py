@@ -12,13 +12,13 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paged_backend.structures import READERS as STRUCTURES
-from paged_backend.structures import Structure, read_structure
+from paged_backend.guided.structures import READERS as STRUCTURES
+from paged_backend.guided.structures import Structure, read_structure
 
 if TYPE_CHECKING:
-    from paged_backend.masks import Guide
+    from paged_backend.sampling.masks import Guide
 
-from paged_backend.content import Key, root_key
+from paged_backend.scheduling.content import Key, root_key
 
 
 class ErrorCode(Enum):

@@ -20,25 +20,29 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from paged_backend import kv_cache, model_loader, wire
-from paged_backend.adapters import Adapters, Listing
-from paged_backend.block_manager import BlockManager
-from paged_backend.channel import Channel, ServerChannel
 from paged_backend.config import ConfigError, EngineConfig
-from paged_backend.conversation import render
-from paged_backend.detokenizer import Detokenizer
-from paged_backend.disk import DiskTier, fingerprint
-from paged_backend.embedding import parse_sampling
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.grammars import Grammars
-from paged_backend.local_listener import Listener
+from paged_backend.execution import kv_cache
+from paged_backend.execution.disk import DiskTier, fingerprint
+from paged_backend.execution.runner import Runner
+from paged_backend.frontend import wire
+from paged_backend.frontend.channel import Channel, ServerChannel
+from paged_backend.frontend.conversation import render
+from paged_backend.frontend.detokenizer import Detokenizer
+from paged_backend.frontend.embedding import parse_sampling
+from paged_backend.frontend.local_listener import Listener
+from paged_backend.frontend.metrics import Metrics
+from paged_backend.frontend.responder import Responder, Sample, Stream
+from paged_backend.frontend.sessions import SessionName, Sessions, Turn
+from paged_backend.guided.grammars import Grammars
+from paged_backend.loading import model_loader
+from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.loading.warm_up import measure
+from paged_backend.lora.adapters import Adapters, Listing
 from paged_backend.machine import release_threads, return_memory
-from paged_backend.masks import Guide
-from paged_backend.metrics import Metrics
-from paged_backend.model_loader import LoadedModel
-from paged_backend.parallel import Ranks, check_devices
-from paged_backend.parallel_rank import ROOT, Prepared, prepare
-from paged_backend.parallel_workers import ParallelRunner, Workers
+from paged_backend.parallel.group import Ranks, check_devices
+from paged_backend.parallel.rank import ROOT, Prepared, prepare
+from paged_backend.parallel.workers import ParallelRunner, Workers
 from paged_backend.request import (
     MAX_LOGIT_BIASES,
     ErrorCode,
@@ -50,12 +54,10 @@ from paged_backend.request import (
     check_prompt_length,
     invalid,
 )
-from paged_backend.responder import Responder, Sample, Stream
-from paged_backend.runner import Runner
-from paged_backend.scheduler import Scheduler
-from paged_backend.sessions import SessionName, Sessions, Turn
-from paged_backend.speculation import Guess, PromptLookup, on_device
-from paged_backend.warm_up import measure
+from paged_backend.sampling.masks import Guide
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.speculation import Guess, PromptLookup, on_device
 
 log = logging.getLogger("paged_llm")
 

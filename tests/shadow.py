@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from paged_backend.beam_search import BeamSearch, Candidate
-from paged_backend.plan import Drawn, Plan, reached
 from paged_backend.request import GenerateRequest
-from paged_backend.scheduler import Scheduler
-from paged_backend.sequence import Sequence
+from paged_backend.scheduling.beam_search import BeamSearch, Candidate
+from paged_backend.scheduling.plan import Drawn, Plan, reached
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
 
 
 def extend(digest: bytes, token: int) -> bytes:

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from paged_backend.adapter_slots import AdapterSlots, Load
-from paged_backend.block_manager import BlockManager
+from paged_backend.lora.slots import AdapterSlots, Load
 from paged_backend.request import Adapter, GenerateRequest, SamplingParams
-from paged_backend.scheduler import Scheduler
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
 
 
 def adapter(name):

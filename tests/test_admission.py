@@ -9,9 +9,9 @@ from threading import Semaphore
 
 import pytest
 
-from paged_backend import responder
-from paged_backend.runner import Runner
-from paged_backend.wire import SEQUENCE_END, SEQUENCE_START
+from paged_backend.execution.runner import Runner
+from paged_backend.frontend import responder
+from paged_backend.frontend.wire import SEQUENCE_END, SEQUENCE_START
 from tests.callers import Caller, serving
 from tests.in_process import WAIT, running, tiny_assembly
 
@@ -208,7 +208,7 @@ def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, monkeypat
 
 def outcomes(monkeypatch):
     found = []
-    monkeypatch.setattr("paged_backend.metrics.Metrics.ended", lambda self, reason: found.append(reason))
+    monkeypatch.setattr("paged_backend.frontend.metrics.Metrics.ended", lambda self, reason: found.append(reason))
     return found
 
 

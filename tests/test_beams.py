@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from paged_backend.beam_search import BeamSearch, Candidate
 from paged_backend.request import SamplingParams
+from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from tests.in_process import running, tiny_assembly
 
 MAX_TOKENS = 12

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from paged_backend import compilation
+from paged_backend.loading import compilation
 from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import FAMILIES
 from tests.test_fusion import is_fused

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 
 from paged_backend.config import EngineConfig
 from paged_backend.request import GenerateRequest, SamplingParams, bitmask
-from paged_backend.sampler import follow, prepare, processed
-from paged_backend.sequence import Sequence
+from paged_backend.sampling.sampler import follow, prepare, processed
+from paged_backend.scheduling.sequence import Sequence
 from paged_backend.service import Service
 from tests.in_process import TINY, WAIT, running, tiny_assembly
 from tests.test_logprobs import Caller, check

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.detokenizer import INCOMPLETE, Detokenizer
+from paged_backend.frontend.detokenizer import INCOMPLETE, Detokenizer
 from tests.in_process import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

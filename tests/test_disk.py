@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged_backend.config import ConfigError
-from paged_backend.content import Entry, chain_key, root_key
-from paged_backend.disk import DiskTier
+from paged_backend.execution.disk import DiskTier
+from paged_backend.scheduling.content import Entry, chain_key, root_key
 from tests.in_process import generate_alone, running, tiny_assembly
 
 PROMPT = list(range(40, 89))
@@ -137,7 +137,7 @@ def test_a_full_disk_turns_the_tier_off(assembly, tmp_path, monkeypatch, alone, 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("paged_backend.disk.os.replace", full)
+    monkeypatch.setattr("paged_backend.execution.disk.os.replace", full)
     made = assembly()
     assert ask(made)[0] == alone
     assert not made.disk.up
@@ -293,7 +293,7 @@ def test_whatever_fails_in_writing_turns_the_tier_off(tmp_path, monkeypatch, cap
     def refuse(*args):
         raise ValueError("not today")
 
-    monkeypatch.setattr("paged_backend.disk.save", refuse)
+    monkeypatch.setattr("paged_backend.execution.disk.save", refuse)
     tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
     tier.put(entry(1, 2), content(0))
     tier.close()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
-from paged_backend.embedding import EmbeddingCall, embedding_json, parse_sampling
-from paged_backend.hidden_states import hidden_size
-from paged_backend.model_loader import pick_embedding
+from paged_backend.execution.hidden_states import hidden_size
+from paged_backend.frontend.embedding import EmbeddingCall, embedding_json, parse_sampling
+from paged_backend.loading.model_loader import pick_embedding
 from paged_backend.request import EmbeddingSpec, FinishReason, Limits, RequestError
 from tests.in_process import running, save_tiny, tiny_assembly
 
@@ -82,7 +82,7 @@ def test_the_cache_serves_them_and_is_fed_by_them(tiny, prompts):
 
 
 def test_recorded_steps_are_not_replayed_for_them(tiny, prompts, monkeypatch):
-    from paged_backend import warm_up
+    from paged_backend.loading import warm_up
 
     def record(step):
         place = step()

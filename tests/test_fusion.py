@@ -9,8 +9,8 @@ import transformers as hf
 from torch import nn
 
 from kernels.cpu import native
-from paged_backend import fusion, linear, proof
-from paged_backend.attention import AttentionSpec, UnsupportedModel
+from paged_backend.execution.attention import AttentionSpec, UnsupportedModel
+from paged_backend.loading import fusion, linear, proof
 from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import COMMON, FAMILIES
 

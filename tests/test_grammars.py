@@ -7,11 +7,11 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from paged_backend import grammars as grammars_module
-from paged_backend.grammars import Grammars
-from paged_backend.masks import GuideError
+from paged_backend.guided import grammars as grammars_module
+from paged_backend.guided.grammars import Grammars
+from paged_backend.guided.structures import MAX_STRUCTURE_BYTES, read_structure
 from paged_backend.request import ErrorCode, Limits, RequestError, SamplingParams
-from paged_backend.structures import MAX_STRUCTURE_BYTES, read_structure
+from paged_backend.sampling.masks import GuideError
 from tests.in_process import WAIT, byte_tokenizer
 
 VOCAB, END = 320, 256

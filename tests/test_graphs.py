@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels import cascade
-from paged_backend import drafter, graphs, runner, warm_up
 from paged_backend import engine as engine_module
-from paged_backend.batch import Uniform, pack
-from paged_backend.plan import Chunk, Plan
+from paged_backend.execution import drafter, graphs, runner
+from paged_backend.execution.batch import Uniform, pack
+from paged_backend.loading import warm_up
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sequence import Group
+from paged_backend.scheduling.plan import Chunk, Plan
+from paged_backend.scheduling.sequence import Group
 from tests.in_process import WAIT, running, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}

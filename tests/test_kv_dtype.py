@@ -7,11 +7,11 @@ import torch
 
 from kernels.layer_cache import FORMATS, LayerCache, dequantize
 from kernels.ops import kv_write, rope_kv_write
-from paged_backend import kv_cache
-from paged_backend.attention import UnsupportedModel
-from paged_backend.block_manager import Copy
-from paged_backend.kv_cache import KVCache, LayerShape
-from paged_backend.transfers import Transfers
+from paged_backend.execution import kv_cache
+from paged_backend.execution.attention import UnsupportedModel
+from paged_backend.execution.kv_cache import KVCache, LayerShape
+from paged_backend.execution.transfers import Transfers
+from paged_backend.scheduling.block_manager import Copy
 from tests.in_process import running, tiny_assembly
 
 MAX_TOKENS = 16
@@ -165,8 +165,8 @@ def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch, kv_cach
 
         return spoil
 
-    monkeypatch.setattr("paged_backend.fusion.rope_kv_write", coarse(rope_kv_write))
-    monkeypatch.setattr("paged_backend.attention.kv_write", coarse(kv_write))
+    monkeypatch.setattr("paged_backend.loading.fusion.rope_kv_write", coarse(rope_kv_write))
+    monkeypatch.setattr("paged_backend.execution.attention.kv_write", coarse(kv_write))
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):
         tiny_assembly(tiny[0], kv_cache_dtype=kv_cache_dtype)

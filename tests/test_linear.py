@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LongcatFlashConfig
 
 from kernels.cpu import native
-from paged_backend import linear
-from paged_backend.attention import UnsupportedModel
 from paged_backend.config import ConfigError, EngineConfig
-from paged_backend.linear import ROWS, Linear, Quantizer, project
-from paged_backend.model_loader import check_quantization
+from paged_backend.execution.attention import UnsupportedModel
+from paged_backend.loading import linear
+from paged_backend.loading.linear import ROWS, Linear, Quantizer, project
+from paged_backend.loading.model_loader import check_quantization
 from tests.in_process import generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import FAMILIES
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from paged_backend import warm_up
 from paged_backend.config import EngineConfig
+from paged_backend.loading import warm_up
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sampler import prepare, score
-from paged_backend.sequence import Sequence
+from paged_backend.sampling.sampler import prepare, score
+from paged_backend.scheduling.sequence import Sequence
 from paged_backend.service import Service
 from tests.in_process import TINY, WAIT, running, tiny_assembly
 from tests.test_responder import PB_UTILS

@@ -14,14 +14,14 @@ import transformers as hf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from paged_backend import linear, warm_up
-from paged_backend.adapters import Adapters
-from paged_backend.batch import adapter_rows
 from paged_backend.config import ConfigError
-from paged_backend.lora import Lora, Stack
-from paged_backend.peft_files import Factors
+from paged_backend.execution.batch import adapter_rows
+from paged_backend.execution.runner import Runner
+from paged_backend.loading import linear, warm_up
+from paged_backend.lora.adapters import Adapters
+from paged_backend.lora.layers import Lora, Stack
+from paged_backend.lora.peft_files import Factors
 from paged_backend.request import ErrorCode
-from paged_backend.runner import Runner
 from tests.adapters import LORA, generate_with, listing, make_adapter
 from tests.in_process import WAIT, byte_tokenizer, generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import COMMON
@@ -540,7 +540,7 @@ def test_a_request_that_is_aborted_while_its_adapter_is_read_never_runs(tiny, li
 
 
 def test_a_model_without_linear_layers_to_adapt_is_refused(tiny, monkeypatch):
-    monkeypatch.setattr("paged_backend.lora._sizes", lambda module: None)
+    monkeypatch.setattr("paged_backend.lora.layers._sizes", lambda module: None)
     with pytest.raises(ConfigError, match="enable_lora=true: LlamaForCausalLM has no linear layer that can be adapted"):
         tiny_assembly(tiny[0], **LORA)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from paged_backend.masks import GuideError, Mask, apply, gather
 from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, SamplingParams
-from paged_backend.sequence import Sequence
+from paged_backend.sampling.masks import GuideError, Mask, apply, gather
+from paged_backend.scheduling.sequence import Sequence
 from tests.in_process import WAIT, running, tiny_assembly
 
 overlapped_too = pytest.mark.usefixtures("planning")

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.block_manager import PINNED, BlockManager, Hit
-from paged_backend.content import new_chain, root_key
-from paged_backend.plan import Costs
 from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
-from paged_backend.scheduler import Scheduler
-from paged_backend.speculation import PromptLookup
+from paged_backend.scheduling.block_manager import PINNED, BlockManager, Hit
+from paged_backend.scheduling.content import new_chain, root_key
+from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.speculation import PromptLookup
 from tests.shadow import ShadowStore, alone, alone_with_beams
 
 STOP = 3

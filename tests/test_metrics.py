@@ -2,7 +2,7 @@
 
 from unittest.mock import Mock
 
-from paged_backend.metrics import Metrics, token_buckets
+from paged_backend.frontend.metrics import Metrics, token_buckets
 from tests.test_memory import scheduler
 
 

@@ -10,10 +10,11 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from paged_backend import kv_cache, model_loader, proof
-from paged_backend.attention import UnsupportedModel
 from paged_backend.config import ConfigError, EngineConfig
-from paged_backend.kv_cache import LayerShape
+from paged_backend.execution import kv_cache
+from paged_backend.execution.attention import UnsupportedModel
+from paged_backend.execution.kv_cache import LayerShape
+from paged_backend.loading import model_loader, proof
 from tests.in_process import byte_tokenizer, running, tiny_assembly
 from tests.test_families import COMMON, DYNAMIC, LONGROPE
 
@@ -53,7 +54,7 @@ def test_a_model_that_cannot_be_paged_is_refused_by_name(tmp_path, config, reaso
 
 def test_a_wrong_answer_through_the_pages_is_refused(tiny, monkeypatch):
     """The proof itself: an attention function that is off by its scale must not pass."""
-    from paged_backend import attention
+    from paged_backend.execution import attention
 
     right = attention.paged_attention
     monkeypatch.setattr(attention, "paged_attention", lambda *a, scale, **k: right(*a, scale=scale * 1.5, **k))

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, CONTENT, SCHEDULER, SEQUENCE = "block_manager.py", "content.py", "scheduler.py", "sequence.py"
-BEAMS, PINS, PLAN, SESSIONS = "beam_search.py", "pins.py", "plan.py", "sessions.py"
+BLOCKS, CONTENT, SCHEDULER, SEQUENCE, BEAMS, PINS, PLAN = (
+    f"scheduling/{module}.py"
+    for module in ("block_manager", "content", "scheduler", "sequence", "beam_search", "pins", "plan")
+)
+SESSIONS = "frontend/sessions.py"
 
 MUTANTS = {  # (file, what is right, what is not)
     "a released block is not let go": (BLOCKS, "        self._references[block] -= 1\n", ""),

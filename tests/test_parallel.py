@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers as hf
 
-from paged_backend import parallel, parallel_workers, runner
 from paged_backend.config import ConfigError, EngineConfig
 from paged_backend.engine import EngineDied
+from paged_backend.execution import runner
+from paged_backend.parallel import group as parallel
+from paged_backend.parallel import workers as parallel_workers
 from tests.in_process import WAIT, running, save_tiny, tiny_assembly
 from tests.test_beams import beams
 

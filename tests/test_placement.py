@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.config import ConfigError
-from paged_backend.placement import visible_gpus
+from paged_backend.frontend.placement import visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.block_manager import BlockManager
-from paged_backend.channel import ServerChannel
 from paged_backend.engine import EngineDied, PoolMap
-from paged_backend.metrics import Metrics
+from paged_backend.frontend.channel import ServerChannel
+from paged_backend.frontend.metrics import Metrics
+from paged_backend.frontend.responder import Responder
+from paged_backend.frontend.sessions import Sessions
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.responder import Responder
-from paged_backend.scheduler import Scheduler, SchedulerStats
-from paged_backend.sessions import Sessions
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler, SchedulerStats
 from tests.in_process import WAIT, tiny_assembly
 
 NOTHING = dict.fromkeys((spec.name for spec in fields(SchedulerStats)), 0)

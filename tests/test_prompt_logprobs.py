@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from paged_backend import plan, warm_up
+from paged_backend.loading import warm_up
 from paged_backend.request import RequestError, SamplingParams
+from paged_backend.scheduling import plan
 from tests.callers import serving
 from tests.in_process import WAIT, byte_tokenizer, running, tiny_assembly
 
@@ -119,7 +120,7 @@ def test_a_step_scores_a_bounded_number_of_rows(tiny, prompts, monkeypatch):
         drafts.append(plan.Draft(*args, scores=5))
         return drafts[-1]
 
-    monkeypatch.setattr("paged_backend.scheduler.Draft", draft)
+    monkeypatch.setattr("paged_backend.scheduling.scheduler.Draft", draft)
     with running(tiny_assembly(tiny[0], max_num_batched_tokens=64)) as engine:
         keys = [engine.submit(prompt, max_tokens=2, prompt_logprobs=1) for prompt in prompts]
         for prompt, found in zip(prompts, told(engine, *keys), strict=True):

@@ -9,8 +9,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-from paged_backend.attention import UnsupportedModel
-from paged_backend.proof import prove
+from paged_backend.execution.attention import UnsupportedModel
+from paged_backend.loading.proof import prove
 from tests.in_process import byte_tokenizer, generate_alone, running, save_tiny, tiny_assembly
 
 CONFIG = LlamaConfig(

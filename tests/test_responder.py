@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend import wire
-from paged_backend.channel import ServerChannel
-from paged_backend.detokenizer import Detokenizer
 from paged_backend.engine import StepOutput
-from paged_backend.metrics import Metrics
+from paged_backend.frontend import wire
+from paged_backend.frontend.channel import ServerChannel
+from paged_backend.frontend.detokenizer import Detokenizer
+from paged_backend.frontend.metrics import Metrics
+from paged_backend.frontend.responder import Responder, Sample, Stream
+from paged_backend.frontend.sessions import SessionName, Sessions
 from paged_backend.request import (
     FinishReason,
     GenerateRequest,
@@ -22,8 +24,6 @@ from paged_backend.request import (
     TokenLogprob,
     Usage,
 )
-from paged_backend.responder import Responder, Sample, Stream
-from paged_backend.sessions import SessionName, Sessions
 from tests import test_pool_map as fakes
 from tests.in_process import WAIT, byte_tokenizer
 

@@ -6,18 +6,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kernels import ops
 from kernels.cpu import between_attentions
-from paged_backend import graphs, rope
-from paged_backend.attention import ATTENTION, AttentionSpec
-from paged_backend.batch import _map, pack
-from paged_backend.beam_search import Candidate
-from paged_backend.block_manager import BlockManager
-from paged_backend.drafter import Drafter
-from paged_backend.fusion import Fused, fuse
-from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.execution import graphs
+from paged_backend.execution.attention import ATTENTION, AttentionSpec
+from paged_backend.execution.batch import _map, pack
+from paged_backend.execution.drafter import Drafter
+from paged_backend.execution.kv_cache import KVCache, LayerShape
+from paged_backend.execution.runner import Runner
+from paged_backend.loading import rope
+from paged_backend.loading.fusion import Fused, fuse
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.runner import Runner
-from paged_backend.scheduler import Scheduler
-from paged_backend.speculation import on_device
+from paged_backend.scheduling.beam_search import Candidate
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.speculation import on_device
 
 META = torch.device("meta")
 SAMPLINGS = [

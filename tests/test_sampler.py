@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sampler import prepare, processed, sample
-from paged_backend.sequence import Sequence
+from paged_backend.sampling.sampler import prepare, processed, sample
+from paged_backend.scheduling.sequence import Sequence
 
 VOCAB = 50
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.block_manager import BlockManager
-from paged_backend.pace import Pace
-from paged_backend.plan import Costs
 from paged_backend.request import FinishReason, GenerateRequest, SamplingParams
-from paged_backend.scheduler import Scheduler
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.pace import Pace
+from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.scheduler import Scheduler
 
 EOS = 7
 

@@ -6,10 +6,10 @@ import pytest
 from transformers import LlamaConfig
 
 from paged_backend.config import ConfigError
-from paged_backend.plan import reached
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sequence import Sequence
-from paged_backend.speculation import PromptLookup, on_device
+from paged_backend.scheduling.plan import reached
+from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.speculation import PromptLookup, on_device
 from tests.in_process import running, save_tiny, tiny_assembly
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 
 from paged_backend.config import EngineConfig
-from paged_backend.grammars import MAX_QUEUED, Grammars
+from paged_backend.guided.grammars import MAX_QUEUED, Grammars
+from paged_backend.guided.structures import read_structure
 from paged_backend.request import FinishReason
 from paged_backend.service import Service
-from paged_backend.structures import read_structure
 from tests.in_process import TINY, WAIT, byte_tokenizer, running, tiny_assembly
 from tests.test_grammars import SLOW
 from tests.test_logprobs import Caller

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from paged_backend.block_manager import Copy, Move
-from paged_backend.kv_cache import KVCache, LayerShape
-from paged_backend.transfers import Transfers
+from paged_backend.execution.kv_cache import KVCache, LayerShape
+from paged_backend.execution.transfers import Transfers
+from paged_backend.scheduling.block_manager import Copy, Move
 
 SHAPES = [LayerShape(num_kv_heads=2, head_dim=8), LayerShape(num_kv_heads=1, head_dim=16)]
 OUTS = (Move(1, 3, None), Move(2, 0, None))

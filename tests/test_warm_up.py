@@ -11,12 +11,13 @@ from kernels import launch
 from kernels.launch import PIECES, Device
 from kernels.layer_cache import LayerCache
 from kernels.paged_attention import plan_launch
-from paged_backend import graphs, warm_up
-from paged_backend.batch import pack
 from paged_backend.config import EngineConfig
-from paged_backend.plan import Chunk, Plan, Scored
+from paged_backend.execution import graphs
+from paged_backend.execution.batch import pack
+from paged_backend.loading import warm_up
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sequence import Group
+from paged_backend.scheduling.plan import Chunk, Plan, Scored
+from paged_backend.scheduling.sequence import Group
 from tests.in_process import tiny_assembly
 
 LARGEST, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from client import wire as client_wire
-from paged_backend import wire
+from paged_backend.frontend import wire
 from paged_backend.request import ErrorCode, RequestError, TokenLogprob
 
 CONFIG = Path(__file__).parents[1] / "model_repository/paged_llm/config.pbtxt"

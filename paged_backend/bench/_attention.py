@@ -26,9 +26,9 @@ from kernels.cpu import paged_attention as in_pytorch
 from kernels.layer_cache import LayerCache, dequantize
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
-from paged_backend.batch import Stage, shared_prefixes
 from paged_backend.bench._race import Call, rotations
-from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.execution.batch import Stage, shared_prefixes
+from paged_backend.execution.kv_cache import KVCache, LayerShape
 
 OURS = "paged"
 CHECKED = 64  # queries of a sequence whose output is held against fp32, evenly spread

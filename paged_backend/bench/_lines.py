@@ -16,7 +16,7 @@ from kernels.block_pair import BlockPair
 from kernels.draws import Draws, Filters
 from kernels.layer_cache import LayerCache
 from paged_backend.bench._race import Call, rotations
-from paged_backend.kv_cache import KVCache, LayerShape
+from paged_backend.execution.kv_cache import KVCache, LayerShape
 
 SHAPE = LayerShape(8, 128)
 HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # with it those of Llama-3.1-8B

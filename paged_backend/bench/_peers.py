@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from paged_backend.bench._workload import Contestant, Job, Run
 from paged_backend.config import EngineConfig
-from paged_backend.model_loader import LoadedModel
+from paged_backend.loading.model_loader import LoadedModel
 
 
 def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paged_backend.graphs import no_waits
+from paged_backend.execution.graphs import no_waits
 
 Call = Callable[[int], object]  # the kernel, on the inputs of this rotation
 

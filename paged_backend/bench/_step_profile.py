@@ -14,19 +14,19 @@ from itertools import pairwise
 from typing import Any
 
 from kernels.cpu import native
-from paged_backend.plan import Plan
+from paged_backend.scheduling.plan import Plan
 
 PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
-    "linears": ("torch.nn.functional.linear", "paged_backend.linear.OneDnn.__call__"),
+    "linears": ("torch.nn.functional.linear", "paged_backend.loading.linear.OneDnn.__call__"),
     "attention": ("kernels.ops.paged_attention",),
     "rotate and write": ("kernels.ops.rope_kv_write", "kernels.ops.kv_write"),
     "norms": ("kernels.ops.add_rms_norm",),
     "activation": ("kernels.ops.swiglu",),
-    "sampling": ("paged_backend.sampler.sample",),
+    "sampling": ("paged_backend.sampling.sampler.sample",),
     "schedule and pack": (
-        "paged_backend.scheduler.Scheduler.schedule",
-        "paged_backend.scheduler.Scheduler.commit",
-        "paged_backend.batch.pack",
+        "paged_backend.scheduling.scheduler.Scheduler.schedule",
+        "paged_backend.scheduling.scheduler.Scheduler.commit",
+        "paged_backend.execution.batch.pack",
     ),
 }
 KEPT = {  # operations in C++ keep their time themselves: one call may be several of them
@@ -37,7 +37,7 @@ KEPT = {  # operations in C++ keep their time themselves: one call may be severa
     "swiglu": "activation",
 }
 REST = "rest"
-BOUNDARY = "paged_backend.scheduler.Scheduler.schedule"  # which every step begins with
+BOUNDARY = "paged_backend.scheduling.scheduler.Scheduler.schedule"  # which every step begins with
 
 
 @dataclass

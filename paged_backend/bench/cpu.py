@@ -51,9 +51,9 @@ from paged_backend.bench.engine import OURS, latencies, run_paged
 from paged_backend.bench.kernels import machine
 from paged_backend.bench.server import compare, texts_of
 from paged_backend.config import EngineConfig
-from paged_backend.kv_cache import GIB, bytes_per_block
+from paged_backend.execution.kv_cache import GIB, bytes_per_block
 from paged_backend.machine import usable_cores
-from paged_backend.scheduler import Scheduler
+from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.service import Assembly, assemble
 from paged_backend.serving.environments import Environment
 from paged_backend.serving.tritonserver import TritonServer

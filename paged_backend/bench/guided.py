@@ -41,7 +41,7 @@ class Llguidance:
 
     def compile(self, case: Case) -> Callable[[], Any]:
         """What makes a matcher. Raises whatever the library says."""
-        from paged_backend.grammar import grammar_of, matcher
+        from paged_backend.guided.grammar import grammar_of, matcher
 
         return matcher(self._tokenizer, grammar_of(case.kind, case.text)).deep_copy
 

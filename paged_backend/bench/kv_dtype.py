@@ -19,16 +19,16 @@ from torch import Tensor
 
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
-from paged_backend import kv_cache
-from paged_backend.attention import paged_logits
-from paged_backend.batch import Stage, pack
 from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish
 from paged_backend.config import EngineConfig
-from paged_backend.kv_cache import KVCache
-from paged_backend.model_loader import pick_kv_dtype
-from paged_backend.plan import Chunk, Plan
+from paged_backend.execution import kv_cache
+from paged_backend.execution.attention import paged_logits
+from paged_backend.execution.batch import Stage, pack
+from paged_backend.execution.kv_cache import KVCache
+from paged_backend.loading.model_loader import pick_kv_dtype
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.sequence import Group
+from paged_backend.scheduling.plan import Chunk, Plan
+from paged_backend.scheduling.sequence import Group
 from paged_backend.service import ROOT, Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model
 
@@ -55,7 +55,7 @@ class Score:
 
 
 def texts() -> Iterator[str]:
-    for pattern in ("*.md", "kernels/*.md", "kernels/**/*.py", "paged_backend/*.py", "client/*.py"):
+    for pattern in ("*.md", "kernels/*.md", "kernels/**/*.py", "paged_backend/**/*.py", "client/*.py"):
         yield from (file.read_text() for file in sorted(ROOT.glob(pattern)))
 
 

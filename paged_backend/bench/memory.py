@@ -17,14 +17,14 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from pathlib import Path
 
-from paged_backend.beam_search import Candidate
 from paged_backend.bench._report import Record, arguments, count, parser, publish
 from paged_backend.bench._workload import DATASETS, lengths
-from paged_backend.block_manager import BlockManager
-from paged_backend.plan import Drawn
 from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.scheduler import Scheduler
-from paged_backend.sequence import Sequence
+from paged_backend.scheduling.beam_search import Candidate
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import Drawn
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
 
 RESERVATION = 2048  # slots that a contiguous cache reserves for each request, whatever comes
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert({position}, {root!r})
 
-from paged_backend.triton_model import TritonPythonModel  # noqa: E402, F401
+from paged_backend.frontend.triton_model import TritonPythonModel  # noqa: E402, F401
 '''
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.channel import Channel, ServerChannel
+from paged_backend.frontend.channel import Channel, ServerChannel
 from paged_backend.request import ErrorCode, RequestError
 from paged_backend.trtllm import replies, requests
 from paged_backend.trtllm.links import Link, Links, Outputs, cancel_frame, request_frame

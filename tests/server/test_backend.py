@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from client.cli import main
-from paged_backend import wire
+from paged_backend.frontend import wire
 from tests.server.conftest import plain_server, post, until
 
 ROOT = Path(__file__).parents[2]

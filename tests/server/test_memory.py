@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
-from paged_backend.content import chain_key, root_key
+from paged_backend.scheduling.content import chain_key, root_key
 from paged_backend.serving.tritonserver import TritonServer
 from tests.in_process import byte_tokenizer, save_tiny
 from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams, until

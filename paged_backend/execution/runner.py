@@ -1,0 +1,220 @@
+"""Runs packed steps on the device, each enqueued without waiting for the one before."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paged_backend.execution.attention import paged_logits
+from paged_backend.execution.batch import Check, PackedBatch, Stage, Uniform, known
+from paged_backend.execution.drafter import Drafter, fill
+from paged_backend.execution.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
+from paged_backend.execution.hidden_states import recorded
+from paged_backend.execution.kv_cache import KVCache
+from paged_backend.execution.transfers import Transfers
+from paged_backend.lora.layers import Lora
+from paged_backend.request import ErrorCode, RequestError
+from paged_backend.sampling.logprobs import Scores, score_prompts
+from paged_backend.sampling.sampler import Likeliest, follow, likeliest, sample, score
+from paged_backend.scheduling.plan import Drawn, Plan, Scored, reached
+
+log = logging.getLogger("paged_llm")
+
+STAYS = Stage(None)  # for batches that are on the device
+
+
+class RunnerDied(RuntimeError):
+    """No further step can be run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A step that was enqueued, and what it draws, on its way to the host."""
+
+    tokens: Tensor  # [num_draws] int64
+    beams: Likeliest | None
+    scores: Scores | None
+    prompts: tuple[Scores, ...]  # rows of prompts, in order
+    checks: tuple[Check, ...]
+    guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
+    hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
+    lost: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
+    arrived: torch.cuda.Event | None
+
+    def result(self) -> list[Drawn]:
+        """What each draw gave, in order. Waits for it: the one place where host and device meet."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        drawn: list[Drawn] = self.tokens.tolist()
+        for row, candidates in self.beams.by_row() if self.beams else ():
+            drawn[row] = candidates
+        tokens = self.guessed.tolist() if self.guessed is not None else []
+        for draw, row, guesses in self.checks:
+            count = len(guesses)
+            checked = slice(draw, draw + 1 + count)
+            drawn[checked] = reached(drawn[checked], tokens[row : row + count] or guesses)
+        for row, (logprobs,) in self.scores.by_row() if self.scores else ():
+            token = drawn[row]
+            if isinstance(token, int):  # else a wrong guess led to it
+                drawn[row] = Scored(token, logprobs)
+        for row, reason in self.lost:
+            drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
+        if self.prompts:
+            drawn[:0] = [logprobs for part in self.prompts for _, (logprobs,) in part.by_row()]
+        if self.hidden is not None:
+            drawn[:0] = [array("f", row.tobytes()) for row in self.hidden.numpy()]
+        return drawn
+
+
+class Runner:
+    """The model over its pools. `move` and `launch` return before the device is done; what they enqueue runs in
+    order."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: KVCache,
+        host: KVCache | None = None,
+        *,
+        max_draws: int,
+        drafter: Drafter | None = None,
+        lora: Lora | None = None,
+        agree: Callable[[Tensor], None] = lambda tokens: None,
+    ):
+        """kv: the model's layers first, then the drafter's. max_draws: of a step. agree: overwrites what was drawn with
+        what another process drew, if that counts."""
+        self.model = model
+        self.kv = kv
+        self.host = host
+        self.drafter = drafter
+        self.lora = lora
+        self.group = _group(model, kv.device)
+        self.transfers = Transfers(kv, host)
+        self._agree = agree
+        self._stage = Stage(kv.device)
+        self._graphs: Graphs | None = None
+        self._guesses: Graphs | None = None  # the drafter's own steps
+        self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
+
+    @torch.inference_mode()
+    def record(self, record: Record, kinds: Sequence[Kind], *, max_blocks: int, max_context_len: int) -> None:
+        """Record steps, the largest first, to be replayed from now on. A model that cannot be recorded runs as it is,
+        with a line in the log. max_blocks: of a block table."""
+
+        def graphs(forward: Callable[[PackedBatch], Tensor], kinds: Sequence[Kind]) -> Graphs:
+            bounds = dict(max_blocks=max_blocks, max_context_len=max_context_len)
+            return Graphs(forward, self._drawn, record, kinds, **bounds)
+
+        try:
+            steps = graphs(self._forward, kinds)
+            self._guesses = graphs(self.drafter.forward, draft_kinds(kinds)) if self.drafter else None
+            self._graphs = steps
+        except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
+            log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are replayed."""
+        return self._graphs is not None
+
+    @property
+    def uniform(self) -> Uniform | None:
+        """What steps with guesses are to be packed to, so that they can be replayed."""
+        return self._graphs.uniform if self._graphs else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows that share a prefix can be told to attention."""
+        return self.group is not None
+
+    def forget(self) -> None:
+        """Let go of what was recorded, before the processes part that it was recorded with."""
+        self._graphs = self._guesses = None
+
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        if self.drafter:
+            self.drafter.keep_up(batch)
+        if batch.adapters is None:
+            return paged_logits(self.model, batch, self.kv)
+        assert self.lora
+        with self.lora.applied(batch.adapters):
+            return paged_logits(self.model, batch, self.kv)
+
+    @torch.inference_mode()
+    def move(self, plan: Plan) -> None:
+        """The blocks that a step wants somewhere else, and its adapters. Before `launch`."""
+        self.transfers.move(plan.outs, plan.ins, plan.copies)
+        for slot, adapter in plan.loads:
+            assert self.lora
+            self.lora.put(slot, adapter)
+
+    @torch.inference_mode()
+    def launch(self, packed: PackedBatch) -> Launched:
+        step = self._run(packed)
+        logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
+        sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
+        tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
+        self._agree(tokens)
+        self._drawn[: len(tokens)] = tokens
+        scores = score(logits, tokens, sampling)
+        prompts = score_prompts(step.logits, sampling.prompts) if sampling.prompts else ()
+        arrived, guessed, hidden = None, step.guessed, step.hidden
+        if tokens.is_cuda:
+            tokens = tokens.to("cpu", non_blocking=True)
+            guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
+            hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
+            beams, scores = beams and beams.to_host(), scores and scores.to_host()
+            prompts = tuple(part.to_host() for part in prompts)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        constraints = packed.sampling.constraints
+        lost = constraints.mask.lost if constraints and constraints.mask else ()
+        return Launched(tokens, beams, scores, prompts, packed.checks, guessed, hidden, lost, arrived)
+
+    def _run(self, packed: PackedBatch) -> Forwarded:
+        graphs = self._graphs
+        kind = graphs.find(packed.paging) if graphs and packed.is_recorded else None
+        if graphs and kind and not packed.drafting:
+            return graphs.replay(kind, packed, self._stage)
+        batch = self._stage(packed)
+        if batch.follows:
+            batch = replace(batch, input_ids=self._known(batch.input_ids))
+        guessed = None
+        if self.drafter and batch.drafting:
+            batch = fill(batch, batch.drafting, self._guess)
+            self._agree(batch.input_ids)
+            guessed = batch.input_ids[0]
+        if graphs and kind:
+            return replace(graphs.replay(kind, batch, STAYS), guessed=guessed)
+        if batch.hidden_rows is None:
+            return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
+        with recorded(self.model) as states:
+            logits = self._forward(batch)
+        hidden = states[-1][0, batch.hidden_rows].float()
+        return Forwarded(logits, batch.draw_rows, batch.sampling, guessed, hidden)
+
+    def _guess(self, batch: PackedBatch) -> Tensor:
+        """The drafter's logits of a batch on the device."""
+        assert self.drafter
+        kind = self._guesses.find(batch.paging) if self._guesses else None
+        if self._guesses and kind:
+            return self._guesses.replay(kind, batch, STAYS).logits
+        return self.drafter.forward(batch)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        return known(tokens, self._drawn)
+
+
+def _group(model: PreTrainedModel, device: torch.device) -> int | None:
+    """Query heads of a KV head, where attention can read a shared prefix once for many rows."""
+    if device.type == "cpu":
+        return None
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)

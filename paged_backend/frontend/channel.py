@@ -1,0 +1,81 @@
+"""One request: what came, and the way back to its client, with the promise of exactly one final response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from paged_backend.frontend import wire
+from paged_backend.request import ErrorCode, RequestError
+
+_CODES = {  # our classes by the names of Triton's codes
+    ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.INTERNAL: "INTERNAL",
+}
+
+
+# Tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence (0 or "": none), its
+# flags, and its id ("": none).
+Received = tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]
+
+
+class Channel(Protocol):
+    """Owned by one thread at a time: the one that admits the request, then the responder's. Sending and asking may wait
+    for another process: never on the engine's thread."""
+
+    closed: bool  # whether the final response has been sent
+
+    def received(self) -> Received: ...
+
+    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None: ...
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error. Does nothing where it has ended already."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client is gone or has called the request off."""
+
+
+class ServerChannel:
+    """Of a request of the server's."""
+
+    def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = wire.error_text):
+        """`error_text`: what the client reads of an error."""
+        self._pb_utils = pb_utils
+        self._request = request
+        self._sender = request.get_response_sender()
+        self._error_text = error_text
+        self.closed = False
+
+    def received(self) -> Received:
+        request = self._request
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
+        parameters = json.loads(request.parameters() or "{}")
+        own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
+        return tensors, parameters, *own
+
+    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
+        """A round trip to the server process."""
+        tensors = [self._pb_utils.Tensor(name, value) for name, value in outputs.items()]
+        self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), final)
+
+    def fail(self, error: RequestError) -> None:
+        if not self.closed:
+            code = getattr(self._pb_utils.TritonError, _CODES[error.code])
+            failure = self._pb_utils.TritonError(self._error_text(error), code)
+            self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
+
+    def is_cancelled(self) -> bool:
+        """A round trip, like `send`."""
+        return self._sender.is_cancelled()
+
+    def _send(self, response: Any, final: bool) -> None:
+        assert not self.closed, "a response after FINAL"
+        flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(response, flags=flags)
+        self.closed = final  # not before: where sending failed, an error may still go out

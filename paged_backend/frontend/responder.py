@@ -1,0 +1,579 @@
+"""Owns every open stream: turns tokens to text, sends it, and notices who has gone.
+
+Sending and asking about cancellation are round trips to the server process, so none of it happens on the engine's
+thread. Tokens that pile up for a stream while others are served go out as one response.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from paged_backend.engine import EngineDied, PoolMap, StepOutput
+from paged_backend.frontend import wire
+from paged_backend.frontend.channel import Channel
+from paged_backend.frontend.detokenizer import Detokenizer
+from paged_backend.frontend.embedding import embedding_json
+from paged_backend.frontend.metrics import Metrics
+from paged_backend.frontend.sessions import Sessions, Turn
+from paged_backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+    RequestError,
+    TokenDelta,
+    Usage,
+)
+from paged_backend.scheduling.scheduler import SchedulerStats
+
+log = logging.getLogger("paged_llm")
+
+POLL_SECONDS = 0.02  # how often an open stream is asked whether it was cancelled, where there are few
+POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
+POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
+SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
+
+
+class Aborts(Protocol):
+    def abort(self, key: int) -> None: ...
+    def end(self, key: int, index: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One of a request's answers, on its way out.
+
+    tokens | in `said`, sent | in `text` | piled up: decoded at once when a response is made of them |
+                                         ^ read
+    """
+
+    detokenizer: Detokenizer
+    include_stop: bool  # whether the token that ends it is part of the text
+    text: str = ""  # not sent yet
+    unsent: list[int] = field(default_factory=list)  # tokens, the one that ends it included
+    num_tokens: int = 0
+    finish: FinishReason | None = None
+    tokens: list[int] = field(default_factory=list)  # those that the text is made of
+    read: int = 0  # how many of them are text by now
+    said: list[str] = field(default_factory=list)  # all text so far, in pieces
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the tokens that are not sent yet
+    cumulative_logprob: float = 0.0  # of all so far
+
+    @property
+    def all_text(self) -> str:
+        return "".join(self.said)
+
+    def take(self, delta: TokenDelta) -> None:
+        """Book what a step gave. A stop string may end the sample before the engine does."""
+        tokens, count = delta.token_ids, len(delta.token_ids)
+        # The token that ends the output is counted, but its text is not output.
+        self.tokens += tokens[:-1] if delta.finish is FinishReason.STOP and not self.include_stop else tokens
+        if self.detokenizer.watches:
+            self.speak()
+            if self.detokenizer.stopped:
+                del self.tokens[self.detokenizer.num_tokens :]
+                count = len(self.tokens) - self.num_tokens
+                self.finish = FinishReason.STOP
+        self.num_tokens += count
+        self.unsent += tokens[:count]
+        if delta.logprobs:
+            counted = delta.logprobs[:count]
+            self.logprobs += counted
+            self.cumulative_logprob += sum(drawn.logprob for drawn, *_ in counted)
+        if delta.finish and not self.finish:
+            self.end(delta.finish)
+
+    def speak(self) -> None:
+        """Turn the tokens that have piled up into text."""
+        if self.read < len(self.tokens):
+            piled = self.tokens[self.read :] if self.read else self.tokens
+            self.read = len(self.tokens)
+            self._say(self.detokenizer.push(piled))
+
+    def end(self, finish: FinishReason) -> None:
+        self.speak()
+        self._say(self.detokenizer.flush())
+        self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+
+    def send(self, *, offsets: bool, logprobs: bool) -> wire.SampleOutput:
+        """What a response tells of it: all that was not sent yet."""
+        output = wire.SampleOutput(
+            self.text,
+            self.finish.value if self.finish else None,
+            self.unsent,
+            self._unsent_offsets() if offsets else (),
+            self.logprobs if logprobs else None,
+            self.cumulative_logprob,
+        )
+        self.text, self.unsent, self.logprobs = "", [], []
+        return output
+
+    def _unsent_offsets(self) -> list[int]:
+        known = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
+        # The token that ended it, whose text is not output, is where the text ends.
+        return known + [self.detokenizer.num_chars] * (len(self.unsent) - len(known))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.text += text
+            self.said.append(text)
+
+
+@dataclass(eq=False)
+class Stream:
+    """One open request."""
+
+    request: GenerateRequest
+    call: wire.Call
+    channel: Channel
+    samples: list[Sample]
+    arrived: float  # time.monotonic()
+    encode: Callable[[str], list[int]]
+    token_text: Callable[[int], str]
+    prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
+    turn: Turn | None = None
+    error: RequestError | None = None
+    usage: Usage | None = None
+    entered: float | None = field(default=None, init=False)  # when it first computed
+    first_token: float | None = field(default=None, init=False)
+    last_token: float | None = field(default=None, init=False)
+    preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
+    finished: bool = field(default=False, init=False)  # whether every sample is
+    sent: bool = field(default=False, init=False)  # whether any response is
+    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
+    deadline: float = field(init=False)  # by time.monotonic()
+
+    def __post_init__(self) -> None:
+        limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
+        if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
+            self.prompt_logprobs = ()  # there is nothing that the engine could tell
+        self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or self.error is not None
+
+    def take(self, delta: TokenDelta, when: float) -> None:
+        """Book what a step gave one of the samples."""
+        self.usage = delta.usage or self.usage
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        if delta.token_ids or delta.hidden is not None or delta.prompt_logprobs is not None:
+            if self.first_token is None:
+                self.first_token = when
+                self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
+            self.last_token = when
+        self.error = delta.error
+        sample = self.samples[delta.sample]
+        if delta.hidden is not None:
+            assert self.call.embedding
+            sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
+        sample.take(delta)
+        if sample.finish:
+            self.finished = all(one.finish for one in self.samples)
+
+    @property
+    def answers(self) -> list[Sample]:
+        """The samples that the client gets, the likeliest first where it gets a part of them."""
+        sampling = self.request.sampling
+        if not sampling.picks:
+            return self.samples
+        return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
+
+    def receipt(self) -> dict[str, Any]:
+        """What the request took: tokens, blocks, and seconds in each phase."""
+        now = time.monotonic()
+        entered, first, last = self.entered or now, self.first_token or now, self.last_token or now
+        usage = self.usage or Usage(*[0] * len(Usage._fields))
+        preempted = usage.preempted_seconds - self.preempted_in_prompt
+        return {
+            "prompt_tokens": len(self.request.prompt_token_ids),
+            "generated_tokens": sum(sample.num_tokens for sample in self.samples),
+            **usage._asdict(),
+            "queued_seconds": entered - self.arrived,
+            "prefill_seconds": first - entered - self.preempted_in_prompt,
+            "decode_seconds": last - first - preempted,
+            "arrival_time_ns": int(self.arrived * 1e9),
+            "first_scheduled_time_ns": int(entered * 1e9),
+            "first_token_time_ns": int(first * 1e9),
+            "last_token_time_ns": int(last * 1e9),
+        }
+
+    def settle(self, *, answered: bool) -> None:
+        """Before the last response goes out: a session goes on from here, or from where it was."""
+        if self.turn is None:
+            return
+        if not answered:
+            self.turn.undo()
+            return
+        (sample,) = self.samples
+        # A stop string cuts text that its tokens still have: what was seen is encoded anew.
+        tokens = self.encode(sample.all_text) if sample.detokenizer.stopped else sample.tokens
+        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.all_text)
+
+    def end(self, finish: FinishReason) -> None:
+        """End every sample that is still open."""
+        for sample in self.samples:
+            if not sample.finish:
+                sample.end(finish)
+        self.finished = True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that was answered with an error at once."""
+
+    outcome: str  # as the metrics name it
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Answer with the next map of the pool."""
+
+    channel: Channel
+
+
+@dataclass(frozen=True, eq=False)
+class Cancel:
+    """End what is open under a request id, and answer how many that were."""
+
+    channel: Channel
+    request_id: str
+
+
+class Responder:
+    """A thread between the engine and the clients. `open` and `emit` may be called from any thread."""
+
+    def __init__(self, metrics: Metrics, sessions: Sessions):
+        self._metrics = metrics
+        self._sessions = sessions
+        self._engine: Aborts | None = None
+        self._inbox: SimpleQueue[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None] = (
+            SimpleQueue()
+        )
+        self._died: RequestError | None = None
+        self._streams: dict[int, Stream] = {}
+        self._lookers: list[Channel] = []  # those who wait for a map of the pool
+        self._next_poll = 0.0
+        self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
+        self._stats: SchedulerStats | None = None  # newest
+        self._generated = 0  # tokens that the metrics have not been told of
+        self._next_show = 0.0
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+
+    def start(self, engine: Aborts) -> None:
+        self._engine = engine
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once everything that was put before is out."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def open(self, stream: Stream) -> None:
+        """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
+        self._inbox.put(stream)
+
+    def refused(self, outcome: str) -> None:
+        """Count a request that never became a stream."""
+        self._inbox.put(Refused(outcome))
+
+    def cancel(self, channel: Channel, request_id: str) -> None:
+        """Cancel the streams of this id, and answer how many those were."""
+        self._inbox.put(Cancel(channel, request_id))
+
+    def look(self, channel: Channel) -> None:
+        """Answer with the next map of the pool. Must come before the engine is asked for it."""
+        self._inbox.put(Look(channel))
+
+    def emit(self, output: StepOutput | PoolMap | EngineDied) -> None:
+        self._inbox.put(output)
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            touched: dict[int, Stream] = {}
+            for message in self._collect():
+                if message is None:
+                    running = False
+                elif isinstance(message, StepOutput):
+                    self._book(message, touched)
+                else:
+                    self._take(message, touched)
+            if self._stats and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
+                self._show()
+            for stream in touched.values():
+                try:  # as `_guarded` does, without a call more for each stream
+                    self._deliver(stream)
+                except Exception as error:
+                    self._give_up(stream, error)
+            self._poll()
+            self._metrics.show_sessions(len(self._sessions))
+
+    def _take(
+        self, message: Stream | Look | PoolMap | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+    ) -> None:
+        """Anything but a step."""
+        if isinstance(message, Stream):
+            self._streams[message.request.key] = message
+            self._to_ask.append(message.request.key)
+            self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
+            if self._died:  # after it was asked whether it lives
+                message.error = self._died
+                touched[message.request.key] = message
+        elif isinstance(message, Look):
+            self._lookers.append(message.channel)
+            if self._died:
+                self._fail_lookers(self._died)
+        elif isinstance(message, PoolMap):
+            self._show_pool(message)
+        elif isinstance(message, Refused):
+            self._metrics.ended(message.outcome)
+        elif isinstance(message, Cancel):
+            self._cancel_all(message)
+        else:
+            touched |= self._fail_all(message.reason)
+
+    def _show(self) -> None:
+        """Bring the metrics up to date. Before an answer ends, so that whoever has read it finds it counted."""
+        assert self._stats
+        self._metrics.show(self._stats)
+        if self._generated:
+            self._metrics.generated_tokens.increment(self._generated)
+        self._stats, self._generated = None, 0
+        self._next_show = time.monotonic() + SHOW_SECONDS
+
+    def _collect(self) -> list[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None]:
+        """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
+        session, nor past the time when the metrics are to be updated."""
+        messages = []
+        try:
+            now = time.monotonic()
+            poll = self._next_poll - now if self._streams else None
+            show = self._next_show - now if self._stats else None
+            waits = [wait for wait in (poll, show, self._sessions.seconds_left()) if wait is not None]
+            messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except Empty:
+            return messages
+
+    def _book(self, output: StepOutput, touched: dict[int, Stream]) -> None:
+        self._stats = output.stats
+        if not output.deltas:  # something else has changed, and no step may follow
+            self._next_show = 0.0
+        streams, when = self._streams, output.when
+        for key in output.entered:
+            if key in streams:
+                streams[key].entered = output.began
+        for delta in output.deltas:
+            stream = streams.get(delta.key)
+            # Else it was cancelled, or met its stop string, a moment ago.
+            if stream is None or stream.ended or (stream.samples[delta.sample].finish and not delta.error):
+                continue
+            begun, sample = stream.first_token is not None, stream.samples[delta.sample]
+            before = sample.num_tokens
+            try:
+                stream.take(delta, when)
+            except Exception as error:
+                self._give_up(stream, error)
+            self._generated += sample.num_tokens - before  # not what came with a stop string, but after it
+            if not begun and stream.first_token is not None:
+                self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
+            touched[delta.key] = stream
+            if sample.finish and not delta.last:
+                self._end(delta.key, delta.sample)
+
+    def _fail_all(self, reason: str) -> dict[int, Stream]:
+        self._died = RequestError(ErrorCode.INTERNAL, reason)
+        for stream in self._streams.values():
+            stream.error = self._died
+        self._fail_lookers(self._died)
+        return dict(self._streams)
+
+    def _show_pool(self, pool: PoolMap) -> None:
+        """Answer all who asked. No request of the metrics': it took no place and no token."""
+        outputs = wire.write_pool_map(
+            {
+                "time": pool.when,
+                "block_size": pool.stats.block_size,
+                "num_blocks": pool.stats.blocks_total,
+                "states": pool.states,
+                "running": pool.stats.running,
+                "waiting": pool.stats.waiting,
+                "tokens": pool.tokens,
+                "cached_tokens_hit": pool.stats.cached_tokens,
+                "preemptions": pool.stats.preemptions,
+            }
+        )
+        self._answer_lookers(lambda channel: channel.send(outputs, final=True))
+
+    def _fail_lookers(self, error: RequestError) -> None:
+        self._answer_lookers(lambda channel: channel.fail(error))
+
+    def _answer_lookers(self, answer: Callable[[Channel], None]) -> None:
+        lookers, self._lookers = self._lookers, []
+        for channel in lookers:
+            _answer(channel, answer)
+
+    def _cancel_all(self, message: Cancel) -> None:
+        found = [
+            stream
+            for stream in self._streams.values()
+            if stream.call.request_id == message.request_id and not stream.ended  # whose answer is about to go out
+        ]
+        for stream in found:
+            self._guarded(stream, lambda stream: self._cancel(stream, "the request was ended by a stop_request"))
+        outputs = wire.write_num_stopped(len(found))
+        _answer(message.channel, lambda channel: channel.send(outputs, final=True))
+
+    def _guarded(self, stream: Stream, action: Callable[[Stream], None]) -> None:
+        try:
+            action(stream)
+        except Exception as error:
+            self._give_up(stream, error)
+
+    def _give_up(self, stream: Stream, error: Exception) -> None:
+        """One stream's trouble, whatever it is, must not reach another's. Within an `except`."""
+        log.exception("request %d: could not answer", stream.request.key)
+        self._abort(stream.request.key)
+        stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        self._drop(stream)
+
+    def _drop(self, stream: Stream) -> None:
+        """Give up on a stream whose answer failed, with an error if even that still goes out."""
+        if self._streams.pop(stream.request.key, None):
+            self._metrics.ended("error")
+            stream.settle(answered=False)
+        try:
+            stream.channel.fail(stream.error or RequestError(ErrorCode.INTERNAL, "unknown"))
+        except Exception:
+            log.exception("request %d: its error could not be sent", stream.request.key)
+
+    def _deliver(self, stream: Stream) -> None:
+        if stream.request.key not in self._streams:  # closed, or dropped
+            return
+        if stream.error:
+            self._close(stream, "cancelled" if stream.error.code is ErrorCode.CANCELLED else "error")
+            stream.channel.fail(stream.error)
+        elif stream.finished:
+            self._close(stream, _outcome(stream))
+            self._send(stream)
+        elif stream.call.stream:
+            for sample in stream.samples:
+                sample.speak()
+            if any([sample.text for sample in stream.samples]):
+                self._send(stream)
+
+    def _send(self, stream: Stream) -> None:
+        call, logprobs = stream.call, stream.request.sampling.logprobs is not None
+        outputs = wire.write(
+            call,
+            [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.answers],
+            prompt_token_ids=stream.request.prompt_token_ids,
+            first=not stream.sent,
+            prompt_logprobs=stream.prompt_logprobs,
+            prompt_text_offsets=stream.prompt_offsets,
+            token_text=stream.token_text,
+            receipt=stream.receipt() if stream.finished and call.return_receipt else None,
+        )
+        stream.sent, stream.prompt_logprobs, stream.prompt_offsets = True, None, None
+        stream.channel.send(outputs, final=stream.finished)
+
+    def _close(self, stream: Stream, outcome: str) -> None:
+        """Forget the stream, and book what it took."""
+        stream.settle(answered=stream.error is None)
+        del self._streams[stream.request.key]
+        self._metrics.ended(outcome)
+        if stream.first_token is None or stream.last_token is None:
+            return
+        self._metrics.answered(
+            prompt=len(stream.request.prompt_token_ids),
+            generated=sum(sample.num_tokens for sample in stream.samples),
+            n=stream.request.sampling.n,
+            seconds=stream.last_token - stream.arrived,
+        )
+        longest = max(sample.num_tokens for sample in stream.samples)
+        if longest > 1:
+            self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
+
+    def _poll(self) -> None:
+        """Ask some of the open streams, queued and prefilling ones too, whether they were cancelled; end those that are
+        overdue; forget sessions whose time is over."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._sessions.expire()
+        for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
+            self._guarded(stream, self._expire)
+        asked = self._ask_some()
+        took = time.monotonic() - now
+        share = POLL_SECONDS * asked / max(1, len(self._streams))
+        self._next_poll = now + max(share or POLL_SECONDS, took / POLL_SHARE)
+
+    def _ask_some(self) -> int:
+        """Ask those whose turn it is; how many."""
+        asked = 0
+        for _ in range(len(self._to_ask)):
+            stream = self._streams.get(key := self._to_ask.popleft())
+            if stream is None:
+                continue
+            self._guarded(stream, self._ask)
+            self._to_ask.append(key)
+            asked += 1
+            if asked == POLL_BATCH:
+                break
+        return asked
+
+    def _ask(self, stream: Stream) -> None:
+        """A round trip, like sending."""
+        if stream.channel.is_cancelled():
+            self._cancel(stream, "the request was cancelled by its client")
+
+    def _cancel(self, stream: Stream, reason: str) -> None:
+        stream.error = RequestError(ErrorCode.CANCELLED, reason)
+        self._abort(stream.request.key)
+        self._deliver(stream)
+
+    def _expire(self, stream: Stream) -> None:
+        if stream.call.embedding:  # of which a part is of no use
+            stream.error = RequestError(ErrorCode.UNAVAILABLE, "the time limit passed before the embedding was there")
+            self._abort(stream.request.key)
+            self._deliver(stream)
+            return
+        stream.end(FinishReason.TIMEOUT)
+        for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
+            self._end(stream.request.key, index)
+        self._deliver(stream)
+
+    def _abort(self, key: int) -> None:
+        assert self._engine is not None
+        self._engine.abort(key)
+
+    def _end(self, key: int, index: int) -> None:
+        assert self._engine is not None
+        self._engine.end(key, index)
+
+
+def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
+    """One that is no stream's."""
+    try:
+        answer(channel)
+    except Exception as error:
+        log.exception("a question could not be answered")
+        with suppress(Exception):
+            channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+
+def _outcome(stream: Stream) -> str:
+    """Of a request whose samples may have ended in several ways: the one that a user would rather know of."""
+    reasons = {sample.finish for sample in stream.answers}
+    return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

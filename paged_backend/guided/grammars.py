@@ -1,0 +1,209 @@
+"""Compiles what requests ask of their outputs' looks, beside the threads that must not wait, and remembers it.
+
+submit thread     known: a copy at once ......................... engine
+                  unknown: queue, once for all who ask the same
+one of two        trial process -> compile -> remember .......... engine
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from paged_backend.guided.structures import Structure
+from paged_backend.guided.trial import Abandoned, GrammarError, Trial
+from paged_backend.request import ErrorCode, RequestError
+from paged_backend.sampling.masks import BITS, Guide, GuideError
+
+try:
+    from llguidance.hf import from_tokenizer
+
+    from paged_backend.guided import grammar
+except ImportError:  # all else is served without
+    from_tokenizer = None
+
+log = logging.getLogger("paged_llm")
+
+WORKERS = 2  # so that one grammar that takes its whole time does not hold up the next
+MAX_QUEUED = 64  # grammars that wait to be compiled, or are
+MAX_REMEMBERED = 256  # grammars
+MAX_REMEMBERED_BYTES = 1 << 20  # of their texts; the library does not tell what it holds for them
+
+Done = Callable[["tuple[Guide, ...] | RequestError"], None]
+Key = tuple[str, str]  # kind and text of a structure
+
+
+class Matcher:
+    """The guide of one output."""
+
+    seen = 0
+
+    def __init__(self, matcher: Any, field: str, vocab_size: int, known: int):
+        """known: tokens of the tokenizer, and so bits of what the library fills."""
+        self._matcher = matcher
+        self._field = field
+        self._vocab_size = vocab_size
+        self._filled = np.zeros(-(-known // BITS), dtype=np.int32)
+        self.num_words = -(-vocab_size // BITS)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.seen += len(tokens)
+        if not self._matcher.consume_tokens(list(tokens)):
+            self._fail()
+
+    def fill(self, words: np.ndarray) -> None:
+        filled = self._filled
+        self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
+        if self._matcher.is_error():
+            self._fail()
+        both = min(len(words), len(filled))
+        words[:both] = filled[:both]
+        if left := self._vocab_size % BITS:
+            words.view(np.uint32)[-1] &= np.uint32((1 << left) - 1)
+        if not words.any():
+            raise GuideError(f"{self._field}: none of the model's tokens can come next")
+
+    def _fail(self) -> None:
+        raise GuideError(f"{self._field}: cannot go on: {grammar.reason(self._matcher)}")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    structure: Structure
+    count: int
+    done: Done
+    wanted: Callable[[], bool]
+
+
+class Grammars:
+    """For one tokenizer. `compile` may be called from any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int], *, seconds: float):
+        """vocab_size: of the model, whose head may have more rows than the tokenizer has tokens, or fewer. seconds:
+        that a grammar may take to compile."""
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(one for one in eos_ids if one < vocab_size)
+        self._tokenizer: Any = None  # the library's; made when first needed
+        self._making = threading.Lock()
+        self._lock = threading.Lock()  # of what follows
+        self._known: OrderedDict[Key, Any] = OrderedDict()  # a matcher, or what is wrong; the latest used last
+        self._nbytes = 0  # of the texts of those
+        self._queued: dict[Key, list[_Waiting]] = {}
+        self._trials = [Trial(seconds) for _ in range(WORKERS)]
+        self._idle = list(self._trials)
+        self._pool = ThreadPoolExecutor(WORKERS, "grammars")
+
+    def compile(
+        self, structure: Structure, count: int, done: Done, *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Call `done` with `count` guides, each at the beginning of an output, or with what is wrong: at once where
+        that is known, else later and from another thread. wanted: asked meanwhile; what nobody waits for any more is
+        not compiled, so that who leaves keeps nobody else waiting."""
+        key, waiting = structure.key, _Waiting(structure, count, done, wanted)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+            elif key in self._queued:
+                self._queued[key].append(waiting)
+                return
+            elif len(self._queued) < MAX_QUEUED:
+                self._queued[key] = [waiting]
+                self._pool.submit(self._work, key)
+                return
+        if found is None:
+            reason = f"{structure.field}: {MAX_QUEUED} others are to be compiled before; try again later"
+            done(RequestError(ErrorCode.UNAVAILABLE, reason))
+        else:
+            self._answer(waiting, found)
+
+    def stop(self) -> None:
+        """End what is being compiled; whoever waits for it gets an error."""
+        for trial in self._trials:
+            trial.stop()
+        self._pool.shutdown()
+
+    def _work(self, key: Key) -> None:
+        found, lasts = self._found(key)
+        with self._lock:
+            if isinstance(found, Abandoned) and self._wanted(key):  # by somebody who has come since
+                self._pool.submit(self._work, key)
+                return
+            if lasts:
+                self._remember(key, found)
+            waiting = self._queued.pop(key)
+        for one in waiting:
+            self._answer(one, found)
+
+    def _found(self, key: Key) -> tuple[Any, bool]:
+        """A matcher or a GrammarError, and whether it is to be remembered."""
+        try:
+            return self._compiled(key), True
+        except GrammarError as error:
+            return error, error.lasts
+        except Exception as error:
+            log.exception("a grammar could not be compiled")
+            return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL), False
+
+    def _compiled(self, key: Key) -> Any:
+        tokenizer = self._made()
+        with self._lock:
+            trial = self._idle.pop()
+        try:
+            tried = trial(*key, wanted=lambda: self._wanted(key))
+        finally:
+            with self._lock:
+                self._idle.append(trial)
+        try:
+            return grammar.matcher(tokenizer, tried)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
+
+    def _wanted(self, key: Key) -> bool:
+        return any(one.wanted() for one in tuple(self._queued[key]))
+
+    def _remember(self, key: Key, found: Any) -> None:
+        self._known[key] = found
+        self._nbytes += len(key[1])
+        while len(self._known) > MAX_REMEMBERED or self._nbytes > MAX_REMEMBERED_BYTES:
+            (_, text), _ = self._known.popitem(last=False)
+            self._nbytes -= len(text)
+
+    def _answer(self, waiting: _Waiting, found: Any) -> None:
+        field = waiting.structure.field
+        if isinstance(found, GrammarError):
+            waiting.done(RequestError(found.code, f"{field}: {found}"))
+            return
+        known = self._tokenizer.vocab_size
+        waiting.done(tuple(Matcher(found.deep_copy(), field, self._vocab_size, known) for _ in range(waiting.count)))
+
+    def _made(self) -> Any:
+        """The library's tokenizer. Raises GrammarError where it cannot read this one."""
+        with self._making:
+            if self._tokenizer is None:
+                self._tokenizer = _library_tokenizer(self._source, self._vocab_size, self._eos_ids)
+            return self._tokenizer
+
+
+def _library_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+    if from_tokenizer is None:
+        raise GrammarError("cannot be had, since the package llguidance is not installed")
+    if not eos_ids:
+        raise GrammarError("cannot be had, since this model has no end-of-sequence token")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise GrammarError(
+            f"cannot be had, since this model's tokenizer, {type(tokenizer).__name__}, has no tokenizer.json"
+        )
+    try:
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_ids))
+    except Exception as error:  # kinds of tokenizers that the library does not know
+        raise GrammarError(f"cannot be had with this model's tokenizer: {error}") from error

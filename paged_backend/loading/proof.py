@@ -1,0 +1,261 @@
+"""Proof, at every load, that a model computes the same through pages.
+
+One forward pass of the model as it comes records what each layer asks of attention
+(heads, head size, window) and which masks the model builds; then two short prompts are prefilled in chunks and
+decoded through shuffled pages, and their logits are compared with those of the model's own eager attention. A
+model that fails is refused by name. A window longer than the prompts cannot show in the logits, so windows are
+read from the masks instead and must be the ones that the layers passed on.
+
+What is proven is what will run. Where the layers can be fused (`fusion.py`), or compiled as well, they are before the
+prompts go through the pages; the model's own logits were taken before that. If the two differ, the model steps back
+towards its layers as transformers has them, with a log line, and only one that fails as it comes is refused. To prove
+it unfused first would double the time of a load and show nothing that this does not.
+
+That proves the paging, with keys and values as the model makes them. Where the pool is to hold another type, the
+same prompts go through such a pool as well, and their logits have to be as near as 8 bits let them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from paged_backend.execution.attention import ATTENTION, AttentionSpec, UnsupportedModel, paged_logits
+from paged_backend.execution.batch import Stage, pack
+from paged_backend.execution.kv_cache import KVCache, LayerShape
+from paged_backend.loading import rope
+from paged_backend.loading.forms import forms
+from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.scheduling.plan import Chunk, Plan
+from paged_backend.scheduling.sequence import Group, Sequence
+
+log = logging.getLogger("paged_llm")
+
+PROBE = "paged_llm_probe"
+# Root mean square of the difference over that of the (centred) logits. Rounding of 16-bit types grows with depth;
+# a wrong window, scale or mask is an error of the order of 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+# The same for a pool of 8-bit keys and values. The demo model's error is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in
+# bfloat16), those of random models of many families up to 0.3; at 1 nothing of the answer is left. And for a model that
+# computes with quantized weights: many formats round activations to 8 bits as well, which turns the last digit into a
+# step of those (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
+QUANTIZATION_TOLERANCE = 0.5
+
+
+@dataclass
+class _Probe:
+    """What one plain forward pass asked of attention."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    specs: dict[int, AttentionSpec] = field(default_factory=dict)
+    layer_windows: set[int | None] = field(default_factory=set)
+    mask_windows: set[int | None] = field(default_factory=set)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        sliding_window: int | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or layer in self.shapes:
+            raise UnsupportedModel(f"{type(module).__name__}: layer_idx={layer} does not name one attention layer")
+        if key.shape != value.shape:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
+            )
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        asked = dict(sliding_window=sliding_window, **rest)
+        self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **asked)
+        self.layer_windows.add(sliding_window)
+        return query.transpose(1, 2), None  # only shapes matter here
+
+    def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
+        self.mask_windows.add(_window_of(mask_function))
+
+
+def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
+    """How far back a mask lets a query see; None for all the way. Raises UnsupportedModel for other shapes."""
+    windows = set()
+    for query in (99_991, 131_071):  # two far positions that share no divisor, so that chunked masks differ
+        zero = torch.tensor(0)
+        seen = mask_function(zero, zero, torch.tensor(query), torch.arange(query + 1)).nonzero()
+        first = int(seen[0]) if len(seen) else query + 1
+        if len(seen) != query + 1 - first:
+            raise UnsupportedModel("a mask with holes")
+        windows.add(query + 1 - first if first else None)
+    if len(windows) > 1:
+        raise UnsupportedModel("a mask that is neither causal nor a sliding window (chunked attention?)")
+    return windows.pop()
+
+
+def prove(
+    model: PreTrainedModel,
+    *,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    compile_level: int = 0,
+    quantized: bool = False,
+) -> tuple[LayerShape, ...]:
+    """The shapes of the model's attention layers, once it has shown equal logits through pages, and logits that are
+    near enough through a pool of another `kv_dtype`.
+
+    Leaves the model on paged attention, fused and compiled where that can be, and with `quantized` with weights of 8
+    bits. Raises UnsupportedModel, with the model's name, otherwise.
+    """
+    try:
+        layers, specs = _probe(model)
+        expected = _expected(model)
+        rope.fix(model)
+        failure: UnsupportedModel | None = None
+        rounded = quantized or getattr(model.config, "quantization_config", None) is not None
+        compare = partial(_compare, model, expected, layers, block_size, kv_dtype, rounded)
+        for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
+            try:
+                compare()
+            except UnsupportedModel as error:
+                failure = error
+                log.warning("%s, %s: %s", type(model).__name__, form.name, error)
+                continue
+            log.info("%s runs %s", type(model).__name__, form.name)
+            restore = form.settle(model)
+            try:
+                if form.unused:
+                    compare()
+            except UnsupportedModel as error:  # a router, say, that is never called and whose weight is read
+                restore()
+                log.warning("%s keeps the weights beside their copies: without them %s", type(model).__name__, error)
+            return layers
+        assert failure is not None
+        raise failure
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served through pages: {error}") from error
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
+    """By layer, the shape of its keys and what it asks of attention."""
+    probe = _Probe()
+    AttentionInterface.register(PROBE, probe.attend)
+    AttentionMaskInterface.register(PROBE, probe.mask)
+    model.set_attn_implementation(PROBE)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=ids, position_ids=torch.arange(4, device=model.device)[None], use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    if sorted(probe.shapes) != list(layers):
+        raise UnsupportedModel(
+            f"{len(probe.shapes)} of {len(layers)} layers call the attention interface; the others keep another state"
+        )
+    if probe.layer_windows - {None} != probe.mask_windows - {None}:
+        raise UnsupportedModel(
+            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass on {_shown(probe.layer_windows)}"
+        )
+    return tuple(probe.shapes[layer] for layer in layers), tuple(probe.specs[layer] for layer in layers)
+
+
+def _shown(windows: set[int | None]) -> str:
+    return ", ".join(str(one) for one in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
+
+
+def _prompts(model: PreTrainedModel) -> tuple[list[int], list[int]]:
+    vocab = model.config.get_text_config().vocab_size
+    drawn = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
+    return drawn[0], drawn[1][:10]
+
+
+@torch.inference_mode()
+def _expected(model: PreTrainedModel) -> list[Tensor]:
+    """Logits of both prompts by the model's own eager attention; leaves the model on ours."""
+    model.set_attn_implementation("eager")
+    expected = [_eager_logits(model, ids) for ids in _prompts(model)]
+    model.set_attn_implementation(ATTENTION)
+    return expected
+
+
+@torch.inference_mode()
+def _compare(
+    model: PreTrainedModel,
+    expected: list[Tensor],
+    layers: tuple[LayerShape, ...],
+    block_size: int,
+    kv_dtype: torch.dtype,
+    rounded: bool,  # whether it computes with quantized weights
+) -> None:
+    bounds = {model.dtype: QUANTIZATION_TOLERANCE if rounded else TOLERANCE[model.dtype]}
+    bounds |= {kv_dtype: QUANTIZATION_TOLERANCE} if kv_dtype != model.dtype else {}
+    for dtype, tolerance in bounds.items():
+        try:
+            found = _paged_logits_of(model, layers, block_size, _prompts(model), dtype)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(f"its layers cannot be paged: {type(error).__name__}: {error}") from error
+        for (prompt, position), logits in found.items():
+            error = _relative_error(logits, expected[prompt][position])
+            if not error <= tolerance:
+                stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
+                raise UnsupportedModel(
+                    f"{stored}logits at position {position} differ from its eager attention by {error:.2g}"
+                    f" (allowed: {tolerance:g})"
+                )
+
+
+def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [len(ids), vocab]
+    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    found, expected = found - found.mean(), expected - expected.mean()
+    return float((found - expected).norm() / expected.norm())
+
+
+def _paged_logits_of(
+    model: PreTrainedModel,
+    layers: tuple[LayerShape, ...],
+    block_size: int,
+    prompts: tuple[list[int], list[int]],
+    dtype: torch.dtype,
+) -> dict[tuple[int, int], Tensor]:
+    """Logits by (prompt, position): the long prompt in two chunks, the short one beside it, then both decode."""
+    width = -(-len(prompts[0]) // block_size)
+    kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
+    long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
+    long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
+    found: dict[tuple[int, int], Tensor] = {}
+    stage = Stage(model.device)
+
+    def step(*lengths: tuple[Sequence, int]) -> None:
+        chunks = tuple(Chunk(seq, seq.computed, n, draws=(seq,) if n == seq.pending else ()) for seq, n in lengths)
+        logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv))
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.length
+            if chunk.draws:
+                found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
+
+    step((long, 11), (short, short.pending))
+    step((long, long.pending))
+    for sequence in (long, short):
+        sequence.tokens.append(prompts[sequence.key][-1])
+    step((long, 1), (short, 1))
+    return found
+
+
+def _proof_sequence(key: int, ids: list[int]) -> Sequence:
+    return Group.of(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

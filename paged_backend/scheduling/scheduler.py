@@ -1,0 +1,800 @@
+"""Continuous batching with chunked prefill: who computes what in the next step. Integers only."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, cast
+
+from paged_backend.lora.slots import AdapterSlots
+from paged_backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    HiddenState,
+    Logprobs,
+    RequestError,
+    TokenDelta,
+)
+from paged_backend.scheduling.beam_search import Candidate, Continuation
+from paged_backend.scheduling.block_manager import NO_HIT, BlockManager, Hit
+from paged_backend.scheduling.pace import Pace
+from paged_backend.scheduling.pins import Pins
+from paged_backend.scheduling.plan import Chunk, Costs, Draft, Drawn, Plan, Scored
+from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.speculation import Guess
+
+
+@dataclass
+class _Room:
+    """What requests that wait may still take in this step."""
+
+    seqs: int
+    promised: int  # blocks that those which run will need for the tokens they have
+
+
+class _Demand(NamedTuple):
+    """What the cache has for a request that waits, and the blocks that it needs beside, the source of a partial hit
+    aside."""
+
+    hit: Hit
+    blocks: int
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_shared: int
+    blocks_pinned: int  # for sessions between their turns
+    block_size: int
+    host_total: int  # blocks of the host's pool, and of them
+    host_cached: int
+    host_used: int  # by requests that were preempted
+    recomputed: int  # this and all below since the start: requests preempted, to be computed again
+    swapped: int  # and with their blocks moved to the host
+    queried_tokens: int  # looked for in the cache
+    cached_tokens: int  # and found
+    host_tokens: int  # of those, the ones that came from the host
+    evictions: int
+    copies: int
+    moves_out: int
+    moves_in: int
+    guessed_tokens: int
+    accepted_tokens: int  # of those
+    disk_up: bool = False
+    disk_blocks: int = 0
+    disk_read: int = 0  # blocks
+    disk_written: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        return self.recomputed + self.swapped
+
+    @property
+    def blocks_free(self) -> int:
+        return self.blocks_total - self.blocks_used - self.blocks_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that requests hold."""
+        return self.blocks_used / self.blocks_total
+
+
+class Scheduler:
+    """By priority, and within one first come, first served. `schedule` plans a step, `commit` books its tokens; both
+    on the engine thread.
+
+    The next step may be planned while one is in flight: what that one draws stands in the sequences as tokens whose
+    value is to come. A sequence that turns out to have ended computes one row for nothing. Nobody is preempted then:
+    who finds no room waits for the commit.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: Costs | None = None,
+        preemption: str = "auto",
+        session_blocks: int = 0,
+        guess: Guess | None = None,
+        max_guesses: int = 0,
+        step_seconds: float | None = None,
+        max_loras: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
+        max_guesses: of a sequence in a step. step_seconds: that a step should take while sequences decode; chunks of
+        prompts beside them are made to fit. max_loras: adapters that the device holds. clock: in seconds."""
+        assert max_num_batched_tokens >= max_num_seqs >= 1
+        self.preemption = preemption
+        self.pins = Pins(blocks, session_blocks)
+        self.slots = AdapterSlots(max_loras)
+        self.blocks = blocks
+        self.costs = costs or Costs()
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: list[Group] = []  # by rank
+        self._running: dict[int, Group] = {}
+        self.departed = 0  # requests that no longer wait to compute for the first time
+        self._in_flight = 0  # plans that are not committed, nor have failed
+        self._stuck = False  # whether somebody waits for a commit
+        self._guess = guess if max_guesses else None
+        self._max_guesses = max_guesses
+        self._clock = clock
+        self._committed = 0.0  # when the last step was
+        self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
+        self._guessed_tokens = 0
+        self._accepted_tokens = 0
+        self._recomputed = 0
+        self._swapped = 0
+        self._queried_tokens = 0
+        self._cached_tokens = 0
+        self._host_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        host, counters = self.blocks.host, self.blocks.counters
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            blocks_total=self.blocks.num_blocks,
+            blocks_used=self.blocks.num_used,
+            blocks_cached=self.blocks.num_cached,
+            blocks_shared=self.blocks.num_shared,
+            blocks_pinned=self.pins.num_blocks,
+            block_size=self.blocks.block_size,
+            host_total=host.num_blocks if host else 0,
+            host_cached=host.num_cached if host else 0,
+            host_used=host.num_used if host else 0,
+            recomputed=self._recomputed,
+            swapped=self._swapped,
+            queried_tokens=self._queried_tokens,
+            cached_tokens=self._cached_tokens,
+            host_tokens=self._host_tokens,
+            evictions=counters.evictions,
+            copies=counters.copies,
+            moves_out=counters.moves_out,
+            moves_in=counters.moves_in,
+            guessed_tokens=self._guessed_tokens,
+            accepted_tokens=self._accepted_tokens,
+        )
+
+    @property
+    def running(self) -> tuple[Group, ...]:
+        """Requests that hold blocks, by arrival."""
+        return tuple(self._running.values())
+
+    @property
+    def empty_slots(self) -> int:
+        """Slots of the sequences' blocks that hold no token: between steps, the rest of the last block of each."""
+        last = {one.blocks[-1]: one for group in self._running.values() for one in group.sequences if one.blocks}
+        return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
+
+    def add(self, request: GenerateRequest) -> None:
+        insort(self._waiting, Group.of(request), key=_order)
+
+    def abort(self, key: int) -> bool:
+        """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
+        group = self._find(key)
+        if group is None:
+            return False
+        self._remove(group)
+        self._release(group)
+        return True
+
+    def end(self, key: int, index: int) -> bool:
+        """End one sample, whose text has met a stop string; its blocks are free at once. False where it had ended."""
+        group = self._find(key)
+        if group is None:
+            return False
+        if group.beams:  # the outputs are not the sequences: the search goes on until all of them have ended
+            group.beams.ended.add(index)
+            return len(group.beams.ended) < group.request.sampling.n or self.abort(key)
+        sequence = next((one for one in group.sequences if one.index == index), None)
+        if sequence is None:
+            return False
+        self._end(group, sequence)
+        return True
+
+    @property
+    def wants_results(self) -> bool:
+        """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
+        from what was drawn, guides and guesses follow it."""
+        return self._stuck or self._guess is not None or any(group.in_turn for group in self._running.values())
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None where nothing can run. At most one may be in flight."""
+        assert self._in_flight <= 1
+        self._stuck = False
+        draft = Draft(self.max_num_batched_tokens, self._clock())
+        preempted = self._recomputed + self._swapped
+        decoding, feeding = self._running_in_order()
+        self._extend_all(decoding, draft)
+        decodes = bool(draft.chunks)
+        kept = max(0, draft.budget - self._pace.tokens) if self._pace and decodes else 0
+        draft.budget -= kept
+        left = draft.budget
+        self._extend_all(feeding, draft)
+        if self._recomputed + self._swapped == preempted:
+            self._admit(draft)
+        draft.fed = max(0, left - draft.budget) if decodes else None
+        draft.budget += kept  # guesses are no prompts
+        if self._guess:
+            self._speculate(draft, self._guess)
+        plan = draft.plan(self.blocks, self.slots)
+        if plan is not None:
+            self._advance(plan)
+        return plan
+
+    def _speculate(self, draft: Draft, guess: Guess) -> None:
+        """Have guesses checked with what the step, and the pool, have left."""
+        for chunk in draft.chunks:
+            sequence = chunk.sequence
+            group = self._running[sequence.key]
+            if chunk.draws != (sequence,) or chunk.length > 1 or group.in_turn or not sequence.generated:
+                continue
+            left = sequence.request.sampling.max_tokens - sequence.generated - 1
+            most = min(self._max_guesses, draft.budget, left)
+            guesses = guess(sequence, most) if most > 0 else []
+            if guesses and self._grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
+                chunk.guesses = tuple(guesses)
+                chunk.length += len(guesses)
+                draft.budget -= len(guesses)
+                self._guessed_tokens += len(guesses)
+
+    def _advance(self, plan: Plan) -> None:
+        """From here on what the plan computes counts as computed, and what it draws as drawn."""
+        self._in_flight += 1
+        draws = 0
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.length
+            if sequence.computed == sequence.num_prompt:
+                group = self._running[sequence.request.key]
+                if not group.forked:
+                    self._fork(group)
+                    chunk.forks = tuple(group.sequences[1:])
+            if chunk.guesses:
+                sequence.tokens.extend(chunk.guesses)
+                draws += len(chunk.guesses)
+            is_beam = sequence.request.sampling.beam_width > 1
+            for sequence in chunk.draws:
+                draws += 1
+                if not is_beam:
+                    sequence.tokens.append(-draws)
+
+    def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
+        """Book a step that ran, the oldest in flight: the hidden state of each chunk that embeds, then the log
+        probabilities of each token of a prompt that is scored, then what each draw gave, in the plan's order."""
+        self._in_flight -= 1
+        if self._pace:
+            before, self._committed = self._committed, self._clock()
+            if plan.fed is not None:
+                self._pace.took(plan.fed, self._committed - max(before, plan.began))
+        self.blocks.finish_outs(plan.outs)
+        self.blocks.finish_ins(plan.ins)
+        self.blocks.finish(plan.copies)
+        drawn = iter(drawn)
+        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all] if plan.is_about_prompts else []
+        hidden = {chunk.sequence.key: next(drawn) for chunk in wanting if chunk.embeds}
+        scores = {chunk.sequence.key: list(islice(drawn, len(chunk.scored))) for chunk in wanting}
+        deltas: list[TokenDelta] = []
+        for chunk in plan.chunks:
+            group = self._running.get(chunk.sequence.request.key)
+            if group and not chunk.sequence.ended:
+                group.blocks_new += chunk.blocks_new
+                group.blocks_copied += chunk.blocks_copied
+            if group:
+                for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
+                    if not sequence.ended:
+                        self._book(sequence, chunk.start + chunk.length - len(chunk.guesses))
+            if wanting and group and not chunk.sequence.ended:
+                key = group.key
+                deltas += self._book_prompt(group, chunk, scores.get(key, []), hidden.get(key))
+            for sequence in chunk.draws:
+                token = next(drawn)
+                more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
+                if group is None or sequence.ended:  # since the step was planned
+                    continue
+                if isinstance(token, int):
+                    deltas.append(self._append(group, sequence, token, more))
+                elif isinstance(token, Scored):
+                    deltas.append(self._append_scored(group, sequence, token, more))
+                elif isinstance(token, list):
+                    deltas += self._rank(group, sequence, token)
+                elif isinstance(token, RequestError):
+                    deltas.append(self._lose(group, token))
+        assert next(drawn, None) is None, "more tokens than draws"
+        return deltas
+
+    def _book_prompt(self, group: Group, chunk: Chunk, scores: list[Drawn], hidden: Drawn) -> list[TokenDelta]:
+        """What is wanted of a prompt itself, and the end of a request that wants nothing else."""
+        deltas: list[TokenDelta] = []
+        if chunk.scored:
+            group.prompt_logprobs += cast("list[Logprobs]", scores)
+            if not group.unscored(0, chunk.sequence.num_prompt):
+                deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
+        if chunk.ends_all:
+            deltas += self._end_prompt(group, cast("HiddenState | None", hidden))
+        return deltas
+
+    def _end_prompt(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
+        """Of a request for which nothing is to be drawn."""
+        finish = FinishReason.LENGTH if hidden is None else FinishReason.STOP
+        for sequence in list(group.sequences):
+            self._end(group, sequence)
+        return [
+            TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
+            for index in range(group.request.sampling.num_samples)
+        ]
+
+    def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
+        """A step that could not run ends the requests in it, and no other. What it wrote or moved is nobody's
+        content."""
+        self._in_flight -= 1
+        self.blocks.finish_outs(plan.outs, done=False)
+        self.blocks.finish_ins(plan.ins, done=False)
+        self.blocks.finish(plan.copies)
+        lost = {move.target for move in plan.outs}
+        for group in self._waiting:
+            if any(lost.intersection(sequence.swapped) for sequence in group.sequences):
+                self._restart(group)
+        error = RequestError(ErrorCode.INTERNAL, message)
+        keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
+        ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
+        self.slots.fail(plan.loads)
+        return ended
+
+    def check(self) -> None:
+        """Assert every invariant of scheduler and pool; for tests and idle moments."""
+        assert sum(group.num_seqs for group in self._running.values()) <= self.max_num_seqs
+        for sequence in self._sequences():
+            assert 0 <= sequence.committed <= sequence.computed <= len(sequence.tokens)
+            assert not sequence.ended
+            if not self._in_flight:
+                assert sequence.committed == sequence.computed, "computed, but not committed"
+                assert min(sequence.tokens) >= 0, "a token is missing"
+            assert sequence.computed <= len(sequence.blocks or sequence.swapped) * self.blocks.block_size
+        assert [group.rank for group in self.running] == sorted(group.rank for group in self.running)
+        assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
+        assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
+        assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
+        self.slots.check(group.request for group in self.running)
+        self.blocks.check([*(sequence.blocks for sequence in self._sequences()), *self.pins.tables])
+        if self.blocks.host:
+            self.blocks.host.check([sequence.swapped for sequence in self._sequences()])
+
+    def _sequences(self) -> Iterator[Sequence]:
+        for group in (*self._running.values(), *self._waiting):
+            yield from group.sequences
+
+    def _running_in_order(self) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
+        """Who decodes, and who still has a prompt to compute, each by rank. Decode comes first, so that a long prompt
+        delays the streams that already flow by little."""
+        decoding: list[tuple[Group, Sequence]] = []
+        feeding: list[tuple[Group, Sequence]] = []
+        for group in self._running.values():  # which are in order: `check` says so
+            for sequence in group.active:
+                if not (self._in_flight and sequence.has_all):
+                    (decoding if len(sequence.tokens) - sequence.computed == 1 else feeding).append((group, sequence))
+        return decoding, feeding
+
+    def _extend_all(self, ordered: list[tuple[Group, Sequence]], draft: Draft) -> None:
+        for group, sequence in ordered:
+            if group.key in self._running:  # an earlier one may have taken its blocks
+                self._extend(group, sequence, draft)
+
+    def _extend(self, group: Group, sequence: Sequence, draft: Draft) -> None:
+        """Plan the sequence's next chunk, taking blocks from the last in rank that run if the pool is dry."""
+        end = len(sequence.tokens) if group.forked else group.feed
+        length = min(end - sequence.computed, draft.budget)
+        if group.scores_prompt:
+            length = draft.room(group, sequence.computed, length)
+        if length == 0:
+            return
+        new, copied = group.blocks_new, group.blocks_copied
+        while not self._make_room(group, sequence, sequence.computed + length, draft):
+            if self.pins.drop_oldest():
+                continue
+            if self._in_flight:
+                self._stuck = True
+                return
+            victim = self._last
+            self._preempt(victim, draft)
+            if victim is group:
+                return
+        chunk = draft.put(group, sequence, length)
+        # Counted at the commit, unless it has ended by then.
+        chunk.blocks_new, group.blocks_new = group.blocks_new - new, new
+        chunk.blocks_copied, group.blocks_copied = group.blocks_copied - copied, copied
+
+    def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
+        """Blocks for `num_tokens` tokens, the one to be written into next its own. False, with nothing changed, where
+        the pool is dry."""
+        table, size = sequence.blocks, self.blocks.block_size
+        index = sequence.computed // size
+        shared = index < len(table) and self.blocks.is_shared(table[index])
+        if not shared and num_tokens <= len(table) * size:
+            return True
+        if shared + self.blocks.blocks_for(num_tokens) - len(table) > self.blocks.num_available:
+            return False
+        if shared:
+            copy = self.blocks.make_writable(table, index)
+            assert copy is not None, "blocks that were counted available are not"
+            draft.copy(group, copy)
+        return num_tokens <= len(table) * size or self._grow(group, table, num_tokens)
+
+    def _grow(self, group: Group, table: list[int], num_tokens: int) -> bool:
+        before = len(table)
+        grown = self.blocks.grow(table, num_tokens)
+        group.blocks_new += len(table) - before
+        return grown
+
+    def _admit(self, draft: Draft) -> None:
+        """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
+        promised to a prompt still being fed; so prompts do not push each other out half-way."""
+        room = self._room() if self._waiting else _Room(0, 0)
+        while draft.budget > 0 and (group := self._next()):
+            if not draft.scores and group.unscored(0, group.leader.num_prompt):
+                return
+            demand = self._demand(group) if group.num_seqs <= room.seqs else None
+            hit = self._fit(demand, room) if demand else None
+            if hit is not None:
+                self._enter(group, hit, draft)
+                room.seqs -= group.num_seqs
+                room.promised += self._needs(group) - self._holds(group)
+            elif self._running and not self._would_fit(group, room, demand):
+                return
+            elif demand and self.pins.drop_oldest():
+                continue  # idle sessions let go before anybody is preempted
+            elif self._in_flight:
+                self._stuck = True
+                return
+            elif self._running:
+                self._preempt(self._last, draft)
+                room = self._room()
+            else:
+                return
+
+    def _next(self) -> Group | None:
+        """The first of those that wait, but for those whose adapter finds no slot. Behind such a one nobody with an
+        adapter is let in, who might keep the slots in use for ever."""
+        for group in self._waiting:
+            adapter = group.request.adapter
+            if adapter is None or self.slots.has_room(adapter):
+                return group
+            return next((other for other in self._waiting if other.request.adapter is None), None)
+        return None
+
+    def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
+        """Whether a request would find room if all of lower priority, and idle sessions, made way."""
+        lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
+        if not lower or group.num_seqs > room.seqs + sum(one.num_seqs for one in lower):
+            return False
+        tables = [sequence.blocks for one in lower for sequence in one.sequences] + self.pins.tables
+        promised = room.promised - sum(max(0, self._needs(one) - self._holds(one)) for one in lower)
+        needed = (demand or self._demand(group)).blocks
+        return needed <= self.blocks.num_available + self.blocks.num_freed_by(tables) - promised
+
+    def _room(self) -> _Room:
+        running = self._running.values()
+        return _Room(
+            seqs=self.max_num_seqs - sum(group.num_seqs for group in running),
+            promised=sum(max(0, self._needs(group) - self._holds(group)) for group in running),
+        )
+
+    def _enter(self, group: Group, hit: Hit, draft: Draft) -> None:
+        last = self._last if self._running else None
+        self._waiting.remove(group)
+        self._running[group.key] = group
+        if group.request.adapter:
+            self.slots.take(group.request.adapter)
+        if last and last.rank > group.rank:
+            self._running = {one.key: one for one in sorted(self.running, key=_order)}
+        if group.preemptions:
+            group.preempted_seconds += self._clock() - group.preempted_at
+        if group.swapped:
+            self._bring_back(group, draft)
+            return
+        leader, size = group.leader, self.blocks.block_size
+        leader.blocks, moves, copies = self.blocks.adopt(hit)
+        draft.bring(group, moves)
+        for copy in copies:
+            draft.copy(group, copy)
+        group.blocks_reused += len(hit.on_device)
+        leader.computed = leader.committed = len(hit.blocks) * size + hit.partial_tokens
+        length = min(group.feed - leader.computed, draft.budget)
+        if group.scores_prompt:
+            length = draft.room(group, leader.computed, length)
+        grown = self._grow(group, leader.blocks, leader.computed + length)
+        assert grown, "blocks that were counted available are not"
+        if group.preemptions == 0:
+            draft.entered.append(group.key)
+            self.departed += 1
+            self._count_hit(group, hit)
+        draft.put(group, leader, length)
+
+    def _count_hit(self, group: Group, hit: Hit) -> None:
+        size = self.blocks.block_size
+        group.cached_tokens = group.leader.computed
+        self._queried_tokens += group.feed
+        self._cached_tokens += group.cached_tokens
+        self._host_tokens += size * (len(hit.blocks) - len(hit.on_device))
+        if hit.partial is not None and hit.partial.on_host:
+            self._host_tokens += hit.partial_tokens
+
+    def _bring_back(self, group: Group, draft: Draft) -> None:
+        """Every sequence of a group goes on where it was when it was moved to the host."""
+        tables, moves = self.blocks.swap_in([sequence.swapped for sequence in group.sequences])
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            sequence.blocks = table
+        draft.bring(group, moves)
+        for sequence in group.active:
+            self._extend(group, sequence, draft)
+
+    @property
+    def _last(self) -> Group:
+        """Of those that run, the newest of the lowest priority."""
+        return next(reversed(self._running.values()))
+
+    def _fit(self, demand: _Demand, room: _Room) -> Hit | None:
+        """What the cache has for a request, if all its tokens fit then. What a hit brings back into use is
+        no longer available, and nor is what a copy is made from: a copy that leaves no room for the rest is done
+        without."""
+        available = self.blocks.num_available - room.promised
+        hit, needed = demand
+        if needed > available:
+            return None
+        if hit.partial is not None:
+            source, on_host = hit.partial
+            cost = self.costs.move if on_host else self.costs.copy
+            taken = not on_host and self.blocks.is_cached(source)
+            if needed + taken > available or cost > hit.partial_tokens * self.costs.token:
+                return Hit(hit.blocks)
+        return hit
+
+    def _demand(self, group: Group) -> _Demand:
+        if group.swapped:
+            return _Demand(NO_HIT, self._to_bring_back(group))
+        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.findable])
+        here = hit.on_device
+        return _Demand(hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here)))
+
+    def _to_bring_back(self, group: Group) -> int:
+        """Blocks that a group needs whose own were moved to the host: as many, what its tokens need more, and a copy
+        for each sequence that would write into a block that another has too."""
+        size = self.blocks.block_size
+        held = {block for sequence in group.sequences for block in sequence.swapped}
+        more = sum(self.blocks.blocks_for(len(one.tokens)) - len(one.swapped) for one in group.active)
+        next_ones = [one.computed // size for one in group.active]
+        written = [
+            one.swapped[index] for one, index in zip(group.active, next_ones, strict=True) if index < len(one.swapped)
+        ]
+        return len(held) + more + len(written) - len(set(written))
+
+    def _needs(self, group: Group) -> int:
+        """Blocks of all the group's tokens so far: full ones of the prompt once, the rest for each sample."""
+        return self._once(group) + sum(self.blocks.blocks_for(len(one.tokens)) for one in group.sequences)
+
+    def _holds(self, group: Group) -> int:
+        once = self._once(group) if group.forked else 0
+        return once + sum(len(one.blocks) for one in group.sequences)
+
+    def _once(self, group: Group) -> int:
+        """What to add to a count over samples, so that the blocks they share count once."""
+        return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
+
+    def _preempt(self, group: Group, draft: Draft) -> None:
+        """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
+        the host, so no token changes."""
+        assert not self._in_flight
+        copies, ins = draft.drop(group)
+        # What this very step would have brought is not there: those start again, with what the cache has.
+        swapped = not copies and not ins and self._swap_out(group)
+        self.blocks.finish(copies)
+        self.blocks.finish_ins(ins, done=False)
+        self._leave(group)
+        if swapped:
+            self._swapped += 1
+        else:
+            self._restart(group)
+            self._recomputed += 1
+        group.preemptions += 1
+        group.preempted_at = self._clock()
+        insort(self._waiting, group, key=_order)
+
+    def _swap_out(self, group: Group) -> bool:
+        """Move a group's blocks to the host, where that and the way back are cheaper than computing them again, and
+        there is room."""
+        if self.preemption == "recompute":
+            return False
+        blocks = {block for sequence in group.sequences for block in sequence.blocks}
+        shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
+        tokens = sum(sequence.computed for sequence in group.sequences) - shared
+        if self.preemption == "auto" and 2 * len(blocks) * self.costs.move >= tokens * self.costs.token:
+            return False
+        tables = self.blocks.swap_out([sequence.blocks for sequence in group.sequences])
+        if tables is None:
+            return False
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            sequence.swapped = table
+        return True
+
+    def _restart(self, group: Group) -> None:
+        """Everything is to be computed again, the prompt once."""
+        self._release(group)
+        group.forked = len(group.sequences) == 1
+        if group.beams:
+            group.beams.rows.clear()
+
+    def _release(self, group: Group) -> None:
+        for sequence in group.sequences:
+            self._let_go(sequence)
+            sequence.computed = sequence.committed = 0
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.blocks)
+        if sequence.swapped:
+            assert self.blocks.host
+            self.blocks.host.release(sequence.swapped)
+
+    def _book(self, sequence: Sequence, end: int) -> None:
+        """The keys and values of the tokens before `end` are in the pages now: blocks that are full become known by
+        their content."""
+        size = self.blocks.block_size
+        first, sequence.committed = sequence.committed // size, end
+        for index in range(first, sequence.committed // size):
+            self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
+
+    def _fork(self, group: Group) -> None:
+        leader = group.leader
+        for sequence in group.sequences[1:]:
+            sequence.blocks = self.blocks.fork(leader.blocks)
+            sequence.computed, sequence.committed = leader.computed, leader.committed
+            sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
+        group.forked = True
+
+    def _append(self, group: Group, sequence: Sequence, token: int, more: list[Drawn]) -> TokenDelta:
+        """more: what was drawn after guesses."""
+        request, first = sequence.request, sequence.committed
+        sequence.tokens[first] = token
+        finish = _finish(request, token, first + 1 - sequence.num_prompt)
+        tokens = [token]
+        if more:
+            accepted = sum(one is not None for one in more)
+            self._accepted_tokens += accepted
+            group.guessed_tokens += len(more)
+            group.accepted_tokens += accepted
+            for one in more:
+                if finish or not isinstance(one, int):
+                    break
+                tokens.append(one)
+                finish = _finish(request, one, first + len(tokens) - sequence.num_prompt)
+            self._accept(group, sequence, tokens)
+        if finish:
+            self._end(group, sequence)
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+
+    def _lose(self, group: Group, error: RequestError) -> TokenDelta:
+        """One of its samples has come to where no token can follow."""
+        self._remove(group)
+        self._release(group)
+        for sequence in group.sequences:
+            sequence.ended = True
+        return TokenDelta(group.key, error=error)
+
+    def _append_scored(self, group: Group, sequence: Sequence, first: Scored, more: list[Drawn]) -> TokenDelta:
+        scored = [first, *(one for one in more if isinstance(one, Scored))]  # what follows a wrong guess is None
+        tokens: list[Drawn] = [one.token if isinstance(one, Scored) else one for one in more]
+        delta = self._append(group, sequence, first.token, tokens)
+        return delta._replace(logprobs=tuple(one.logprobs for one in scored[: len(delta.token_ids)]))
+
+    def _accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
+        """What was drawn takes the place of the guesses. Keys and values of wrong ones are overwritten in time; blocks
+        that only those are in go back."""
+        sequence.tokens[sequence.committed :] = tokens
+        sequence.computed = sequence.committed + len(tokens) - 1
+        self._book(sequence, sequence.computed)
+        while len(sequence.blocks) > self.blocks.blocks_for(sequence.computed):
+            self.blocks.drop(sequence.blocks.pop())
+            group.blocks_new -= 1
+
+    def _rank(self, group: Group, sequence: Sequence, row: list[Candidate]) -> list[TokenDelta]:
+        """Keep a live beam's candidates until every beam has its own; then fork those that go on in several ways, and
+        drop those that do not go on."""
+        beams = group.beams
+        assert beams
+        beams.rows[sequence.index] = row
+        if len(beams.rows) < len(group.sequences):
+            return []
+        rows = [beams.rows[one.index] for one in group.sequences]
+        beams.rows.clear()
+        continuations = beams.search.advance([one.output for one in group.sequences], rows)
+        self._branch(group, continuations)
+        if continuations:
+            agreed = beams.search.agree([one.output for one in group.sequences])
+            return self._to_all(group, agreed) if agreed else []
+        self._remove(group)
+        best, sent = beams.search.best, beams.search.num_agreed
+        return [
+            TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage, one.logprobs[sent:])
+            for index, one in enumerate(best)
+            if index not in beams.ended
+        ]
+
+    def _branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
+        """Put the continuations in place of the live beams. The first of a beam takes over its block table, the
+        others share it."""
+        parents, beams = group.sequences, []
+        left = dict(enumerate(parents))
+        for continuation in continuations:
+            beam = left.pop(continuation.beam, None) or self._child(parents[continuation.beam])
+            beams.append((beam, continuation.token))
+        for beam in left.values():
+            self.blocks.release(beam.blocks)
+        for index, (beam, token) in enumerate(beams):
+            beam.index = index
+            beam.tokens.append(token)
+        group.sequences = [beam for beam, _ in beams]
+
+    def _child(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, list(parent.tokens), list(parent.chain))
+        child.blocks, child.computed = self.blocks.fork(parent.blocks), parent.computed
+        child.committed = parent.committed
+        return child
+
+    def _to_all(self, group: Group, tokens: tuple[int, ...]) -> list[TokenDelta]:
+        assert group.beams
+        outputs = (index for index in range(group.request.sampling.n) if index not in group.beams.ended)
+        told = group.beams.search.agreed_logprobs(len(tokens))
+        return [TokenDelta(group.key, tokens, None, None, index, group.usage, told) for index in outputs]
+
+    def _end(self, group: Group, sequence: Sequence) -> None:
+        if group.request.session is not None and sequence.blocks:
+            full = sequence.committed // self.blocks.block_size
+            self.pins.pin(group.request.session, sequence.blocks[:full])
+        self._let_go(sequence)
+        sequence.ended = True
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            self._remove(group)
+
+    def _find(self, key: int) -> Group | None:
+        return self._running.get(key) or next((group for group in self._waiting if group.key == key), None)
+
+    def _remove(self, group: Group) -> None:
+        if group.key in self._running:
+            self._leave(group)
+        else:
+            self._waiting.remove(group)
+            self.departed += group.preemptions == 0
+
+    def _leave(self, group: Group) -> None:
+        """It runs no longer."""
+        del self._running[group.key]
+        if group.request.adapter:
+            self.slots.leave(group.request.adapter)
+
+
+def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReason | None:
+    """Whether a token is the last of an output, which has `generated` with it, and why."""
+    if token in request.stop_ids and (request.guides or generated >= request.sampling.min_tokens):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if generated >= request.sampling.max_tokens else None
+
+
+def _order(group: Group) -> tuple[int, int]:
+    return group.rank
