@@ -21,12 +21,13 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.execution.batch import pack
 from paged_backend.execution.disk import DiskTier
 from paged_backend.execution.runner import Launched, Runner, RunnerDied
 from paged_backend.lora.adapters import Adapters
 from paged_backend.machine import compute_alone
-from paged_backend.request import ErrorCode, GenerateRequest, RequestError, TokenDelta
+from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
 from paged_backend.scheduling.content import Entry, extend_chain, new_chain
 from paged_backend.scheduling.plan import Drawn, Plan

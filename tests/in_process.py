@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.config import EngineConfig
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.errors import RequestError
 from paged_backend.frontend.embedding import parse_sampling
-from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, RequestError, SamplingParams
+from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs
 from paged_backend.sampling.masks import Guide
-from paged_backend.service import Assembly, assemble
+from paged_backend.sampling_params import SamplingParams
 
 WAIT = 120  # seconds after which a step that never comes fails the test
 

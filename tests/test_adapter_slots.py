@@ -5,7 +5,8 @@ import random
 import pytest
 
 from paged_backend.lora.slots import AdapterSlots, Load
-from paged_backend.request import Adapter, GenerateRequest, SamplingParams
+from paged_backend.request import Adapter, GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 

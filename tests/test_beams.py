@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from paged_backend.request import SamplingParams
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from tests.in_process import running, tiny_assembly
 

@@ -10,8 +10,9 @@ import torch
 from transformers import GenerationConfig
 
 from paged_backend.config import EngineConfig
-from paged_backend.request import GenerateRequest, SamplingParams, bitmask
+from paged_backend.request import GenerateRequest, bitmask
 from paged_backend.sampling.sampler import follow, prepare, processed
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.service import Service
 from tests.in_process import TINY, WAIT, running, tiny_assembly

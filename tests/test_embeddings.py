@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
+from paged_backend.errors import RequestError
 from paged_backend.execution.hidden_states import hidden_size
 from paged_backend.frontend.embedding import EmbeddingCall, embedding_json, parse_sampling
+from paged_backend.limits import EmbeddingSpec, Limits
 from paged_backend.loading.model_loader import pick_embedding
-from paged_backend.request import EmbeddingSpec, FinishReason, Limits, RequestError
+from paged_backend.request import FinishReason
 from tests.in_process import running, save_tiny, tiny_assembly
 
 overlapped_too = pytest.mark.usefixtures("planning")

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from paged_backend.request import ErrorCode, FinishReason
+from paged_backend.errors import ErrorCode
+from paged_backend.request import FinishReason
 from tests.in_process import generate_alone, running, tiny_assembly
 
 MAX_TOKENS = 16

@@ -7,11 +7,13 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.guided import grammars as grammars_module
 from paged_backend.guided.grammars import Grammars
 from paged_backend.guided.structures import MAX_STRUCTURE_BYTES, read_structure
-from paged_backend.request import ErrorCode, Limits, RequestError, SamplingParams
+from paged_backend.limits import Limits
 from paged_backend.sampling.masks import GuideError
+from paged_backend.sampling_params import SamplingParams
 from tests.in_process import WAIT, byte_tokenizer
 
 VOCAB, END = 320, 256

@@ -16,7 +16,8 @@ from paged_backend import engine as engine_module
 from paged_backend.execution import drafter, graphs, runner
 from paged_backend.execution.batch import Uniform, pack
 from paged_backend.loading import warm_up
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from tests.in_process import WAIT, running, tiny_assembly

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import local_listener, local_socket, wire
 from paged_backend.frontend.local_listener import Listener
 from paged_backend.frontend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
-from paged_backend.request import ErrorCode, RequestError
 from paged_backend.trtllm.relay import Relay
 from tests.test_responder import PB_UTILS
 

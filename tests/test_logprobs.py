@@ -11,8 +11,9 @@ import torch
 
 from paged_backend.config import EngineConfig
 from paged_backend.loading import warm_up
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
 from paged_backend.sampling.sampler import prepare, score
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.service import Service
 from tests.in_process import TINY, WAIT, running, tiny_assembly

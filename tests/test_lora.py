@@ -15,13 +15,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from paged_backend.config import ConfigError
+from paged_backend.errors import ErrorCode
 from paged_backend.execution.batch import adapter_rows
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import linear, warm_up
 from paged_backend.lora.adapters import Adapters
 from paged_backend.lora.layers import Lora, Stack
 from paged_backend.lora.peft_files import Factors
-from paged_backend.request import ErrorCode
 from tests.adapters import LORA, generate_with, listing, make_adapter
 from tests.in_process import WAIT, byte_tokenizer, generate_alone, running, save_tiny, tiny_assembly
 from tests.test_families import COMMON

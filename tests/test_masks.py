@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from paged_backend.request import ErrorCode, FinishReason, GenerateRequest, SamplingParams
+from paged_backend.errors import ErrorCode
+from paged_backend.request import FinishReason, GenerateRequest
 from paged_backend.sampling.masks import GuideError, Mask, apply, gather
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
 from tests.in_process import WAIT, running, tiny_assembly
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.request import GenerateRequest, SamplingParams, blocks_at_most
+from paged_backend.request import GenerateRequest, blocks_at_most
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import PINNED, BlockManager, Hit
 from paged_backend.scheduling.content import new_chain, root_key
 from paged_backend.scheduling.plan import Costs

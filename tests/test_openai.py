@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from client import cli
 from client.openai import keys
 from client.openai.schema import SamplingFields
-from paged_backend.request import SamplingParams
+from paged_backend.sampling_params import SamplingParams
 from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
 from tests.server.conftest import until
 

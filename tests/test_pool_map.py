@@ -12,7 +12,8 @@ from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import Sessions
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler, SchedulerStats
 from tests.in_process import WAIT, tiny_assembly

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
+from paged_backend.errors import RequestError
 from paged_backend.loading import warm_up
-from paged_backend.request import RequestError, SamplingParams
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling import plan
 from tests.callers import serving
 from tests.in_process import WAIT, byte_tokenizer, running, tiny_assembly

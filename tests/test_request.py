@@ -5,7 +5,10 @@ from dataclasses import fields
 
 import pytest
 
-from paged_backend.request import ErrorCode, GenerateRequest, Limits, RequestError, SamplingParams
+from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.limits import Limits
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 
 LIMITS = Limits(max_model_len=8192, vocab_size=1000, num_blocks=256, block_size=16, max_num_seqs=64)
 

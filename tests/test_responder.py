@@ -9,21 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend.engine import StepOutput
+from paged_backend.errors import RequestError
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.detokenizer import Detokenizer
 from paged_backend.frontend.metrics import Metrics
-from paged_backend.frontend.responder import Responder, Sample, Stream
+from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import SessionName, Sessions
-from paged_backend.request import (
-    FinishReason,
-    GenerateRequest,
-    RequestError,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprob,
-    Usage,
-)
+from paged_backend.frontend.stream import Sample, Stream
+from paged_backend.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Usage
+from paged_backend.sampling_params import SamplingParams
 from tests import test_pool_map as fakes
 from tests.in_process import WAIT, byte_tokenizer
 

@@ -14,7 +14,8 @@ from paged_backend.execution.kv_cache import KVCache, LayerShape
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import rope
 from paged_backend.loading.fusion import Fused, fuse
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler

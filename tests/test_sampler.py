@@ -10,8 +10,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
 from paged_backend.sampling.sampler import prepare, processed, sample
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
 
 VOCAB = 50

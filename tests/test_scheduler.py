@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.request import FinishReason, GenerateRequest, SamplingParams
+from paged_backend.request import FinishReason, GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.plan import Costs

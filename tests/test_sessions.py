@@ -2,8 +2,8 @@
 
 import pytest
 
+from paged_backend.errors import RequestError
 from paged_backend.frontend.sessions import SessionName, Sessions
-from paged_backend.request import RequestError
 
 NAME = SessionName("", 7)
 

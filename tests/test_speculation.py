@@ -6,7 +6,8 @@ import pytest
 from transformers import LlamaConfig
 
 from paged_backend.config import ConfigError
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import reached
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.speculation import PromptLookup, on_device

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paged_backend.request import ErrorCode, RequestError
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.trtllm import configs, replies, requests
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
 

@@ -15,7 +15,8 @@ from paged_backend.config import EngineConfig
 from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
 from paged_backend.loading import warm_up
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan, Scored
 from paged_backend.scheduling.sequence import Group
 from tests.in_process import tiny_assembly

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from client import wire as client_wire
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import wire
-from paged_backend.request import ErrorCode, RequestError, TokenLogprob
+from paged_backend.request import TokenLogprob
 
 CONFIG = Path(__file__).parents[1] / "model_repository/paged_llm/config.pbtxt"
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
+from paged_backend.assembly import Assembly
 from paged_backend.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.request import GenerateRequest
-from paged_backend.service import Assembly
 
 
 def serve(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench import _peers
 from paged_backend.bench._child import CHILDREN, Child
 from paged_backend.bench._environments import LLAMA_CPP, VLLM
@@ -54,7 +55,6 @@ from paged_backend.config import EngineConfig
 from paged_backend.execution.kv_cache import GIB, bytes_per_block
 from paged_backend.machine import usable_cores
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.service import Assembly, assemble
 from paged_backend.serving.environments import Environment
 from paged_backend.serving.tritonserver import TritonServer
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench import _peers
 from paged_backend.bench._engine import serve
 from paged_backend.bench._report import (
@@ -36,8 +37,8 @@ from paged_backend.bench._report import (
 )
 from paged_backend.bench._workload import WORKLOADS, Contestant, Job, Run, model_names, model_options, workload
 from paged_backend.config import EngineConfig
-from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.service import Assembly, assemble
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 
 OURS = "paged"
 CONTINUOUS, TUNED = "transformers, continuous", "transformers, continuous, tuned"

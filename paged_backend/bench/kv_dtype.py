@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.ops import kv_write, paged_attention
 from kernels.paging import Paging
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish
 from paged_backend.config import EngineConfig
 from paged_backend.execution import kv_cache
@@ -26,10 +27,11 @@ from paged_backend.execution.attention import paged_logits
 from paged_backend.execution.batch import Stage, pack
 from paged_backend.execution.kv_cache import KVCache
 from paged_backend.loading.model_loader import pick_kv_dtype
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.parallel.rank import ROOT
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_backend.service import ROOT, Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model
 
 BLOCK_SIZE = 16

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish, ratio
 from paged_backend.config import DTYPES, EngineConfig
 from paged_backend.execution.batch import pack
 from paged_backend.lora.peft_files import Factors
-from paged_backend.request import Adapter, GenerateRequest, SamplingParams
+from paged_backend.request import Adapter, GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_backend.service import Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model
 
 BLOCK_SIZE = 16

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from paged_backend.bench._report import Record, arguments, count, parser, publish
 from paged_backend.bench._workload import DATASETS, lengths
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.plan import Drawn
@@ -249,9 +250,9 @@ def attention_speed(rounds: int) -> list[Record]:
 def system_prompt(model: str, count: int) -> list[Record]:
     """The real model: requests that share a system prompt of 512 tokens (or half of what the model takes), one after
     the other, cache on and off."""
+    from paged_backend.assembly import assemble
     from paged_backend.bench._engine import serve
     from paged_backend.config import EngineConfig
-    from paged_backend.service import assemble
     from paged_backend.serving.tritonserver import resolve_model
 
     rnd = random.Random(0)

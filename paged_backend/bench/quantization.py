@@ -13,15 +13,16 @@ from pathlib import Path
 
 import torch
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish
 from paged_backend.bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
 from paged_backend.config import EngineConfig
 from paged_backend.execution.attention import paged_logits
 from paged_backend.execution.batch import Stage, pack
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_backend.service import Assembly, assemble
 from paged_backend.serving.tritonserver import resolve_model
 
 WEIGHTS = {  # the first is what the others are held against

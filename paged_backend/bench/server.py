@@ -32,6 +32,7 @@ import torch
 
 from client import load
 from client.wire import Values
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench._report import (
     Record,
     alternate,
@@ -47,7 +48,6 @@ from paged_backend.bench._report import (
 from paged_backend.bench._workload import NULL, WORKLOADS, Job, model_names, model_options, workload
 from paged_backend.bench.engine import run_paged
 from paged_backend.config import EngineConfig
-from paged_backend.service import Assembly, assemble
 from paged_backend.serving.server_files import perf_analyzer
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from paged_backend.assembly import Assembly, assemble
 from paged_backend.bench._engine import serve
 from paged_backend.bench._report import Record, alternate, arguments, count, parser, publish, ratio
 from paged_backend.bench.kv_dtype import windows
 from paged_backend.config import EngineConfig
-from paged_backend.request import GenerateRequest, SamplingParams
-from paged_backend.service import Assembly, assemble
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.serving.tritonserver import resolve_model
 
 REPEAT, GO_ON = "repeating a text", "going on with one"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.execution.attention import paged_logits
 from paged_backend.execution.batch import Check, PackedBatch, Stage, Uniform, known
 from paged_backend.execution.drafter import Drafter, fill
@@ -19,7 +20,6 @@ from paged_backend.execution.hidden_states import recorded
 from paged_backend.execution.kv_cache import KVCache
 from paged_backend.execution.transfers import Transfers
 from paged_backend.lora.layers import Lora
-from paged_backend.request import ErrorCode, RequestError
 from paged_backend.sampling.logprobs import Scores, score_prompts
 from paged_backend.sampling.sampler import Likeliest, follow, likeliest, sample, score
 from paged_backend.scheduling.plan import Drawn, Plan, Scored, reached

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import wire
-from paged_backend.request import ErrorCode, RequestError
 
 _CODES = {  # our classes by the names of Triton's codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from paged_backend.request import ErrorCode, RequestError, invalid, is_text
+from paged_backend.errors import ErrorCode, RequestError, invalid, is_text
 
 if TYPE_CHECKING:  # models that only relay requests import this module, and are ready at once
     from transformers import PreTrainedTokenizerBase

@@ -9,16 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.request import (
-    EmbeddingSpec,
-    ErrorCode,
-    HiddenState,
-    Limits,
-    RequestError,
-    SamplingParams,
-    invalid,
-    is_text,
-)
+from paged_backend.errors import ErrorCode, RequestError, invalid, is_text
+from paged_backend.limits import EmbeddingSpec, Limits
+from paged_backend.request import HiddenState
+from paged_backend.sampling_params import SamplingParams
 
 INPUT, DIMENSIONS = "embedding_request.input", "embedding_request.pooling_params.dimensions"
 # What of the sampling parameters has a meaning without a draw.

@@ -7,32 +7,23 @@ thread. Tokens that pile up for a stream while others are served go out as one r
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 from paged_backend.engine import EngineDied, PoolMap, StepOutput
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel
-from paged_backend.frontend.detokenizer import Detokenizer
-from paged_backend.frontend.embedding import embedding_json
 from paged_backend.frontend.metrics import Metrics
-from paged_backend.frontend.sessions import Sessions, Turn
-from paged_backend.request import (
-    ErrorCode,
-    FinishReason,
-    GenerateRequest,
-    Logprobs,
-    RequestError,
-    TokenDelta,
-    Usage,
-)
+from paged_backend.frontend.sessions import Sessions
+from paged_backend.frontend.stream import Stream
+from paged_backend.request import FinishReason
 from paged_backend.scheduling.scheduler import SchedulerStats
 
 log = logging.getLogger("paged_llm")
@@ -46,185 +37,6 @@ SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add t
 class Aborts(Protocol):
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class Sample:
-    """One of a request's answers, on its way out.
-
-    tokens | in `said`, sent | in `text` | piled up: decoded at once when a response is made of them |
-                                         ^ read
-    """
-
-    detokenizer: Detokenizer
-    include_stop: bool  # whether the token that ends it is part of the text
-    text: str = ""  # not sent yet
-    unsent: list[int] = field(default_factory=list)  # tokens, the one that ends it included
-    num_tokens: int = 0
-    finish: FinishReason | None = None
-    tokens: list[int] = field(default_factory=list)  # those that the text is made of
-    read: int = 0  # how many of them are text by now
-    said: list[str] = field(default_factory=list)  # all text so far, in pieces
-    logprobs: list[Logprobs] = field(default_factory=list)  # of the tokens that are not sent yet
-    cumulative_logprob: float = 0.0  # of all so far
-
-    @property
-    def all_text(self) -> str:
-        return "".join(self.said)
-
-    def take(self, delta: TokenDelta) -> None:
-        """Book what a step gave. A stop string may end the sample before the engine does."""
-        tokens, count = delta.token_ids, len(delta.token_ids)
-        # The token that ends the output is counted, but its text is not output.
-        self.tokens += tokens[:-1] if delta.finish is FinishReason.STOP and not self.include_stop else tokens
-        if self.detokenizer.watches:
-            self.speak()
-            if self.detokenizer.stopped:
-                del self.tokens[self.detokenizer.num_tokens :]
-                count = len(self.tokens) - self.num_tokens
-                self.finish = FinishReason.STOP
-        self.num_tokens += count
-        self.unsent += tokens[:count]
-        if delta.logprobs:
-            counted = delta.logprobs[:count]
-            self.logprobs += counted
-            self.cumulative_logprob += sum(drawn.logprob for drawn, *_ in counted)
-        if delta.finish and not self.finish:
-            self.end(delta.finish)
-
-    def speak(self) -> None:
-        """Turn the tokens that have piled up into text."""
-        if self.read < len(self.tokens):
-            piled = self.tokens[self.read :] if self.read else self.tokens
-            self.read = len(self.tokens)
-            self._say(self.detokenizer.push(piled))
-
-    def end(self, finish: FinishReason) -> None:
-        self.speak()
-        self._say(self.detokenizer.flush())
-        self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
-
-    def send(self, *, offsets: bool, logprobs: bool) -> wire.SampleOutput:
-        """What a response tells of it: all that was not sent yet."""
-        output = wire.SampleOutput(
-            self.text,
-            self.finish.value if self.finish else None,
-            self.unsent,
-            self._unsent_offsets() if offsets else (),
-            self.logprobs if logprobs else None,
-            self.cumulative_logprob,
-        )
-        self.text, self.unsent, self.logprobs = "", [], []
-        return output
-
-    def _unsent_offsets(self) -> list[int]:
-        known = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
-        # The token that ended it, whose text is not output, is where the text ends.
-        return known + [self.detokenizer.num_chars] * (len(self.unsent) - len(known))
-
-    def _say(self, text: str) -> None:
-        if text:
-            self.text += text
-            self.said.append(text)
-
-
-@dataclass(eq=False)
-class Stream:
-    """One open request."""
-
-    request: GenerateRequest
-    call: wire.Call
-    channel: Channel
-    samples: list[Sample]
-    arrived: float  # time.monotonic()
-    encode: Callable[[str], list[int]]
-    token_text: Callable[[int], str]
-    prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
-    turn: Turn | None = None
-    error: RequestError | None = None
-    usage: Usage | None = None
-    entered: float | None = field(default=None, init=False)  # when it first computed
-    first_token: float | None = field(default=None, init=False)
-    last_token: float | None = field(default=None, init=False)
-    preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
-    finished: bool = field(default=False, init=False)  # whether every sample is
-    sent: bool = field(default=False, init=False)  # whether any response is
-    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
-    deadline: float = field(init=False)  # by time.monotonic()
-
-    def __post_init__(self) -> None:
-        limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
-        if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
-            self.prompt_logprobs = ()  # there is nothing that the engine could tell
-        self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
-
-    @property
-    def ended(self) -> bool:
-        return self.finished or self.error is not None
-
-    def take(self, delta: TokenDelta, when: float) -> None:
-        """Book what a step gave one of the samples."""
-        self.usage = delta.usage or self.usage
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        if delta.token_ids or delta.hidden is not None or delta.prompt_logprobs is not None:
-            if self.first_token is None:
-                self.first_token = when
-                self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
-            self.last_token = when
-        self.error = delta.error
-        sample = self.samples[delta.sample]
-        if delta.hidden is not None:
-            assert self.call.embedding
-            sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
-        sample.take(delta)
-        if sample.finish:
-            self.finished = all(one.finish for one in self.samples)
-
-    @property
-    def answers(self) -> list[Sample]:
-        """The samples that the client gets, the likeliest first where it gets a part of them."""
-        sampling = self.request.sampling
-        if not sampling.picks:
-            return self.samples
-        return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
-
-    def receipt(self) -> dict[str, Any]:
-        """What the request took: tokens, blocks, and seconds in each phase."""
-        now = time.monotonic()
-        entered, first, last = self.entered or now, self.first_token or now, self.last_token or now
-        usage = self.usage or Usage(*[0] * len(Usage._fields))
-        preempted = usage.preempted_seconds - self.preempted_in_prompt
-        return {
-            "prompt_tokens": len(self.request.prompt_token_ids),
-            "generated_tokens": sum(sample.num_tokens for sample in self.samples),
-            **usage._asdict(),
-            "queued_seconds": entered - self.arrived,
-            "prefill_seconds": first - entered - self.preempted_in_prompt,
-            "decode_seconds": last - first - preempted,
-            "arrival_time_ns": int(self.arrived * 1e9),
-            "first_scheduled_time_ns": int(entered * 1e9),
-            "first_token_time_ns": int(first * 1e9),
-            "last_token_time_ns": int(last * 1e9),
-        }
-
-    def settle(self, *, answered: bool) -> None:
-        """Before the last response goes out: a session goes on from here, or from where it was."""
-        if self.turn is None:
-            return
-        if not answered:
-            self.turn.undo()
-            return
-        (sample,) = self.samples
-        # A stop string cuts text that its tokens still have: what was seen is encoded anew.
-        tokens = self.encode(sample.all_text) if sample.detokenizer.stopped else sample.tokens
-        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.all_text)
-
-    def end(self, finish: FinishReason) -> None:
-        """End every sample that is still open."""
-        for sample in self.samples:
-            if not sample.finish:
-                sample.end(finish)
-        self.finished = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paged_backend.request import ErrorCode, RequestError, invalid
+from paged_backend.errors import ErrorCode, RequestError, invalid
 
 Message = dict[str, Any]
 

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paged_backend.errors import ErrorCode, RequestError, invalid
 from paged_backend.frontend.conversation import check_messages, check_tools
 from paged_backend.frontend.embedding import EmbeddingCall
-from paged_backend.request import PARAMETER_NAMES, ErrorCode, Logprobs, RequestError, invalid
+from paged_backend.request import Logprobs
+from paged_backend.sampling_params import PARAMETER_NAMES
 
 
 class TensorSpec(NamedTuple):

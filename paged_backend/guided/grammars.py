@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.guided.structures import Structure
 from paged_backend.guided.trial import Abandoned, GrammarError, Trial
-from paged_backend.request import ErrorCode, RequestError
 from paged_backend.sampling.masks import BITS, Guide, GuideError
 
 try:

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from paged_backend.errors import ErrorCode
 from paged_backend.machine import interpreter
-from paged_backend.request import ErrorCode
 
 START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
 POLL_SECONDS = 0.1  # between two looks at whether anybody still waits

@@ -23,11 +23,11 @@ from kernels.cpu import native
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
 from paged_backend.execution.hidden_states import hidden_size
 from paged_backend.execution.kv_cache import LayerShape
+from paged_backend.limits import EmbeddingSpec
 from paged_backend.loading import rope
 from paged_backend.loading.proof import prove
 from paged_backend.lora.layers import Lora, adaptable
 from paged_backend.parallel.group import check_model, load_arguments, localise
-from paged_backend.request import EmbeddingSpec
 
 GGUF = ".gguf"
 

@@ -32,7 +32,8 @@ from paged_backend.execution.batch import Stage, pack
 from paged_backend.execution.kv_cache import KVCache, LayerShape
 from paged_backend.loading import rope
 from paged_backend.loading.forms import forms
-from paged_backend.request import GenerateRequest, SamplingParams
+from paged_backend.request import GenerateRequest
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 

@@ -19,9 +19,11 @@ from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.execution.kv_cache import KVCache
 from paged_backend.execution.runner import Runner
+from paged_backend.limits import MAX_LOGPROBS
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.lora.layers import Lora
-from paged_backend.request import MAX_LOGPROBS, GenerateRequest, SamplingParams, bitmask
+from paged_backend.request import GenerateRequest, bitmask
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager, Copy, Move
 from paged_backend.scheduling.plan import MOST_SCORED, Chunk, Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from paged_backend.config import ConfigError
+from paged_backend.errors import ErrorCode, RequestError, invalid
 from paged_backend.lora.peft_files import AdapterError, Shapes, read_adapter, read_config, signature
 from paged_backend.machine import compute_alone
-from paged_backend.request import Adapter, ErrorCode, RequestError, invalid
+from paged_backend.request import Adapter
 
 log = logging.getLogger("paged_llm")
 

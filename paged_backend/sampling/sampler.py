@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.draws import Draws, Filters
-from paged_backend.request import SamplingParams
 from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, constrained
 from paged_backend.sampling.logprobs import Asked, PromptRows, Scores
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import Draw
 

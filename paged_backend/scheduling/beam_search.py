@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_backend.request import FinishReason, Logprobs, SamplingParams
+from paged_backend.request import FinishReason, Logprobs
+from paged_backend.sampling_params import SamplingParams
 
 
 class Candidate(NamedTuple):

@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, cast
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.lora.slots import AdapterSlots
-from paged_backend.request import (
-    ErrorCode,
-    FinishReason,
-    GenerateRequest,
-    HiddenState,
-    Logprobs,
-    RequestError,
-    TokenDelta,
-)
+from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
 from paged_backend.scheduling.beam_search import Candidate, Continuation
 from paged_backend.scheduling.block_manager import NO_HIT, BlockManager, Hit
 from paged_backend.scheduling.pace import Pace

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel, ServerChannel
-from paged_backend.request import ErrorCode, RequestError
 from paged_backend.trtllm import replies, requests
 from paged_backend.trtllm.links import Link, Links, Outputs, cancel_frame, request_frame
 from paged_backend.trtllm.requests import Ask
