@@ -101,7 +101,14 @@ def test_a_table_with_a_lost_block_fails_the_check():
 
 CORE = [
     module
-    for pattern in ("config.py", "sampling_params.py", "request.py", "scheduling/*.py", "lora/slots.py", "frontend/detokenizer.py")
+    for pattern in (
+        "config.py",
+        "sampling_params.py",
+        "request.py",
+        "scheduling/*.py",
+        "lora/slots.py",
+        "frontend/detokenizer.py",
+    )
     for module in sorted((Path(__file__).parents[1] / "paged_backend").glob(pattern))
 ]
 

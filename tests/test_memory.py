@@ -277,7 +277,9 @@ def test_salts_share_nothing():
 def test_tokens_are_compared_whatever_the_keys_say(monkeypatch):
     """With a key that does not tell one block of four tokens from another."""
     for module in ("content", "block_manager"):
-        monkeypatch.setattr(f"paged_backend.{module}.chain_key", lambda parent, tokens: parent[:1] * 32, raising=False)
+        monkeypatch.setattr(
+            f"paged_backend.scheduling.{module}.chain_key", lambda parent, tokens: parent[:1] * 32, raising=False
+        )
     sched = scheduler()
     store = ShadowStore(sched, 97)
     first, second = request(0, range(100, 105)), request(1, range(200, 205))
