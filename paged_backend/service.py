@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from paged_backend import faults
 from paged_backend.assembly import assemble
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ErrorCode, QueueFull, RequestError, invalid
@@ -46,6 +47,7 @@ class Service:
     def __init__(self, config: EngineConfig, pb_utils: Any, labels: dict[str, str], listing: Path | None = None):
         """`pb_utils` is the module that the server gives its Python models, `labels` go on every metric, `listing` is
         the file that lists adapters."""
+        asked = faults.read()
         self._pb_utils = pb_utils
         self._assembly = assemble(config, listing)
         limits = self._assembly.limits
@@ -71,6 +73,7 @@ class Service:
         assembly = self._assembly
         self._engine = assembly.engine(self._responder.emit)
         metrics.show(self._assembly.scheduler.stats)
+        faults.inject(asked, self, assembly)
         self._responder.start(self._engine)
         self._engine.start()
         self._listener = self._listen(labels["model"])

@@ -1,0 +1,130 @@
+"""Faults on purpose, so that tests can see that they would be noticed.
+
+The environment variable PAGED_FAULTS holds a JSON object, `{"drop_final": 20}`: which fault, and at which occurrence,
+from 1 on. It is read once, when a model is loaded. A fault is a wrapper around one method of the objects that serve;
+where none is asked for there is no wrapper, so that nothing is asked while requests run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paged_backend.config import ConfigError
+from paged_backend.frontend.channel import Channel
+
+if TYPE_CHECKING:
+    from paged_backend.assembly import Assembly
+    from paged_backend.request import TokenDelta
+    from paged_backend.service import Service
+
+VARIABLE = "PAGED_FAULTS"
+log = logging.getLogger("paged_llm")
+
+
+def read(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """The faults that are asked for. Raises ConfigError for an unknown one, or one that never comes."""
+    text = environment.get(VARIABLE) or "{}"
+    try:
+        asked = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}={text}: not valid JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{VARIABLE}={text}: must be a JSON object")
+    for name, when in asked.items():
+        if name not in FAULTS:
+            raise ConfigError(f"{VARIABLE}: {name}: unknown fault; known are {', '.join(FAULTS)}")
+        if type(when) is not int or when < 1:
+            raise ConfigError(f"{VARIABLE}: {name}={json.dumps(when)}: must be a whole number of at least 1")
+    return asked
+
+
+def inject(faults: Mapping[str, int], service: Service, assembly: Assembly) -> None:
+    """Before the service's threads start."""
+    for name, when in faults.items():
+        log.warning("a fault on purpose (%s): %s at occurrence %d", VARIABLE, name, when)
+        FAULTS[name](when, service, assembly)
+
+
+def _leak_block(when: int, service: Service, assembly: Assembly) -> None:
+    """The last block of a table that is let go of stays in use."""
+    blocks, count = assembly.scheduler.blocks, itertools.count(1)
+    release = blocks.release
+
+    def leak(table: list[int]) -> None:
+        if table and next(count) == when:
+            table.pop()
+        release(table)
+
+    blocks.release = leak  # type: ignore[method-assign]
+
+
+def _wrong_token(when: int, service: Service, assembly: Assembly) -> None:
+    """A token of an output is another one: the engine goes on from the right one, the client gets this."""
+    scheduler, count = assembly.scheduler, itertools.count(1)
+    commit = scheduler.commit
+
+    def wrong(delta: TokenDelta) -> TokenDelta:
+        if delta.token_ids and next(count) == when:
+            *before, last = delta.token_ids
+            return delta._replace(token_ids=(*before, last ^ 1))
+        return delta
+
+    scheduler.commit = lambda *step: [wrong(delta) for delta in commit(*step)]  # type: ignore[method-assign]
+
+
+def _drop_final(when: int, service: Service, assembly: Assembly) -> None:
+    """The last response of an answer is not sent."""
+
+    def drop(channel: Channel, send: Send, outputs: Outputs) -> None:
+        channel.closed = True
+
+    _last_response(when, service, drop)
+
+
+def _double_final(when: int, service: Service, assembly: Assembly) -> None:
+    """The last response of an answer comes twice. The server lets only one be the final one, so the first says so in
+    its tensors alone."""
+
+    def double(channel: Channel, send: Send, outputs: Outputs) -> None:
+        send(outputs, final=False)
+        send(outputs, final=True)
+
+    _last_response(when, service, double)
+
+
+Outputs = Mapping[str, np.ndarray]
+Send = Callable[..., None]
+
+
+def _last_response(when: int, service: Service, instead: Callable[[Channel, Send, Outputs], None]) -> None:
+    """Have `instead` send the last response of one answer."""
+    take, count = service.take, itertools.count(1)
+
+    def watch(channel: Channel) -> None:
+        send = channel.send
+
+        def sends(outputs: Outputs, *, final: bool) -> None:
+            if final and next(count) == when:
+                instead(channel, send, outputs)
+            else:
+                send(outputs, final=final)
+
+        channel.send = sends  # type: ignore[method-assign]
+        take(channel)
+
+    service.take = watch  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
+    "leak_block": _leak_block,
+    "wrong_token": _wrong_token,
+    "drop_final": _drop_final,
+    "double_final": _double_final,
+}
