@@ -148,9 +148,10 @@ class PoolMap:
 class PagedError(Exception):
     """A request that failed. `code` is the stable class, `message` the reason without it.
 
-    The server's own classes are INVALID_ARGUMENT, UNAVAILABLE, CANCELLED and INTERNAL. The transport adds
-    DEADLINE_EXCEEDED (the `timeout` ran out), UNAVAILABLE (no server, or it went away), NOT_FOUND (no such
-    model) and whatever else gRPC has a name for. UNKNOWN: the server gave a message and no class.
+    The server's own classes are INVALID_ARGUMENT, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED (`timeout_ms` passed,
+    where a part of the answer is of no use) and INTERNAL. The transport adds DEADLINE_EXCEEDED (the `timeout` ran
+    out), UNAVAILABLE (no server, or it went away), NOT_FOUND (no such model) and whatever else gRPC has a name for.
+    UNKNOWN: the server gave a message and no class.
     """
 
     def __init__(self, code: str, message: str) -> None:

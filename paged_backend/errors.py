@@ -13,6 +13,7 @@ class ErrorCode(Enum):
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAVAILABLE = "UNAVAILABLE"
     CANCELLED = "CANCELLED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # the request's own time limit
     INTERNAL = "INTERNAL"
 
 

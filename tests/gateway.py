@@ -44,6 +44,14 @@ class Gateway:
             with error:
                 return error.code, json.load(error)
 
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """What the events of a stream hold, but its end."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=WAIT) as reply:
+            *events, end = reply.read().decode().split("\n\n")[:-1]
+        assert end == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
     def metrics(self) -> dict[str, float]:
         """By name and labels, as they are written."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=WAIT) as reply:

@@ -91,6 +91,17 @@ class TestRequests:
         assert front.ask(path, BODIES[path] | fields)[0] == 200
         assert fake.sampling[-1] == fake.sampling[-2]
 
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", BODIES)
+    @pytest.mark.parametrize(("reason", "told"), [("timeout", ("length", "timeout")), ("length", ("length", None))])
+    def test_the_end_at_a_time_limit_has_a_word_that_openais_clients_know(
+        self, front, says, path, reason, told, stream
+    ):
+        with says(say=["a"], reason=reason):
+            body = BODIES[path] | {"stream": stream}
+            choice = (front.events(path, body)[-1] if stream else front.ask(path, body)[1])["choices"][0]
+        assert (choice["finish_reason"], choice.get("stop_reason")) == told
+
     def test_an_answer_has_the_id_that_the_server_saw(self, front, fake):
         status, body = front.ask("/v1/completions", PROMPT)
         assert (status, body["id"]) == (200, fake.requests[-1]["request_id"])
@@ -214,6 +225,11 @@ class TestRequests:
         assert front.ask("/v1/models/fr")[1] == cards[1]
         assert front.ask("/v1/models/broken")[0] == 404
 
+    @pytest.mark.parametrize("path", ["owner/fr", "owner%2Ffr", "owner%2ffr"])
+    def test_a_models_name_may_have_a_slash(self, front, fake, path):
+        fake.adapters = json.dumps([{"name": "owner/fr", "rank": 8, "resident": True, "error": None}])
+        assert front.ask(f"/v1/models/{path}")[1]["id"] == "owner/fr"
+
     @pytest.mark.parametrize(("path", "status"), [("/v1/none", 404), ("/v1/models/gpt", 404), ("/v1/completions", 405)])
     def test_a_path_or_method_that_there_is_not(self, front, path, status):
         assert front.ask(path)[0] == status
@@ -290,6 +306,7 @@ class TestEngineErrors:
             ("INVALID_ARGUMENT: top_p=2.0: must be at most 1", 400, "top_p=2.0: must be at most 1", "top_p"),
             ("INVALID_ARGUMENT: prompt_tokens=9: must be 1..8", 400, "prompt: prompt_tokens=9: must be 1..8", "prompt"),
             ("UNAVAILABLE: the engine has stopped", 503, "the engine has stopped", None),
+            ("DEADLINE_EXCEEDED: the time limit passed", 504, "the time limit passed", None),
             ("INTERNAL: KeyError: 1", 500, "KeyError: 1", None),
             ("Triton's own words", 500, "Triton's own words", None),
         ],

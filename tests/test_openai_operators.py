@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from client.openai.metrics import SECONDS, Histogram
-from tests.gateway import CHAT, PROMPT, WAIT, gateway, recording_server, saying
+from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,15 @@ class TestServers:
         assert sorted(statuses) == [400, 400, 500]
         assert sum(counts(fakes)) == before + 3
 
+    @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
+    def test_a_request_whose_time_is_over_is_not_begun_again(self, front, fakes, path):
+        late = {"say": [], "fail": "DEADLINE_EXCEEDED: the time limit passed"}
+        before = sum(counts(fakes))
+        with saying(fakes[0], **late), saying(fakes[1], **late):
+            status, body = front.ask(path, BODIES.get(path, {"model": "paged_llm", "input": "x"}))
+        assert (status, error_of(status, body)["code"]) == (504, "deadline_exceeded")
+        assert sum(counts(fakes)) == before + 1
+
     def test_an_answer_that_has_begun_is_not_begun_again(self, client, fakes):
         before = sum(counts(fakes))
         fail = {"say": ["a"], "fail": "UNAVAILABLE: the engine has stopped"}
@@ -78,7 +87,10 @@ def test_tokens_and_seconds_are_told_by_route(fakes):
         front.ask("/v1/completions", PROMPT)
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
             list(client.chat.completions.create(**CHAT, stream=True))
+        with saying(fakes[0], say=["[1.0]"]):
+            assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
         told = front.metrics()
+    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
     for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
         assert told[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
         assert told[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output

@@ -123,6 +123,34 @@ class TestAnswers:
         jsonschema.validate(json.loads(said), fake.sampling[-1]["json_schema"])
 
     @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("choice", "said", "called"),
+        [
+            ("required", '[{"name": "weather", "arguments": {"ci', [("weather", '{"ci')]),
+            ("required", '[{"name": "weather", "argu', [("weather", "")]),
+            ("required", '[{"name": "weath', []),
+            ("required", "[", []),
+            ("required", '[{"name": "now", "arguments": {}}, {"na', [("now", "{}")]),
+            (NAMED, '{"city": "Pa', [("weather", '{"city": "Pa')]),
+            (NAMED, "", [("weather", "")]),
+        ],
+    )
+    def test_a_forced_call_that_was_cut_is_no_content(self, front, says, choice, said, called, stream):
+        body = CHAT | {"tools": TOOLS, "tool_choice": choice, "stream": stream}
+        with says(say=[said[:9], said[9:]], reason="length"):
+            answers = front.events(PATH, body) if stream else [front.ask(PATH, body)[1]]
+        choices = [answer["choices"][0] for answer in answers]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        assert [message["content"] for message in messages if "content" in message] == [None]
+        told = {}
+        for index, call in (one for message in messages for one in enumerate(message.get("tool_calls", []))):
+            found = told.setdefault(call.get("index", index), ["", ""])
+            found[0] += call["function"].get("name", "")
+            found[1] += call["function"]["arguments"]
+        assert [tuple(call) for call in told.values()] == called
+        assert choices[-1]["finish_reason"] == "length"
+
+    @pytest.mark.parametrize("stream", [False, True])
     def test_the_answer_of_a_named_tool_is_its_arguments(self, client, says, fake, stream):
         with says(say=['{"city": ', '"Paris"}']):
             answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, stream=stream)

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
 from client.openai.schema import CompletionRequest, GenerateBody
 from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
+from client.openai.tools import ToolUse
 from client.types import Completion, Delta, Logprobs, PromptTold
 
 
@@ -100,11 +101,11 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, request_id: str, reader: Callable[[], Reader]) -> None:
-        """reader: makes one for each sample."""
+    def __init__(self, request: ChatRequest, request_id: str, use: ToolUse) -> None:
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
-        self._readers: defaultdict[int, Reader] = defaultdict(reader)
+        self._no_content = None if use.forced else ""
+        self._readers: defaultdict[int, Reader] = defaultdict(use.reader)
         self._calling: set[int] = set()  # samples that have called a tool
 
     def _beside(self, told: PromptTold) -> dict[str, Any]:
@@ -112,13 +113,14 @@ class ChatAnswer(Answer):
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
         read = self._read(index, sample)
-        message = {"role": "assistant", "content": None if "tool_calls" in read else "", "refusal": None, **read}
+        content = None if "tool_calls" in read else self._no_content
+        message = {"role": "assistant", "content": content, "refusal": None, **read}
         for call in read.get("tool_calls", ()):
             del call["index"]
         return _choice(index, sample, self._reason(index, sample), self._logprobs(sample.logprobs), message=message)
 
     def _piece(self, delta: Delta) -> dict[str, Any] | None:
-        role = {} if delta.index in self._readers else {"role": "assistant", "content": ""}
+        role = {} if delta.index in self._readers else {"role": "assistant", "content": self._no_content}
         news = role | self._read(delta.index, delta)
         if not news and not _tells(replace(delta, text="")):
             return None
@@ -164,6 +166,8 @@ def _choice(
     index: int, part: Completion | Delta, finish_reason: str | None, told: dict[str, Any] | None, **text: Any
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
+    if finish_reason == "timeout":  # which OpenAI has no word for
+        choice |= {"finish_reason": "length", "stop_reason": "timeout"}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
 
 

@@ -78,7 +78,7 @@ class Gateway:
         settings = self._settings
         use = tool_use(body, settings.tool_format)
         asked = await translation.from_chat(body, self._adapter(body), use, settings.tool_format, settings.template)
-        return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use.reader))
+        return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use))
 
     async def _answer(
         self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: Answer
@@ -100,8 +100,10 @@ class Gateway:
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
-        work = embeddings.answer(self._servers, body, self._adapter(body))
-        return JSONResponse(await while_connected(request.receive, work))
+        work = embeddings.embed_all(self._servers, body, self._adapter(body))
+        found = await while_connected(request.receive, work)
+        self.metrics.count_embedded(request.url.path, found)
+        return JSONResponse(embeddings.answer(body, found))
 
     def _adapter(self, body: schema.Body) -> str | None:
         """A request names the model, or one of its adapters, of which the server knows."""
@@ -178,7 +180,7 @@ def create_app(settings: Settings) -> FastAPI:
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
     v1.add_api_route("/models", gateway.models, methods=["GET"])
-    v1.add_api_route("/models/{name}", gateway.model, methods=["GET"])
+    v1.add_api_route("/models/{name:path}", gateway.model, methods=["GET"])
     v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
     v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
     v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)

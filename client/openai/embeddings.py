@@ -50,10 +50,7 @@ class EmbeddingRequest(SamplingFields, InertFields, Body):
             raise ApiError(400, f"input: has {len(self.inputs)} inputs; must be at most {MAX_INPUTS}", param="input")
 
 
-async def answer(client: Servers, request: EmbeddingRequest, adapter: str | None) -> dict[str, Any]:
-    """adapter: that the inputs go through. Raises ApiError where the engine refuses any of them, which cancels the
-    others."""
-    found = await _embed_all(client, request, adapter)
+def answer(request: EmbeddingRequest, found: Sequence[Embedding]) -> dict[str, Any]:
     tokens = sum(one.num_input_tokens for one in found)
     return {
         "object": "list",
@@ -66,8 +63,9 @@ async def answer(client: Servers, request: EmbeddingRequest, adapter: str | None
     }
 
 
-async def _embed_all(client: Servers, request: EmbeddingRequest, adapter: str | None) -> list[Embedding]:
-    """In the order of the inputs."""
+async def embed_all(client: Servers, request: EmbeddingRequest, adapter: str | None) -> list[Embedding]:
+    """In the order of the inputs. adapter: that they go through. Raises ApiError where the engine refuses any of them,
+    which cancels the others."""
     places = asyncio.Semaphore(AT_ONCE)
     sampling = request.sampling | ({} if adapter is None else {"lora_name": adapter})
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from client.types import Completion
+from client.types import Completion, Embedding
 
 GONE = 499  # the status of a request whose client went away before its answer; nobody receives it
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,6 +58,9 @@ class Metrics:
             self._tokens[route, "prompt"] += one.num_input_tokens
             self._tokens[route, "cached"] += int(one.receipt["cached_tokens"]) if one.receipt else 0
             self._tokens[route, "output"] += sum(sample.num_output_tokens for sample in (one, *one.others))
+
+    def count_embedded(self, route: str, embedded: Sequence[Embedding]) -> None:
+        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in embedded)
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -129,7 +132,7 @@ class Watch:
         finally:
             seconds = time.perf_counter() - started
             # Of paths that there are, so that nobody can make labels at will.
-            self._metrics.count(getattr(scope.get("route"), "path", "other"), status, first, seconds)
+            self._metrics.count(getattr(scope.get("route"), "path_format", "other"), status, first, seconds)
             if self._log:
                 self._log(_line(scope, status, seconds, answered_as))
 

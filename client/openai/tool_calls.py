@@ -97,10 +97,12 @@ class CallReader:
     Args:
         names: of the tools.
         parallel: whether calls after the first count; else they are left out.
+        forced: whether the text is held to calls. What is none then is the rest of one that was cut, and no content.
     """
 
-    def __init__(self, form: Format, names: Collection[str], *, parallel: bool = True) -> None:
+    def __init__(self, form: Format, names: Collection[str], *, parallel: bool = True, forced: bool = False) -> None:
         self._form = form
+        self._forced = forced
         self._marks = form.begin + form.end
         self._begin = re.compile("|".join(map(re.escape, form.begin)) or "(?!)")
         self._names = names
@@ -203,6 +205,8 @@ class CallReader:
             whole = bool(word) and (yield from self._value(value.append))
             taken += "".join(value)
             if not whole:
+                if self._forced and not begun and members.name in self._names:
+                    self._call(members.name)
                 return "" if begun else taken
             members.add(word, "".join(value))
         arguments = members.arguments
@@ -264,7 +268,7 @@ class CallReader:
         return taken
 
     def _say(self, text: str) -> None:
-        if text:
+        if text and not self._forced:
             self._pieces.append(Content(text))
 
 

@@ -16,6 +16,7 @@ class ToolUse(NamedTuple):
     in_prompt: list[dict[str, Any]] | None
     schema: Schema | None  # of the whole answer, where it has to be a call
     reader: Callable[[], Reader]  # of one sample
+    forced: bool = False  # whether the answer is nothing but calls
 
 
 def tool_use(request: ChatRequest, form: Format) -> ToolUse:
@@ -27,12 +28,15 @@ def tool_use(request: ChatRequest, form: Format) -> ToolUse:
     if isinstance(choice, NamedTool):
         name = choice.function.name
         (tool,) = (tool for tool in tools if tool.function.name == name)
-        return ToolUse(described, _parameters(tool), lambda: ArgumentsReader(name))
+        return ToolUse(described, _parameters(tool), lambda: ArgumentsReader(name), forced=True)
     parallel = request.parallel_tool_calls is not False
     required = choice == "required"
     names = frozenset(tool.function.name for tool in tools)
     schema = _calls_schema(tools, parallel) if required else None
-    return ToolUse(described, schema, lambda: CallReader(JSON if required else form, names, parallel=parallel))
+    written = JSON if required else form
+    return ToolUse(
+        described, schema, lambda: CallReader(written, names, parallel=parallel, forced=required), forced=required
+    )
 
 
 def format_of(template: str | None) -> Format:

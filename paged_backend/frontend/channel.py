@@ -15,6 +15,7 @@ _CODES = {  # our classes by the names of Triton's codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
     ErrorCode.UNAVAILABLE: "UNAVAILABLE",
     ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",  # Triton has none for it; the text names ours
     ErrorCode.INTERNAL: "INTERNAL",
 }
 

@@ -274,7 +274,7 @@ class Responder:
         if stream.request.key not in self._streams:  # closed, or dropped
             return
         if stream.error:
-            self._close(stream, "cancelled" if stream.error.code is ErrorCode.CANCELLED else "error")
+            self._close(stream, _OUTCOMES.get(stream.error.code, "error"))
             stream.channel.fail(stream.error)
         elif stream.finished:
             self._close(stream, _outcome(stream))
@@ -357,7 +357,8 @@ class Responder:
 
     def _expire(self, stream: Stream) -> None:
         if stream.call.embedding:  # of which a part is of no use
-            stream.error = RequestError(ErrorCode.UNAVAILABLE, "the time limit passed before the embedding was there")
+            reason = "the time limit passed before the embedding was there"
+            stream.error = RequestError(ErrorCode.DEADLINE_EXCEEDED, reason)
             self._abort(stream.request.key)
             self._deliver(stream)
             return
@@ -383,6 +384,9 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
         log.exception("a question could not be answered")
         with suppress(Exception):
             channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+
+_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.DEADLINE_EXCEEDED: "timeout"}  # of errors
 
 
 def _outcome(stream: Stream) -> str:
