@@ -242,6 +242,9 @@ class EngineConfig:
     structured_outputs_timeout: float = option(
         _above_zero, "seconds that it may take to compile a schema, an expression or a grammar", 10
     )
+    disable_any_whitespace: bool = option(
+        _flag, "JSON that a request asks for has no white space between its tokens, unless the request says so", False
+    )
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)

@@ -69,7 +69,13 @@ class Service:
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._responder = Responder(metrics, self._sessions)
         eos = self._assembly.loaded.spec.eos_ids
-        self._grammars = Grammars(self._tokenizer, limits.vocab_size, eos, seconds=config.structured_outputs_timeout)
+        self._grammars = Grammars(
+            self._tokenizer,
+            limits.vocab_size,
+            eos,
+            seconds=config.structured_outputs_timeout,
+            any_whitespace=not config.disable_any_whitespace,
+        )
         assembly = self._assembly
         self._engine = assembly.engine(self._responder.emit)
         metrics.show(self._assembly.scheduler.stats)

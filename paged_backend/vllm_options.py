@@ -97,6 +97,7 @@ ARGUMENTS: Mapping[str, Argument] = {
         _NO_SUCH,
     ),
 }
+_WHITESPACE = "disable_any_whitespace"
 _SPECULATIVE = {
     "model": "speculative_model",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -126,8 +127,24 @@ def plain(value: Any) -> Any:
 
 
 def unfold(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with `speculative_config` taken apart into those that say the same here. One that says more, or what
-    another option says too, is left as it is."""
+    """Options with those of vLLM's that hold others taken apart into what says the same here. One that says more, or
+    what another option says too, is left as it is."""
+    return _unfold_whitespace(_unfold_speculation(options))
+
+
+def _unfold_whitespace(options: dict[str, Any]) -> dict[str, Any]:
+    config = options.get("structured_outputs_config")
+    if isinstance(config, dict) and config.keys() <= {"backend", _WHITESPACE} and config.get("backend") in _GUIDED:
+        name, value = "structured_outputs_config", config.get(_WHITESPACE, False)
+    else:
+        name = f"guided_decoding_{_WHITESPACE}"
+        value = plain(options.get(name))
+    if name not in options or not isinstance(value, bool) or _WHITESPACE in options:
+        return options
+    return {one: said for one, said in options.items() if one != name} | {_WHITESPACE: value}
+
+
+def _unfold_speculation(options: Mapping[str, Any]) -> dict[str, Any]:
     config = options.get("speculative_config")
     if not isinstance(config, dict) or config.get("method", "ngram") not in ("ngram", "draft_model"):
         return dict(options)

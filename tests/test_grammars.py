@@ -2,18 +2,22 @@
 
 import json
 import threading
+import time
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.guided import grammars as grammars_module
 from paged_backend.guided.grammars import Grammars
 from paged_backend.guided.structures import MAX_STRUCTURE_BYTES, read_structure
+from paged_backend.guided.trial import TOO_LONG_SECONDS
 from paged_backend.limits import Limits
 from paged_backend.sampling.masks import GuideError
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.serving.demo_model import default_directory
 from tests.in_process import WAIT, byte_tokenizer
 
 VOCAB, END = 320, 256
@@ -89,6 +93,21 @@ SCHEMA = {
         ("structured_outputs", {"choice": ["a", "b"]}, ["b"], ["c"]),
         ("structured_outputs", {"json_object": True}, ["{}"], ["1"]),
         ("guided_decoding", json.dumps({"regex": "a+", "backend": "outlines"}), ["aa"], ["b"]),
+        ("regex", " ", [" "], ["", "a"]),
+        ("choice", [" ", "\n"], [" ", "\n"], ["", "  "]),
+        (
+            "structured_outputs",
+            {"json_object": True, "disable_any_whitespace": True},
+            ['{"a":[1,{"b":2}]}'],
+            ['{"a": 1}', '{ "a":1}'],
+        ),
+        (
+            "structured_outputs",
+            {"json": {"type": "array", "x-guidance": {"item_separator": ";"}}, "whitespace_pattern": " {1,2}"},
+            ["[1;2]", "[1;  2]"],
+            ["[1,2]", "[1;   2]", "[1;\n2]"],
+        ),
+        ("json_object", True, ['{"a":' + 40 * " " + "1" + 40 * "\n" + "}"], ['{"a":' + 41 * " " + "1}"]),
     ],
 )
 def test_exactly_what_was_asked_for_may_be_drawn(grammars, name, value, good, bad):
@@ -96,6 +115,34 @@ def test_exactly_what_was_asked_for_may_be_drawn(grammars, name, value, good, ba
         assert fits(compiled(grammars, name, value), text), text
     for text in bad:
         assert not fits(compiled(grammars, name, value), text), text
+
+
+def test_white_space_in_json_may_be_off_for_all_who_do_not_ask_for_it():
+    one = made(any_whitespace=False)
+    own = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    assert fits(compiled(one, "json_object", True), '{"a":1}')
+    assert not fits(compiled(one, "json_object", True), '{"a": 1}')
+    assert fits(compiled(one, "json_schema", own), '{"a": 1}')
+    one.stop()
+
+
+def test_grammars_name_special_tokens_and_ids():
+    """Those of a real tokenizer, whose first ids are special ones."""
+    directory = default_directory()
+    if not directory.exists():
+        pytest.skip("make demo-model has not been run")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    one = Grammars(tokenizer, 49_152, frozenset([2]), seconds=WAIT)
+    (guide,) = compiled(one, "grammar", "start: <|im_start|> /[0-9]/ <[300-302]> <repo_name>")
+    for expected, drawn in (({1}, 1), (set(tokenizer.convert_tokens_to_ids(list("0123456789"))), None)):
+        assert allowed(guide) == expected
+        guide.advance([drawn or min(expected)])
+    assert allowed(guide) == {300, 301, 302}
+    guide.advance([301])
+    assert allowed(guide) == {3}
+    assert 'unknown special token: "<|im_stop|>"' in str(compiled(one, "grammar", "start: <|im_stop|>"))
+    assert "Token range end too large: 49152" in str(compiled(one, "grammar", "start: <[49152]>"))
+    one.stop()
 
 
 def test_each_output_has_a_guide_of_its_own(grammars):
@@ -127,6 +174,12 @@ def test_no_token_beyond_the_model_s_is_allowed():
         ("json_schema", {"type": "strin"}, "json_schema: "),
         ("regex", "a(?=b)", "look-around"),
         ("regex", "(a", "regex: "),
+        ("regex", r"[^\x00-\U0010FFFF]", "INVALID_ARGUMENT: regex: no text can match it"),
+        ("grammar", "start: A\nA: /a/ & /b/", "grammar: no text can match it"),
+        ("grammar", "start: a\na: a", "grammar: no text can match it"),
+        ("grammar", 'start: "a" <|nope|>', 'grammar: at 1(8): unknown special token: "<|nope|>" 1 | start'),
+        ("grammar", "start: <[320]>", "Token range end too large: 320"),
+        ("structured_outputs", {"json": {}, "whitespace_pattern": "["}, "structured_outputs.json: regex parse error"),
         ("grammar", 'root ::= "a" | b', "Rule 'b' not found"),
         ("grammar", "start: ((((", "grammar: "),
         ("grammar", "start: x\nx[temperature=0.5]: /a+/", "cannot set `temperature`"),
@@ -155,6 +208,18 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
             "INVALID_ARGUMENT: json_schema: compiling it takes more than 1.5 s (structured_outputs_timeout)"
         )
     assert fits(compiled(one, "regex", "b"), "b")
+    one.stop()
+
+
+def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
+    one, tried = made(seconds=0.3), []
+    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key) or compile(key))
+    first, second = (str(compiled(one, "json_schema", SLOW)) for _ in range(2))
+    assert "compiling it takes more than 0.3 s" in first
+    assert (first, len(tried)) == (second, 1)
+    monkeypatch.setattr(grammars_module.time, "monotonic", lambda now=time.monotonic: now() + TOO_LONG_SECONDS)
+    assert str(compiled(one, "json_schema", SLOW)) == first
+    assert len(tried) == 2, "then, too, the machine may have been busy"
     one.stop()
 
 
@@ -285,7 +350,7 @@ def test_null_asks_for_nothing():
         ({"regex": ""}, 'regex="": must be a string that is not empty'),
         ({"regex": ["a"]}, "must be a string"),
         ({"regex": "\ud800"}, "holds half a character"),
-        ({"grammar": " "}, "must be a string that is not empty"),
+        ({"grammar": " "}, "must be a string that is not blank"),
         ({"choice": "a"}, "must be a list of strings, none of them empty"),
         ({"choice": []}, "must be 1..1024 strings"),
         ({"choice": ["a"] * 1025}, "must be 1..1024 strings"),
@@ -294,7 +359,22 @@ def test_null_asks_for_nothing():
         ({"choice": ["é" * 40000]}, "must be at most 65536"),
         ({"structured_outputs": 1}, "must be an object"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex; give one of them"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern is not supported; leave it out"),
+        ({"structured_outputs": {"disable_fallback": True}}, "disable_fallback is not supported; leave it out"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern: means nothing without json or json"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "disable_any_whitespace: one of them may stand beside json or json_object, and no other",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}},
+            "disable_any_whitespace and whitespace_pattern: one of them may stand beside json",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": 1}},
+            "whitespace_pattern=1: must be a string",
+        ),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": "1"}}, "must be true or false"),
+        ({"structured_outputs": {"json": {"x-guidance": 5}, "whitespace_pattern": " "}}, "x-guidance: must be an obj"),
         ({"structured_outputs": {"json": 5}}, "json: must be a JSON schema"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice: say what the output must look like; give one"),
         ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),

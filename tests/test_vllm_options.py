@@ -58,6 +58,7 @@ def test_what_asks_for_nothing_else_is_accepted_and_the_rest_refused_with_the_re
         ({"load_format": "pt"}, 'must be "auto"'),
         ({"kv_cache_dtype": "fp8_e5m2"}, 'must be "auto" or "fp8"'),
         ({"max_logprobs": 100}, "must be 20 or null: the most is 20"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True, "disable_fallback": True}}, "must be null"),
     ],
 )
 def test_what_is_not_done_here_is_refused_by_name_value_and_reason(options, reason):
@@ -80,6 +81,12 @@ def test_what_is_not_done_here_is_refused_by_name_value_and_reason(options, reas
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}},
             {"num_speculative_tokens": 3, "prompt_lookup_max": 5, "speculative_model": None},
         ),
+        (
+            {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
+            {"disable_any_whitespace": True},
+        ),
+        ({"structured_outputs_config": {"backend": "guidance"}}, {"disable_any_whitespace": False}),
+        ({"guided_decoding_disable_any_whitespace": "true"}, {"disable_any_whitespace": True}),
         (
             {"speculative_config": {"model": "d", "num_speculative_tokens": 3}},
             {"num_speculative_tokens": 3, "speculative_model": "d"},

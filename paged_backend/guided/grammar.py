@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 
-# White space in JSON ends: a model that likes it would fill its max_tokens with it.
+# White space between two tokens of JSON ends: a model that likes it would fill its max_tokens with it.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # Of a step's mask, so that none takes long: what the library allows by itself took up to 0.7 s.
 STEP_ITEMS, STEP_FUEL = 5_000, 100_000
 LEXER_STATES = 50_000  # of one output, a kilobyte or two each
 SHOWN = 300  # characters of the library's reasons
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
+_LISTED = re.compile(r"; following special tokens are available: \S*")  # some of them, and not by their names
+_PLAIN = {"NoExtensionBias": "no text can match it"}
+
+
+class Setup(NamedTuple):
+    """What grammars may name, and what holds for all of them."""
+
+    vocab_size: int
+    special_tokens: tuple[str, ...]  # as the tokenizer spells them
+    any_whitespace: bool  # between the tokens of JSON, where a schema says nothing of it
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -26,12 +36,13 @@ def limits() -> llguidance.LLParserLimits:
     )
 
 
-def grammar_of(kind: str, text: str) -> str:
+def grammar_of(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     """The library's grammar of a `Structure`; most of what may be wrong with it shows when it is compiled. Raises
     ValueError."""
     if kind == "json_schema":
         # What the library cannot do is an error, whatever the schema itself says.
-        defaults, overrides = {"whitespace_pattern": WHITE_SPACE}, {"lenient": False, "coerce_one_of": False}
+        defaults = {"whitespace_pattern": WHITE_SPACE} if any_whitespace else {"whitespace_flexible": False}
+        overrides = {"lenient": False, "coerce_one_of": False}
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides=overrides)
     if kind == "choice":
         return llguidance.LLMatcher.grammar_from_regex("|".join(f"(?:{_escaped(one)})" for one in json.loads(text)))
@@ -58,5 +69,6 @@ def matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def reason(matcher: Any) -> str:
-    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    text = " ".join(_LISTED.sub("", matcher.get_error().replace("<non-verbose/>", "")).split())
+    text = _PLAIN.get(text, text)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

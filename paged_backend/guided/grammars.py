@@ -8,7 +8,9 @@ one of two        trial process -> compile -> remember .......... engine
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,22 +85,38 @@ class _Waiting:
     wanted: Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class _Known:
+    found: Any  # a matcher, or a GrammarError
+    until: float  # by time.monotonic()
+
+
 class Grammars:
     """For one tokenizer. `compile` may be called from any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int], *, seconds: float):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        seconds: float,
+        any_whitespace: bool = True,
+    ):
         """vocab_size: of the model, whose head may have more rows than the tokenizer has tokens, or fewer. seconds:
-        that a grammar may take to compile."""
+        that a grammar may take to compile. any_whitespace: whether JSON may have it between its tokens, where a schema
+        says nothing of it."""
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(one for one in eos_ids if one < vocab_size)
         self._tokenizer: Any = None  # the library's; made when first needed
         self._making = threading.Lock()
         self._lock = threading.Lock()  # of what follows
-        self._known: OrderedDict[Key, Any] = OrderedDict()  # a matcher, or what is wrong; the latest used last
+        self._any_whitespace = any_whitespace
+        self._known: OrderedDict[Key, _Known] = OrderedDict()  # the latest used last
         self._nbytes = 0  # of the texts of those
         self._queued: dict[Key, list[_Waiting]] = {}
-        self._trials = [Trial(seconds) for _ in range(WORKERS)]
+        self._trials = [Trial(seconds, self._setup) for _ in range(WORKERS)]
         self._idle = list(self._trials)
         self._pool = ThreadPoolExecutor(WORKERS, "grammars")
 
@@ -110,9 +128,9 @@ class Grammars:
         not compiled, so that who leaves keeps nobody else waiting."""
         key, waiting = structure.key, _Waiting(structure, count, done, wanted)
         with self._lock:
-            found = self._known.get(key)
+            found = self._recall(key)
             if found is not None:
-                self._known.move_to_end(key)
+                pass
             elif key in self._queued:
                 self._queued[key].append(waiting)
                 return
@@ -133,26 +151,25 @@ class Grammars:
         self._pool.shutdown()
 
     def _work(self, key: Key) -> None:
-        found, lasts = self._found(key)
+        found = self._found(key)
         with self._lock:
             if isinstance(found, Abandoned) and self._wanted(key):  # by somebody who has come since
                 self._pool.submit(self._work, key)
                 return
-            if lasts:
-                self._remember(key, found)
+            self._remember(key, found)
             waiting = self._queued.pop(key)
         for one in waiting:
             self._answer(one, found)
 
-    def _found(self, key: Key) -> tuple[Any, bool]:
-        """A matcher or a GrammarError, and whether it is to be remembered."""
+    def _found(self, key: Key) -> Any:
+        """A matcher or a GrammarError."""
         try:
-            return self._compiled(key), True
+            return self._compiled(key)
         except GrammarError as error:
-            return error, error.lasts
+            return error
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL), False
+            return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL, lasts=0)
 
     def _compiled(self, key: Key) -> Any:
         tokenizer = self._made()
@@ -171,12 +188,28 @@ class Grammars:
     def _wanted(self, key: Key) -> bool:
         return any(one.wanted() for one in tuple(self._queued[key]))
 
+    def _recall(self, key: Key) -> Any:
+        known = self._known.get(key)
+        if known is None:
+            return None
+        if time.monotonic() >= known.until:
+            self._forget(key)
+            return None
+        self._known.move_to_end(key)
+        return known.found
+
     def _remember(self, key: Key, found: Any) -> None:
-        self._known[key] = found
+        lasts = found.lasts if isinstance(found, GrammarError) else math.inf
+        if not lasts:
+            return
+        self._known[key] = _Known(found, time.monotonic() + lasts)
         self._nbytes += len(key[1])
         while len(self._known) > MAX_REMEMBERED or self._nbytes > MAX_REMEMBERED_BYTES:
-            (_, text), _ = self._known.popitem(last=False)
-            self._nbytes -= len(text)
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, key: Key) -> None:
+        del self._known[key]
+        self._nbytes -= len(key[1])
 
     def _answer(self, waiting: _Waiting, found: Any) -> None:
         field = waiting.structure.field
@@ -185,6 +218,13 @@ class Grammars:
             return
         known = self._tokenizer.vocab_size
         waiting.done(tuple(Matcher(found.deep_copy(), field, self._vocab_size, known) for _ in range(waiting.count)))
+
+    def _setup(self) -> grammar.Setup:
+        tokenizer = self._made()
+        added = self._source.get_added_vocab().values()
+        special = [tokenizer.decode_bytes([one]) for one in sorted(added) if tokenizer.is_special_token(one)]
+        texts = tuple(text.decode(errors="replace") for text in special)
+        return grammar.Setup(tokenizer.vocab_size, texts, self._any_whitespace)
 
     def _made(self) -> Any:
         """The library's tokenizer. Raises GrammarError where it cannot read this one."""

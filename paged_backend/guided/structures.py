@@ -45,13 +45,16 @@ def _choice(field: str, value: Any) -> Structure:
     return Structure("choice", _as_json(list(value)), field)
 
 
-def _text(kind: str) -> Callable[[str, Any], Structure]:
-    def read(field: str, value: Any) -> Structure:
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError("must be a string that is not empty")
-        return Structure(kind, value, field)
+def _regex(field: str, value: Any) -> Structure:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a string that is not empty")
+    return Structure("regex", value, field)
 
-    return read
+
+def _grammar(field: str, value: Any) -> Structure:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a string that is not blank")
+    return Structure("grammar", value, field)
 
 
 def _structured_outputs(field: str, value: Any) -> Structure | None:
@@ -60,16 +63,38 @@ def _structured_outputs(field: str, value: Any) -> Structure | None:
     if not isinstance(asked, Mapping):
         raise ValueError("must be an object, or a string that holds one, with one of " + ", ".join(_WITHIN))
     given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    whitespace = {name: given.pop(name) for name in _WHITE_SPACE if name in given}
     for name in given.keys() - _WITHIN.keys():
         raise ValueError(f"{name} is not supported; leave it out")
     if len(given) > 1:
         raise ValueError(f"has {' and '.join(sorted(given))}; give one of them")
+    if whitespace and not given:
+        raise ValueError(f"{' and '.join(whitespace)}: means nothing without json or json_object")
     for name, one in given.items():
         try:
-            return _WITHIN[name](f"{field}.{name}", one)
+            structure = _WITHIN[name](f"{field}.{name}", one)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        return _spaced(structure, whitespace)
     return None
+
+
+def _spaced(structure: Structure | None, whitespace: Mapping[str, Any]) -> Structure | None:
+    """With what is asked of the white space between the tokens of JSON, as the library wants it: in the schema."""
+    if not whitespace or structure is None:
+        return structure
+    if structure.kind != "json_schema" or len(whitespace) > 1:
+        raise ValueError(f"{' and '.join(whitespace)}: one of them may stand beside json or json_object, and no other")
+    ((name, value),) = whitespace.items()
+    if not isinstance(value, bool if name == "disable_any_whitespace" else str):
+        raise ValueError(f"{name}={json.dumps(value, default=str)}: must be {_WHITE_SPACE[name]}")
+    pattern = value if name == "whitespace_pattern" else None
+    schema = json.loads(structure.text)
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise ValueError("x-guidance: must be an object")
+    schema["x-guidance"] = own | {"whitespace_flexible": pattern is not None, "whitespace_pattern": pattern}
+    return structure._replace(text=_as_json(schema))
 
 
 def _guided_decoding(field: str, value: Any) -> Structure | None:
@@ -83,12 +108,13 @@ def _guided_decoding(field: str, value: Any) -> Structure | None:
 READERS: dict[str, Callable[[str, Any], Structure | None]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
-    "regex": _text("regex"),
+    "regex": _regex,
     "choice": _choice,
-    "grammar": _text("grammar"),
+    "grammar": _grammar,
     "structured_outputs": _structured_outputs,
     "guided_decoding": _guided_decoding,
 }
+_WHITE_SPACE = {"disable_any_whitespace": "true or false", "whitespace_pattern": "a string, a regular expression"}
 _WITHIN = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
 
 

@@ -1,4 +1,4 @@
-"""Grammars are tried in a process of their own first, with a tokenizer of single bytes.
+"""Grammars are tried in a process of their own first, with a tokenizer of single bytes and special tokens.
 
 Some compile for minutes, take gigabytes or, nested deeply, end the process: there is no way to stop the library, but a
 process can be ended.
@@ -7,6 +7,7 @@ process can be ended.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -15,20 +16,25 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from paged_backend.errors import ErrorCode
 from paged_backend.machine import interpreter
 
+if TYPE_CHECKING:  # the library may be missing
+    from paged_backend.guided.grammar import Setup
+
 START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
 POLL_SECONDS = 0.1  # between two looks at whether anybody still waits
+TOO_LONG_SECONDS = 600.0  # for which one that took too long is not tried again: then, too, the machine may be busy
 COMMAND = "import sys; from paged_backend.guided.trial_process import main; main(int(sys.argv[1]))"
 
 
 class GrammarError(Exception):
     """Why there are no guides of a structure."""
 
-    def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, *, lasts: bool = True):
-        """lasts: whether it would be the same the next time."""
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, *, lasts: float = math.inf):
+        """lasts: seconds for which it is the answer to whoever asks for the same."""
         super().__init__(message)
         self.code = code
         self.lasts = lasts
@@ -38,16 +44,17 @@ class Abandoned(GrammarError):
     """Nobody waits for it any more."""
 
     def __init__(self) -> None:
-        super().__init__("nobody waits for it", ErrorCode.CANCELLED, lasts=False)
+        super().__init__("nobody waits for it", ErrorCode.CANCELLED, lasts=0)
 
 
 class Trial:
     """A process that is started when it is first needed, and again after it had to be ended. For one thread at a
     time; `stop` may be called from another."""
 
-    def __init__(self, seconds: float):
-        """seconds: that a grammar may take."""
+    def __init__(self, seconds: float, setup: Callable[[], Setup]):
+        """seconds: that a grammar may take. setup: asked when a process starts."""
         self._seconds = seconds
+        self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._fresh = True  # whether the process has tried none yet
@@ -86,7 +93,7 @@ class Trial:
             if time.monotonic() >= end:
                 self._end()
                 limit = f"{self._seconds:g} s (structured_outputs_timeout)"
-                raise GrammarError(f"compiling it takes more than {limit}", lasts=False)
+                raise GrammarError(f"compiling it takes more than {limit}", lasts=TOO_LONG_SECONDS)
 
     def stop(self) -> None:
         with self._lock:
@@ -97,13 +104,13 @@ class Trial:
         with self._lock:
             self._check_stopped()
             if self._channel is None:
-                self._process, self._channel = _start()
+                self._process, self._channel = _start(json.dumps(self._setup()).encode())
                 self._fresh = True
             return self._channel
 
     def _check_stopped(self) -> None:
         if self._stopped:
-            raise GrammarError("the server is stopping", ErrorCode.UNAVAILABLE, lasts=False)
+            raise GrammarError("the server is stopping", ErrorCode.UNAVAILABLE, lasts=0)
 
     def _end(self) -> None:
         with self._lock:
@@ -115,7 +122,7 @@ class Trial:
             channel.close()
 
 
-def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+def _start(setup: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
@@ -132,6 +139,7 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
         theirs.close()
     channel = Connection(ours.detach())
     try:
+        channel.send_bytes(setup)
         if not channel.poll(START_SECONDS):
             raise TimeoutError(f"the process that tries grammars did not start within {START_SECONDS} s")
         channel.recv_bytes()

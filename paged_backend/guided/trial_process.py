@@ -4,14 +4,17 @@ what passes here passes there. It imports little, to start quickly.
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import llguidance
 
-from paged_backend.guided.grammar import grammar_of, matcher
+from paged_backend.guided.grammar import Setup, grammar_of, matcher
 
 STACK_BYTES = 1 << 20  # threads of the server have 8 MiB
 MEMORY_BYTES = 1 << 30
@@ -27,7 +30,8 @@ def main(descriptor: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    tokenizer = llguidance.LLTokenizer("byte")
+    setup = Setup(*json.loads(channel.recv_bytes()))
+    tokenizer_for = _tokenizers(setup)
     channel.send_bytes(b"ready")
     while True:
         try:
@@ -35,9 +39,32 @@ def _serve(channel: Connection) -> None:
         except (EOFError, OSError):  # the server is gone
             return
         try:
-            grammar = grammar_of(kind, text)
-            matcher(tokenizer, grammar).deep_copy()
+            grammar = grammar_of(kind, text, any_whitespace=setup.any_whitespace)
+            matcher(tokenizer_for(kind), grammar).deep_copy()
             answer = {"grammar": grammar}
         except Exception as error:  # what the library's parts raise has many names
             answer = {"error": str(error) or type(error).__name__}
         channel.send_bytes(json.dumps(answer).encode())
+
+
+def _tokenizers(setup: Setup) -> Callable[[str], Any]:
+    """By the kind of structure: of single bytes, and, for grammars alone, which may name tokens, as many as the model
+    has with the special ones among them. That one takes its time with a large vocabulary."""
+    plain = llguidance.LLTokenizer("byte")
+    full = functools.cache(lambda: llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(setup))))
+    return lambda kind: full() if kind == "grammar" else plain
+
+
+class _Tokens:
+    """As the library wants a tokenizer: single bytes, one that ends the output, special ones, and some of no text."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, setup: Setup):
+        tokens = [*(bytes([byte]) for byte in range(256)), b"", *(one.encode() for one in setup.special_tokens)]
+        self.special_token_ids = range(self.eos_token_id + 1, len(tokens))
+        self.tokens = tokens + [b""] * (setup.vocab_size - len(tokens))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
