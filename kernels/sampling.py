@@ -73,10 +73,13 @@ def best_kernel(
     logits, scales, seeds, positions, least, scores, tokens, vocab, stride_row,
     DRAWS: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows, tiles): the best score of one tile of a row, and the first token that has it."""
+    """Grid (num_rows, tiles): the best score of one tile of a row, and the first token that has it; infinity and -1
+    where a logit is NaN or infinity."""
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
-    score = _load(logits, row, stride_row, token, vocab)
+    x = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) != 0
+    score = tl.where(x == x, x, float("-inf"))
     if DRAWS:
         scale = tl.load(scales + row)
         if scale > 0:
@@ -86,18 +89,21 @@ def best_kernel(
             score = score * scale + noise
     best = tl.max(score, 0)
     place = row * tl.num_programs(1) + tile
-    tl.store(scores + place, best)
-    tl.store(tokens + place, tl.min(tl.where(score == best, token, 2147483647), 0))
+    first = tl.min(tl.where(score == best, token, 2147483647), 0)
+    tl.store(scores + place, tl.where(broken, float("inf"), best))
+    tl.store(tokens + place, tl.where(broken, -1, first))
 
 
 @triton.jit
 def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):
-    """Grid (num_rows,): the token of the best tile; of several, the lowest."""
+    """Grid (num_rows,): the token of the best tile; of several, the lowest. -1 where no score is above -infinity."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     score = tl.load(scores + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     token = tl.load(tokens + row * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
-    tl.store(out + row, tl.min(tl.where(score == tl.max(score, 0), token, 2147483647), 0).to(tl.int64))
+    best = tl.max(score, 0)
+    first = tl.min(tl.where(score == best, token, 2147483647), 0)
+    tl.store(out + row, tl.where(best == float("-inf"), -1, first).to(tl.int64))
 
 
 @triton.jit
@@ -201,7 +207,8 @@ def sample(
     draws: Draws | None,  # None: the largest logit of every row
 ) -> Tensor:  # [num_rows] int64
     """The token of each row, without waiting for the device: two launches, and a third where a row has a filter. Of
-    equal scores the lowest token. A NaN counts as -infinity, and a row of nothing else gives token 0."""
+    equal scores the lowest token. -1 for a row that nothing can be drawn of: one of its logits is NaN or infinity, or
+    all are -infinity."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -247,7 +254,10 @@ def noise_bits_reference(seed: int, position: int, token: int) -> int:
 def sample_reference(logits: Tensor, draws: Draws | None) -> Tensor:
     """What `sample` means, one row at a time; for tests, not for speed."""
     tokens = []
-    for row, values in enumerate(logits.float().cpu().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)):
+    for row, values in enumerate(logits.float().cpu()):
+        if not values.max().isfinite():  # NaN, where there is one
+            tokens.append(-1)
+            continue
         scale = float(draws.scales[row]) if draws else 0.0
         scores = values.double()
         if draws and scale:

@@ -34,10 +34,9 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
     hashes = _vocabulary(rows.shape[-1])
     tokens = _best(rows)
     for row in np.flatnonzero(scales):
-        logits_of = _without_nan(rows[row])
-        if not np.isfinite(logits_of[tokens[row]]):
-            continue  # an infinite one is the best whatever the noise
-        scale, allowed = scales[row], None
+        if tokens[row] < 0:
+            continue
+        logits_of, scale, allowed = rows[row], scales[row], None
         if draws.filters is not None:
             allowed = _allowed(logits_of, scale, *(values[row].item() for values in vars(draws.filters).values()))
         if allowed is None:
@@ -50,13 +49,8 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
 
 def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
     tokens = rows.argmax(-1)  # the first NaN, where there is one
-    for row in np.flatnonzero(np.isnan(rows[np.arange(len(rows)), tokens])):
-        tokens[row] = _without_nan(rows[row]).argmax()
+    tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
     return tokens
-
-
-def _without_nan(logits: np.ndarray) -> np.ndarray:
-    return np.where(np.isnan(logits), -np.inf, logits) if np.isnan(logits.max()) else logits
 
 
 def _draw(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:

@@ -58,4 +58,4 @@ def _guess(
     )
     every = one_each.query_starts[:-1].long()
     step = PackedBatch(ids[:, rows], positions, one_each, every, None, drafting.sampling[turn], False)
-    ids[0, rows + 1] = sample(forward(step), step.sampling)
+    ids[0, rows + 1] = sample(forward(step), step.sampling).clamp(min=0)  # a guess, be it of a row that is not finite

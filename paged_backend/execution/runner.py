@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,6 +29,7 @@ from paged_backend.scheduling.plan import Drawn, Plan, Scored, reached
 log = logging.getLogger("paged_llm")
 
 STAYS = Stage(None)  # for batches that are on the device
+BROKEN = "the model's numbers for this request are not finite; no other request is touched"
 
 
 class RunnerDied(RuntimeError):
@@ -51,25 +54,42 @@ class Launched:
         """What each draw gave, in order. Waits for it: the one place where host and device meet."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        drawn: list[Drawn] = self.tokens.tolist()
+        tokens: list[int] = self.tokens.tolist()
+        broken = [row for row, token in enumerate(tokens) if token < 0] if tokens and min(tokens) < 0 else []
+        drawn: list[Drawn] = [*tokens]
         for row, candidates in self.beams.by_row() if self.beams else ():
             drawn[row] = candidates
-        tokens = self.guessed.tolist() if self.guessed is not None else []
+        guessed = self.guessed.tolist() if self.guessed is not None else []
         for draw, row, guesses in self.checks:
             count = len(guesses)
             checked = slice(draw, draw + 1 + count)
-            drawn[checked] = reached(drawn[checked], tokens[row : row + count] or guesses)
+            drawn[checked] = reached(drawn[checked], guessed[row : row + count] or guesses)
+            if broken and -1 in drawn[checked]:
+                drawn[draw] = _broken()
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():
             token = drawn[row]
             if isinstance(token, int):  # else a wrong guess led to it
                 drawn[row] = Scored(token, logprobs)
+        for row in broken:
+            if drawn[row] is not None:  # a wrong guess led to it
+                drawn[row] = _broken()
         for row, reason in self.lost:
             drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
         if self.prompts:
-            drawn[:0] = [logprobs for part in self.prompts for _, (logprobs,) in part.by_row()]
+            drawn[:0] = [
+                logprobs if math.isfinite(logprobs[0].logprob) else _broken()
+                for part in self.prompts
+                for _, (logprobs,) in part.by_row()
+            ]
         if self.hidden is not None:
-            drawn[:0] = [array("f", row.tobytes()) for row in self.hidden.numpy()]
+            drawn[:0] = [
+                array("f", row.tobytes()) if np.isfinite(row).all() else _broken() for row in self.hidden.numpy()
+            ]
         return drawn
+
+
+def _broken() -> RequestError:
+    return RequestError(ErrorCode.INTERNAL, BROKEN)
 
 
 class Runner:
@@ -161,8 +181,9 @@ class Runner:
         sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
         tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
         self._agree(tokens)
-        self._drawn[: len(tokens)] = tokens
-        scores = score(logits, tokens, sampling)
+        whole = tokens.clamp(min=0)  # a row that is not finite drew none, and what follows must have one
+        self._drawn[: len(tokens)] = whole
+        scores = score(logits, whole, sampling)
         prompts = score_prompts(step.logits, sampling.prompts) if sampling.prompts else ()
         arrived, guessed, hidden = None, step.guessed, step.hidden
         if tokens.is_cuda:

@@ -266,6 +266,23 @@ class BlockManager:
         if self.caching and not self.index.knows(block) and self.index.add(block, self._entry(chain, tokens, index)):
             self._fresh[block] = None
 
+    def disown(self, table: list[int]) -> None:
+        """Nobody is to find what these blocks hold any more, here or on the host. Their holders keep them."""
+        for block in table:
+            if self.index.knows(block):
+                entry = self.index.remove(block)
+                self._fresh.pop(block, None)
+                if self.host:
+                    self.host._discard(entry)
+
+    def _discard(self, entry: Entry) -> None:
+        block = self.index.find(entry)
+        if block is not None:
+            self.index.remove(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def forget(self) -> None:
         """Empty the cache; blocks in use keep theirs until they are released."""
         while self._cached:

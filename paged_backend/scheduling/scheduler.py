@@ -316,6 +316,8 @@ class Scheduler:
     def _book_prompt(self, group: Group, chunk: Chunk, scores: list[Drawn], hidden: Drawn) -> list[TokenDelta]:
         """What is wanted of a prompt itself, and the end of a request that wants nothing else."""
         deltas: list[TokenDelta] = []
+        if error := next((one for one in (*scores, hidden) if isinstance(one, RequestError)), None):
+            return [self._lose(group, error)]
         if chunk.scored:
             group.prompt_logprobs += cast("list[Logprobs]", scores)
             if not group.unscored(0, chunk.sequence.num_prompt):
@@ -682,7 +684,11 @@ class Scheduler:
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
 
     def _lose(self, group: Group, error: RequestError) -> TokenDelta:
-        """One of its samples has come to where no token can follow."""
+        """One of its samples has come to where no token can follow. Where that is the model's fault, nobody is to find
+        what it computed."""
+        if error.code is ErrorCode.INTERNAL:
+            for sequence in group.sequences:
+                self.blocks.disown(sequence.blocks)
         self._remove(group)
         self._release(group)
         for sequence in group.sequences:
