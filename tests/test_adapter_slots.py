@@ -115,3 +115,97 @@ def test_nobody_with_an_adapter_passes_one_who_waits_for_a_slot():
     assert [chunk.sequence.key for chunk in plan.chunks] == [3, 1]
     assert [load.adapter.name for load in plan.loads] == ["b"]
     sched.check()
+
+
+def run(sched):
+    """One step; the keys of those who computed."""
+    plan = sched.schedule()
+    sched.check()
+    sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+    sched.check()
+    return {chunk.sequence.key for chunk in plan.chunks}
+
+
+def at_work(*asked, **options):
+    """A scheduler in which these requests, (adapter, priority), compute."""
+    sched = scheduler(**options)
+    for key, (name, priority) in enumerate(asked):
+        sched.add(request(key, name, priority=priority))
+    assert run(sched) == set(range(len(asked)))
+    return sched
+
+
+@pytest.mark.parametrize(
+    ("running", "left"),
+    [
+        ([("a", 3)], []),
+        ([("a", 3), (None, 9)], [1]),  # no slot is in the way of whoever has none
+        ([("a", 3), ("b", 5)], [0]),
+        ([("a", 5), ("b", 3)], [1]),
+        ([("a", 5), ("b", 5)], [0]),  # of equals the newest
+        ([("a", 5), ("a", 5), ("b", 5)], [0, 1]),  # that with fewer users
+        ([("a", 9), ("a", 3), ("b", 5)], [0, 1]),  # one slot would come free only with one of a higher priority
+        ([("a", 9), ("a", 5), ("b", 3)], [2]),
+    ],
+)
+def test_one_of_higher_priority_displaces_those_whose_slot_then_comes_free(running, left):
+    sched = at_work(*running, max_loras=len({name for name, _ in running if name}))
+    new = len(running)
+    sched.add(request(new, "new", priority=1, max_tokens=2))
+    assert run(sched) == {*left, new}
+    assert sched.stats.preemptions == len(running) - len(left)
+    while sched.has_work:
+        run(sched)
+    assert sched.stats.preemptions == len(running) - len(left), "nobody is displaced by who comes back"
+
+
+@pytest.mark.parametrize(
+    ("running", "options"),
+    [
+        ([("a", 1)], {}),  # equals
+        ([("a", 9), ("a", 1)], {}),  # one of lower priority, whose slot an equal keeps
+        ([("a", 1), ("b", 0), (None, 9)], {"max_loras": 2}),
+        ([("a", 9), (None, 1)], {"max_num_seqs": 2, "samples": 2}),  # who would not find room then either
+    ],
+)
+def test_nobody_is_displaced_where_no_slot_comes_free_or_that_would_not_do(running, options):
+    samples = options.pop("samples", 1)
+    sched = at_work(*running, **options)
+    sched.add(request(8, "new", priority=1, n=samples))
+    assert run(sched) == set(range(len(running)))
+    assert sched.stats.preemptions == 0
+
+
+def test_who_is_in_flight_is_displaced_after_the_commit():
+    sched = at_work(("a", 3))
+    first = sched.schedule()
+    sched.add(request(1, "new"))
+    second = sched.schedule()
+    assert {chunk.sequence.key for chunk in second.chunks} == {0}
+    assert sched.wants_results
+    for plan in (first, second):
+        sched.commit(plan, [5])
+    assert run(sched) == {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_storm_of_priorities_and_adapters_ends_with_every_request_answered(seed):
+    """And whoever waits for a slot waits for one whose users are not all of a lower priority."""
+    rnd = random.Random(seed)
+    sched = scheduler(max_loras=rnd.choice([1, 2]), max_num_batched_tokens=128)
+    asked, answered = 0, []
+    while asked < 40 or sched.has_work:
+        if asked < 40 and rnd.random() < 0.5:
+            name, priority, length = rnd.choice(["a", "b", "c", None]), rnd.choice([0, 1, 2]), rnd.randint(1, 12)
+            sched.add(request(asked, name, length, priority=priority, max_tokens=rnd.randint(1, 8)))
+            asked += 1
+        if plan := sched.schedule():
+            sched.check()
+            if first := next((one for one in sched._waiting if one.request.adapter), None):
+                first_users = {}
+                for one in sched.running:
+                    first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None
+                assert all(one.rank[0] <= first.rank[0] for one in first_users.values())
+            deltas = sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+            answered += [delta.key for delta in deltas if delta.finish]
+    assert sorted(answered) == list(range(40))

@@ -158,6 +158,28 @@ def test_preemption(tiny, listed, files, mode):
         assert engine.history[-1].stats.preemptions > 0
 
 
+@pytest.mark.usefixtures("planning")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_request_of_higher_priority_takes_the_slot_of_lower_ones(tiny, listed, files, prompts, mode):
+    """Whoever had it goes on later as if nothing had been."""
+    options = LORA | {"max_loras": 2, "swap_space": 0.01, "preemption_mode": mode}
+    with running(tiny_assembly(tiny[0], adapters=listed, **options)) as engine:
+        low = engine.submit(prompts[1], max_tokens=40, lora_name="all", priority=2)
+        kept = engine.submit(prompts[2], max_tokens=40, lora_name="wide", priority=1)
+        while not (engine.outputs[low].tokens and engine.outputs[kept].tokens):
+            engine.step()
+        high = engine.submit(prompts[1], max_tokens=MAX_TOKENS, lora_name="attention")
+        engine.wait(high)
+        assert engine.outputs[low].finish is engine.outputs[kept].finish is None
+        engine.wait(low, kept)
+        for key, prompt, name in ((low, 1, "all"), (kept, 2, "wide"), (high, 1, "attention")):
+            output = engine.outputs[key].tokens
+            assert output == generate_with(tiny[1], files[name], prompts[prompt], len(output))
+        assert [len(engine.outputs[key].tokens) for key in (low, kept, high)] == [40, 40, MAX_TOKENS]
+        stats = engine.history[-1].stats
+        assert (stats.swapped, stats.recomputed) == ((1, 0) if mode == "swap" else (0, 1))
+
+
 # --- forms of the model -----------------------------------------------------------------------------------------------
 
 FORMS = {

@@ -90,6 +90,16 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "priorities are forgotten": ("request.py", "return self.sampling.priority, self.key", "return 0, self.key"),
     "an equal displaces an equal": (SCHEDULER, "one.rank[0] > group.rank[0]]", "one.rank[0] >= group.rank[0]]"),
+    "an equal takes the slot of an equal": (
+        SCHEDULER,
+        "if ones[0].rank[0] > group.rank[0])",
+        "if ones[0].rank[0] >= group.rank[0])",
+    ),
+    "who uses the slot that is to come free is not looked at": (
+        SCHEDULER,
+        "in slot_users or [self._last]",
+        "in [self._last]",
+    ),
     "one is displaced for nothing": (
         SCHEDULER,
         "        needed = (demand or self._demand(group)).blocks\n        return needed <=",
@@ -228,6 +238,7 @@ def test_a_mistake_is_found(tmp_path, mistake):
     (tmp_path / "paged_backend" / file).write_text(source.replace(right, wrong, 1))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/test_memory.py"]
     command += ["tests/test_block_manager.py", "tests/test_scheduler.py", "tests/test_sessions.py"]
+    command += ["tests/test_adapter_slots.py"]
     command += ["tests/test_beams.py"] if file == BEAMS else []
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that never ends is found, too

@@ -445,34 +445,51 @@ class Scheduler:
         while draft.budget > 0 and (group := self._next()):
             if not draft.scores and group.unscored(0, group.leader.num_prompt):
                 return
+            slot_users = self._slot_users_below(group)
             demand = self._demand(group) if group.num_seqs <= room.seqs else None
-            hit = self._fit(demand, room) if demand else None
+            hit = self._fit(demand, room) if demand and not slot_users else None
             if hit is not None:
                 self._enter(group, hit, draft)
                 room.seqs -= group.num_seqs
                 room.promised += self._needs(group) - self._holds(group)
             elif self._running and not self._would_fit(group, room, demand):
                 return
-            elif demand and self.pins.drop_oldest():
+            elif demand and not slot_users and self.pins.drop_oldest():
                 continue  # idle sessions let go before anybody is preempted
             elif self._in_flight:
                 self._stuck = True
                 return
             elif self._running:
-                self._preempt(self._last, draft)
+                for victim in slot_users or [self._last]:
+                    self._preempt(victim, draft)
                 room = self._room()
             else:
                 return
 
     def _next(self) -> Group | None:
-        """The first of those that wait, but for those whose adapter finds no slot. Behind such a one nobody with an
-        adapter is let in, who might keep the slots in use for ever."""
+        """The first of those that wait, but for those whose adapter finds no slot, and who may displace nobody for one.
+        Behind such a one nobody with an adapter is let in, who might keep the slots in use for ever."""
         for group in self._waiting:
-            adapter = group.request.adapter
-            if adapter is None or self.slots.has_room(adapter):
+            if self._has_slot(group) or self._slot_users_below(group):
                 return group
             return next((other for other in self._waiting if other.request.adapter is None), None)
         return None
+
+    def _has_slot(self, group: Group) -> bool:
+        return group.request.adapter is None or self.slots.has_room(group.request.adapter)
+
+    def _slot_users_below(self, group: Group) -> list[Group]:
+        """Who has to make way so that its adapter finds a slot: all that run with one adapter, each of them of a lower
+        priority. Of several such adapters that whose first user has the lowest priority, then that with the fewest
+        users. Empty where a slot is there, or no such adapter."""
+        if self._has_slot(group):
+            return []
+        users: dict[bytes, list[Group]] = {}
+        for one in self._running.values():  # by rank
+            if one.request.adapter:
+                users.setdefault(one.request.adapter.digest, []).append(one)
+        lower = (ones for ones in users.values() if ones[0].rank[0] > group.rank[0])
+        return max(lower, key=lambda ones: (ones[0].rank[0], -len(ones), ones[0].rank), default=[])
 
     def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
         """Whether a request would find room if all of lower priority, and idle sessions, made way."""
