@@ -22,6 +22,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "sampling_parameters": ("TYPE_STRING", (1,)),
     "exclude_input_in_output": ("TYPE_BOOL", (1,)),
     "return_finish_reason": ("TYPE_BOOL", (1,)),
+    "return_stop_reason": ("TYPE_BOOL", (1,)),
     "return_cumulative_logprob": ("TYPE_BOOL", (1,)),
     "return_logprobs": ("TYPE_BOOL", (1,)),
     "return_num_input_tokens": ("TYPE_BOOL", (1,)),
@@ -46,6 +47,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_output": ("TYPE_STRING", (-1,)),
     "finish_reason": ("TYPE_STRING", (-1,)),
+    "stop_reason": ("TYPE_STRING", (-1,)),
     "cumulative_logprob": ("TYPE_FP32", (-1,)),
     "logprobs": ("TYPE_STRING", (-1,)),
     "num_input_tokens": ("TYPE_UINT32", (1,)),

@@ -24,6 +24,7 @@ class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens
     TIMEOUT = "timeout"  # the request's own time limit
+    CANCELLED = "cancelled"  # its client, who wants what there is
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,8 @@ from paged_backend.limits import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_WORD_TOKENS,
+    MAX_WORDS_OF_TOKENS,
     Limits,
 )
 
@@ -135,6 +137,19 @@ def _token_ids(name: str, value: Any, most: int, limits: Limits) -> frozenset[in
 
 def _stop_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int]:
     return _token_ids(name, [] if value is None else value, MAX_STOP_TOKEN_IDS, limits)
+
+
+def _words_of_tokens(name: str, value: Any, limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """Each a run of token ids."""
+    words = [] if value is None else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, list | tuple) for word in words):
+        raise invalid(name, value, "must be a list of lists of token ids")
+    if len(words) > MAX_WORDS_OF_TOKENS:
+        raise invalid(name, f"{len(words)} words", f"must be at most {MAX_WORDS_OF_TOKENS} words")
+    for word in words:
+        if not 1 <= len(word) <= MAX_WORD_TOKENS:
+            raise invalid(name, f"{len(word)} ids", f"must be 1..{MAX_WORD_TOKENS} ids a word")
+    return tuple(tuple(_whole(name, one, 0, limits.vocab_size - 1) for one in word) for word in words)
 
 
 def _allowed_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int] | None:
@@ -250,6 +265,7 @@ class SamplingParams:
     seed: int | None = _param(_seed, None)
     stop: tuple[str, ...] = _param(_strings(MAX_STOP_STRINGS, MAX_STOP_BYTES), ())
     stop_token_ids: frozenset[int] = _param(_stop_token_ids, frozenset())
+    stop_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())  # part of the output they end
     ignore_eos: bool = _param(_flag, False)
     repetition_penalty: float = _param(_between(0, 100, above=True), 1.0)
     presence_penalty: float = _param(_between(-2, 2), 0.0)
@@ -257,6 +273,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = _param(_logit_bias, ())
     word_bias: tuple[tuple[str, float], ...] = _param(_word_bias, ())
     bad_words: tuple[str, ...] = _param(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES), ())
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())
     allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
     json_schema: Structure | None = _param(_structure, None)  # this and those below: what the output must look like
     json_object: Structure | None = _param(_structure, None)

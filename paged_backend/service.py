@@ -31,6 +31,7 @@ from paged_backend.frontend.local_listener import Listener
 from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import SessionName, Sessions, Turn
+from paged_backend.frontend.stop_tokens import StopTokens
 from paged_backend.frontend.stream import Sample, Stream
 from paged_backend.guided.grammars import Grammars
 from paged_backend.limits import MAX_LOGIT_BIASES
@@ -274,7 +275,8 @@ class Service:
             if not all(found):
                 raise invalid("bad_words", word, "has no tokens")
             runs |= dict.fromkeys(found)
-        return tuple(run for run in runs if max(run) < self._assembly.limits.vocab_size)  # others never come
+        known = (run for run in runs if max(run) < self._assembly.limits.vocab_size)  # others never come
+        return (*known, *sampling.bad_words_token_ids)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is None:
@@ -324,7 +326,7 @@ class Service:
     def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
         decode = _decoder(self._tokenizer, sampling.skip_special_tokens)
-        echoed = _echoed(call, request, decode)
+        echoed, eos = _echoed(call, request, decode), self._assembly.loaded.spec.eos_ids
 
         def sample() -> Sample:
             detokenizer = Detokenizer(
@@ -336,7 +338,7 @@ class Service:
                 notes_offsets=call.return_text_offsets,
                 num_before=len(echoed),
             )
-            return Sample(detokenizer, sampling.include_stop_str_in_output, text=echoed)
+            return Sample(detokenizer, sampling.include_stop_str_in_output, StopTokens.of(sampling, eos), text=echoed)
 
         return [sample() for _ in range(sampling.num_samples)]
 

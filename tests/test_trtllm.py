@@ -268,15 +268,16 @@ def test_token_ids():
 
 
 def test_words_of_token_ids():
-    words = {"stop_words_list": [[5, 6, 0], [1, 2, -1]], "bad_words_list": [[8], [1]]}
+    words = {"stop_words_list": [[5, 6, 3, 4, 0], [1, 2, 4, -1, -1]], "bad_words_list": [[8, 9, 10], [1, 3, -1]]}
     one = ask(CORE, end_id=[2], **words)
-    assert one.kept_stops == {5, 6}
+    assert one.dropped == {b"None", b"2"}, "5 and 6 are part of the output"
     given = json.loads(one.tensors["sampling_parameters"][0])
     assert given["stop_token_ids"] == [2, 5, 6]
-    assert given["logit_bias"] == {"8": -100.0}
-    assert refusal(CORE, stop_words_list=[[5, 6], [2, -1]]) == (
-        "stop_words_list=[5, 6]: words of several tokens are not supported here; send them as text to ensemble or"
-        " tensorrt_llm_bls"
+    assert given["stop_words_token_ids"] == [[3, 4]]
+    assert given["bad_words_token_ids"] == [[8], [9, 10]]
+    assert one.in_its_words(" bad_words_token_ids=999: must") == " bad_words_list=999: must"
+    assert refusal(CORE, stop_words_list=[[5, 6], [3, -1]]) == (
+        "stop_words_list=[3]: must be rising ends of words, of at most 2"
     )
     assert sampling(CORE, embedding_bias=[0.0, 0.5, 0.0])["logit_bias"] == {"1": 0.5}
 
@@ -344,6 +345,7 @@ def test_token_ids_come_without_the_one_that_ends_them():
         text_output=["", ""],
         token_ids=[3, 4, 2, 3, 5],
         finish_reason=["stop", "stop"],
+        stop_reason=["None", "5"],
         num_output_tokens=[3, 2],
     )
     assert written == {"output_ids": [[[3, 4], [3, 5]]], "sequence_length": [[2, 2]]}

@@ -30,6 +30,7 @@ class Channel(Protocol):
     for another process: never on the engine's thread."""
 
     closed: bool  # whether the final response has been sent
+    stopped: bool  # whether its client has asked it to end with what there is
 
     def received(self) -> Received: ...
 
@@ -52,6 +53,7 @@ class ServerChannel:
         self._sender = request.get_response_sender()
         self._error_text = error_text
         self.closed = False
+        self.stopped = False
 
     def received(self) -> Received:
         request = self._request

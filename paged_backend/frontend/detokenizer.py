@@ -46,16 +46,20 @@ class Detokenizer:
         self.num_tokens = 0
         self.num_chars = num_before  # certain so far, held back or not
         self.offsets: list[int] = []  # where each token's text begins, or the character that it is a part of
-        self.stopped = False
+        self.met: str | None = None  # the stop string that is complete
 
     @property
     def watches(self) -> bool:
         """Whether a stop string may end the output, so that tokens should not wait to be pushed."""
         return bool(self._stop)
 
+    @property
+    def stopped(self) -> bool:
+        return self.met is not None
+
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens made certain: the same whether they come one by one or at once. Sets `stopped` where
-        a stop string is complete; `num_tokens` then tells with which of them."""
+        """Text that these tokens made certain: the same whether they come one by one or at once. Sets `met` where a
+        stop string is complete; `num_tokens` then tells with which of them."""
         if not self._stop and not self._notes_offsets:
             return self._read_on(tokens)
         text = ""
@@ -118,7 +122,7 @@ class Detokenizer:
             return text
         text = self._held + text
         if self.num_tokens > self._min_tokens and (end := self._find_stop(text)) is not None:
-            self.stopped, self._held = True, ""
+            self._held = ""
             return text[:end]
         keep = self._could_begin_stop(text)
         self._held = text[len(text) - keep :]
@@ -126,10 +130,10 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> int | None:
         """Where the output ends: at the stop string that begins first."""
-        found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
+        found = [(text.find(stop), len(stop), stop) for stop in self._stop if stop in text]
         if not found:
             return None
-        start, length = min(found)
+        start, length, self.met = min(found)
         return start + length if self._include_stop else start
 
     def _could_begin_stop(self, text: str) -> int:

@@ -28,7 +28,8 @@ class LocalChannel:
         self._peer = peer
         self._id = own_id
         self._received = received
-        self.cancelled = False  # written by the thread that reads the connection
+        self.cancelled = False  # this and the next are written by the thread that reads the connection
+        self.stopped = False
         self.closed = False
 
     def received(self) -> Received:
@@ -147,10 +148,11 @@ class _Peer:
         own_id = frame.get("id")
         if not isinstance(own_id, int):
             raise FrameError("a frame without an id")
-        if frame.get("cancel"):
+        cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
+        if cancel or stop:
             with self._listener.changed:
                 if channel := self.open.get(own_id):
-                    channel.cancelled = True
+                    channel.cancelled, channel.stopped = channel.cancelled or cancel, channel.stopped or stop
             return
         if own_id in self.open:
             raise FrameError(f"{own_id}: the id of a request that is open")

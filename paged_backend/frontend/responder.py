@@ -349,6 +349,8 @@ class Responder:
         """A round trip, like sending."""
         if stream.channel.is_cancelled():
             self._cancel(stream, "the request was cancelled by its client")
+        elif stream.channel.stopped:
+            self._cut(stream, FinishReason.CANCELLED)
 
     def _cancel(self, stream: Stream, reason: str) -> None:
         stream.error = RequestError(ErrorCode.CANCELLED, reason)
@@ -362,7 +364,11 @@ class Responder:
             self._abort(stream.request.key)
             self._deliver(stream)
             return
-        stream.end(FinishReason.TIMEOUT)
+        self._cut(stream, FinishReason.TIMEOUT)
+
+    def _cut(self, stream: Stream, reason: FinishReason) -> None:
+        """End it with what there is."""
+        stream.end(reason)
         for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
             self._end(stream.request.key, index)
         self._deliver(stream)

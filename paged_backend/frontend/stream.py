@@ -14,6 +14,7 @@ from paged_backend.frontend.channel import Channel
 from paged_backend.frontend.detokenizer import Detokenizer
 from paged_backend.frontend.embedding import embedding_json
 from paged_backend.frontend.sessions import Turn
+from paged_backend.frontend.stop_tokens import StopTokens, word_reason
 from paged_backend.request import FinishReason, GenerateRequest, Logprobs, TokenDelta, Usage
 
 
@@ -27,10 +28,12 @@ class Sample:
 
     detokenizer: Detokenizer
     include_stop: bool  # whether the token that ends it is part of the text
+    stop_tokens: StopTokens = field(default_factory=StopTokens)
     text: str = ""  # not sent yet
     unsent: list[int] = field(default_factory=list)  # tokens, the one that ends it included
     num_tokens: int = 0
     finish: FinishReason | None = None
+    stop_reason: str | None = None  # the stop string that ended it, or the token's id or those of a word's, as JSON
     tokens: list[int] = field(default_factory=list)  # those that the text is made of
     read: int = 0  # how many of them are text by now
     said: list[str] = field(default_factory=list)  # all text so far, in pieces
@@ -43,23 +46,30 @@ class Sample:
 
     def take(self, delta: TokenDelta) -> None:
         """Book what a step gave. A stop string may end the sample before the engine does."""
-        tokens, count = delta.token_ids, len(delta.token_ids)
+        tokens, finish, include_last = delta.token_ids, delta.finish, self.include_stop
+        if self.stop_tokens.words and (found := self.stop_tokens.find(self.tokens, tokens)):
+            tokens, finish, include_last = tokens[: found[0]], FinishReason.STOP, True
+            self.stop_reason = word_reason(found[1])
+        elif finish is FinishReason.STOP and tokens:
+            self.stop_reason = self.stop_tokens.reason(tokens[-1])
+        count = len(tokens)
         # The token that ends the output is counted, but its text is not output.
-        self.tokens += tokens[:-1] if delta.finish is FinishReason.STOP and not self.include_stop else tokens
+        self.tokens += tokens[:-1] if finish is FinishReason.STOP and not include_last else tokens
         if self.detokenizer.watches:
             self.speak()
             if self.detokenizer.stopped:
                 del self.tokens[self.detokenizer.num_tokens :]
                 count = len(self.tokens) - self.num_tokens
                 self.finish = FinishReason.STOP
+                self.stop_reason = self.detokenizer.met
         self.num_tokens += count
         self.unsent += tokens[:count]
         if delta.logprobs:
             counted = delta.logprobs[:count]
             self.logprobs += counted
             self.cumulative_logprob += sum(drawn.logprob for drawn, *_ in counted)
-        if delta.finish and not self.finish:
-            self.end(delta.finish)
+        if finish and not self.finish:
+            self.end(finish)
 
     def speak(self) -> None:
         """Turn the tokens that have piled up into text."""
@@ -71,7 +81,9 @@ class Sample:
     def end(self, finish: FinishReason) -> None:
         self.speak()
         self._say(self.detokenizer.flush())
-        self.finish = FinishReason.STOP if self.detokenizer.stopped else finish
+        self.finish = finish
+        if self.detokenizer.stopped:
+            self.finish, self.stop_reason = FinishReason.STOP, self.detokenizer.met
 
     def send(self, *, offsets: bool, logprobs: bool) -> wire.SampleOutput:
         """What a response tells of it: all that was not sent yet."""
@@ -82,6 +94,7 @@ class Sample:
             self._unsent_offsets() if offsets else (),
             self.logprobs if logprobs else None,
             self.cumulative_logprob,
+            self.stop_reason,
         )
         self.text, self.unsent, self.logprobs = "", [], []
         return output

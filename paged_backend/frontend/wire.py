@@ -49,6 +49,7 @@ INPUTS = {
     "sampling_parameters": _STRING,
     "exclude_input_in_output": _BOOL,
     "return_finish_reason": _BOOL,
+    "return_stop_reason": _BOOL,
     "return_cumulative_logprob": _BOOL,
     "return_logprobs": _BOOL,
     "return_num_input_tokens": _BOOL,
@@ -66,6 +67,7 @@ INPUTS = {
 OUTPUTS = {
     "text_output": TensorSpec("TYPE_STRING", (-1,)),
     "finish_reason": TensorSpec("TYPE_STRING", (-1,)),
+    "stop_reason": TensorSpec("TYPE_STRING", (-1,)),
     "cumulative_logprob": TensorSpec("TYPE_FP32", (-1,)),
     "logprobs": TensorSpec("TYPE_STRING", (-1,)),
     "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
@@ -141,6 +143,7 @@ class Call:
     return_text_offsets: bool = False
     embedding: EmbeddingCall | None = None  # what the prompt is for, if no text is to follow it
     tools: list[dict[str, Any]] | None = None  # beside `messages`
+    return_stop_reason: bool = False
 
     @property
     def only_ends(self) -> bool:
@@ -162,6 +165,7 @@ class SampleOutput(NamedTuple):
     text_offsets: Sequence[int] = ()
     logprobs: Sequence[Logprobs] | None = None  # of each token; None where the sampling parameters do not ask for any
     cumulative_logprob: float = 0.0
+    stop_reason: str | None = None
 
 
 def read(
@@ -206,6 +210,7 @@ def read(
         return_text_offsets=_bool(tensors, "return_text_offsets", False),
         embedding=embedding,
         tools=_tools(tensors, chat=messages is not None),
+        return_stop_reason=_bool(tensors, "return_stop_reason", False),
     )
 
 
@@ -226,6 +231,8 @@ def write(
     values: dict[str, Any] = {"text_output": [one.text.encode() for one in samples]}
     if call.return_finish_reason:  # "None" until the last response
         values["finish_reason"] = [str(one.finish_reason).encode() for one in samples]
+    if call.return_stop_reason:
+        values["stop_reason"] = [str(one.stop_reason).encode() for one in samples]
     if call.return_num_input_tokens:
         values["num_input_tokens"] = [len(prompt_token_ids)]
     if call.return_num_output_tokens:

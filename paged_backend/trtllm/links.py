@@ -118,5 +118,6 @@ def request_frame(own_id: int, received: Received) -> bytes:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request is too large: {error}") from None
 
 
-def cancel_frame(own_id: int) -> bytes:
-    return pack({"id": own_id, "cancel": True})
+def wish_frame(own_id: int, wish: str) -> bytes:
+    """wish: "cancel", or "stop", which ends the request with what there is."""
+    return pack({"id": own_id, wish: True})

@@ -20,7 +20,7 @@ import numpy as np
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel, ServerChannel
 from paged_backend.trtllm import replies, requests
-from paged_backend.trtllm.links import Link, Links, Outputs, cancel_frame, request_frame
+from paged_backend.trtllm.links import Link, Links, Outputs, request_frame, wish_frame
 from paged_backend.trtllm.requests import Ask
 
 log = logging.getLogger("paged_llm")
@@ -61,7 +61,7 @@ class Row:
     id: int  # of the engine's request, on its link
     link: Link
     asked: bool = False  # whether the engine has got it
-    cancelled: bool = False  # whether the engine was told that nobody waits for it
+    told: bool = False  # whether the engine was told to end it
     ended: bool = False  # whether its last response has been sent
 
 
@@ -147,8 +147,6 @@ class Relay:
         try:
             if not isinstance(answer, RequestError):
                 row.job.answer(row, list(replies.write(row.ask, answer)), last=last)
-            elif row.job.stopping and answer.code is ErrorCode.CANCELLED:
-                row.job.answer(row, [{}], last=True)
             else:
                 row.job.fail(RequestError(answer.code, row.ask.in_its_words(str(answer)), verbatim=True))
         except Exception as error:
@@ -173,9 +171,10 @@ class Relay:
                 row.job.stopping = True
         self._wake.set()
 
-    def _cancel(self, row: Row) -> None:
-        row.cancelled = True
-        self._send(row, cancel_frame(row.id))
+    def _tell(self, row: Row) -> None:
+        """The engine, that nobody waits for the row, or that what there is will do."""
+        row.told = True
+        self._send(row, wish_frame(row.id, "cancel" if row.job.channel.closed else "stop"))
 
     def _open(self) -> list[Row]:
         with self._lock:
@@ -194,8 +193,8 @@ class Relay:
             for job in {row.job for row in rows}:
                 self._ask(job)
             for row in rows:
-                if (row.job.stopping or row.job.channel.closed) and row.asked and not row.cancelled:
-                    self._cancel(row)
+                if (row.job.stopping or row.job.channel.closed) and row.asked and not row.told:
+                    self._tell(row)
             wait = max(POLL_SECONDS, (time.monotonic() - began) / POLL_SHARE)
 
     def _ask(self, job: Job) -> None:

@@ -63,13 +63,13 @@ def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequenc
 
 
 def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], which: range) -> list[list[int]]:
-    """The token ids of each. The one that ends the output is no part of it, as in TensorRT-LLM, unless it is a stop
+    """The token ids of each. The one that ends the output is no part of it, as in TensorRT-LLM, unless it is of a stop
     word."""
     lines = []
     for one in which:
         begin = sum(counts[:one])
         line = response["token_ids"][begin : begin + counts[one]].tolist()
-        if response["finish_reason"][one] == b"stop" and line and line[-1] not in ask.kept_stops:
+        if response["finish_reason"][one] == b"stop" and line and response["stop_reason"][one] in ask.dropped:
             line.pop()
         lines.append([*ask.prompt, *line])
     return lines

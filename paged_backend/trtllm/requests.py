@@ -19,7 +19,6 @@ from paged_backend.trtllm.tensors import CORE, INPUTS, Input
 Tensors = Mapping[str, np.ndarray]
 
 MAX_BIASES = 1024  # words or tokens of one row
-NEVER = -100.0  # a logit bias that no token comes through
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 
@@ -39,7 +38,7 @@ class Ask:
     perf_metrics: bool
     num_input_tokens: bool
     num_output_tokens: bool
-    kept_stops: frozenset[int] = frozenset()  # tokens that end the output and are part of it; others are not
+    dropped: frozenset[bytes] = frozenset()  # stop reasons of a last token that is no part of the output
     prompt: tuple[int, ...] = ()  # token ids that come before the output
     renamed: dict[str, str] = field(default_factory=dict)  # names of parameters to those of the client's tensors
 
@@ -111,7 +110,8 @@ def _ask(row: _Row, batch_index: int | None) -> Ask:
     _refuse(row)
     parameters, names = _parameters(row)
     samples, beams = _count(row, parameters)
-    kept = _stops(row, parameters)
+    dropped = _stops(row, parameters)
+    names |= {"stop_words_token_ids": "stop_words_list", "bad_words_token_ids": "bad_words_list"}
     _draw(parameters, beams)
     _bias(row, parameters)
     _guide(row, parameters)
@@ -133,7 +133,7 @@ def _ask(row: _Row, batch_index: int | None) -> Ask:
         perf_metrics=flags["return_perf_metrics"],
         num_input_tokens=flags["return_num_input_tokens"],
         num_output_tokens=flags["return_num_output_tokens"],
-        kept_stops=kept,
+        dropped=dropped,
         prompt=tuple(prompt) if echo else (),
         renamed={parameter: name for parameter, name in names.items() if parameter != name},
     )
@@ -204,11 +204,13 @@ def _draw(parameters: dict[str, Any], beams: int) -> None:
         parameters.pop("early_stopping", None)
 
 
-def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[int]:
-    """What ends the output. The tokens among it that are part of the output."""
+def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[bytes]:
+    """What ends the output, and what must not come. The stop reasons of a last token that is no part of the output:
+    words are."""
     if parameters.get("stop"):
         parameters["include_stop_str_in_output"] = True
-    kept = _single_tokens(row, "stop_words_list")
+    words = _words_of_tokens(row, "stop_words_list")
+    kept = {word[0] for word in words if len(word) == 1}
     ids = set(kept)
     if (end := row.one("end_id")) is not None:
         if not row.one("guided_decoding_guide_type"):  # what is complete ends with the model's own
@@ -216,12 +218,14 @@ def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[int]:
         ids |= {end} - {-1}
     if ids:
         parameters["stop_token_ids"] = sorted(ids)
-    if bad := _single_tokens(row, "bad_words_list"):
-        parameters["logit_bias"] = dict.fromkeys(map(str, bad), NEVER)
-    return frozenset(kept)
+    if several := [word for word in words if len(word) > 1]:
+        parameters["stop_words_token_ids"] = several
+    if bad := _words_of_tokens(row, "bad_words_list"):
+        parameters["bad_words_token_ids"] = bad
+    return frozenset(str(one).encode() for one in {None, *ids} - kept)
 
 
-def _single_tokens(row: _Row, name: str) -> list[int]:
+def _words_of_tokens(row: _Row, name: str) -> list[list[int]]:
     """Words of token ids: [[ids of all words, one after another], [where each ends, then -1]]."""
     lists = row.tensors.get(name)
     if lists is None or lists.size == 0:
@@ -231,10 +235,7 @@ def _single_tokens(row: _Row, name: str) -> list[int]:
     for begin, end in zip(begins, ends, strict=True):
         if not begin < end <= len(ids):
             raise invalid(name, ends, f"must be rising ends of words, of at most {len(ids)}")
-        if end - begin > 1:
-            raise invalid(name, ids[begin:end], "words of several tokens are not supported here; send them as text to"
-                          " ensemble or tensorrt_llm_bls")  # fmt: skip
-    return [ids[begin] for begin in begins]
+    return [ids[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def _bias(row: _Row, parameters: dict[str, Any]) -> None:
@@ -287,6 +288,7 @@ def _tensors(
         "exclude_input_in_output": not (echo and not row.is_core),
         "return_finish_reason": True,
         "return_token_ids": row.is_core,
+        "return_stop_reason": row.is_core,
         "return_num_input_tokens": flags["return_num_input_tokens"],
         "return_num_output_tokens": wants_counts,
         "return_logprobs": flags["return_log_probs"],

@@ -400,8 +400,26 @@ def test_an_end_id_is_no_part_of_the_tokens_and_a_stop_word_is(tiny_server, tiny
     assert part["num_output_tokens"].tolist() == [[last]]
     (part,) = core(tiny_server, stop_words_list=[[[expected[last]], [1]]], **asked)
     assert part["output_ids"].tolist() == [[expected[: last + 1]]]
-    (part,) = core(tiny_server, bad_words_list=[[[expected[0]], [1]]], **asked)
-    assert expected[0] not in part["output_ids"]
+
+
+def test_words_of_several_tokens(tiny_server, tiny):
+    expected = greedy(tiny, IDS, 6)
+    asked = {"exclude_input_in_output": [[True]], "return_num_output_tokens": [[True]]}
+    for streaming in (False, True):
+        parts = core(
+            tiny_server, stop_words_list=[[[5, *expected[2:4]], [1, 3, -1]]], streaming=[[streaming]], **asked
+        )  # fmt: skip
+        assert [token for part in parts for token in part["output_ids"][0, 0].tolist()] == expected[:4]
+        assert sum(part["num_output_tokens"].item() for part in parts) == 4
+    bias = np.zeros((1, 320), np.float32)
+    bias[0, expected[0]] = 100  # a ban by an opposite bias would be none
+    bad = [[[expected[0], *expected[2:4]], [1, 3, -1]]]
+    (part,) = core(tiny_server, bad_words_list=bad, embedding_bias=bias, streaming=[[False]], **asked)
+    found = part["output_ids"][0, 0].tolist()
+    assert expected[0] not in found
+    assert expected[2:4] not in [found[start : start + 2] for start in range(5)]
+    with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: bad_words_list=320: must be 0..319"):
+        core(tiny_server, bad_words_list=[[[1, 320], [2, -1]]])
 
 
 def test_biased_tokens(tiny_server):
@@ -439,19 +457,35 @@ def test_bad_token_ids_are_named(tiny_server):
 
 
 def test_stop_ends_the_request_of_that_id(server):
-    """As the client of tensorrtllm_backend sends it, on the same stream; both end without an error."""
+    """As the client of tensorrtllm_backend sends it, on the same stream; both end without an error, and the request
+    with the tokens that there are."""
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
+    tokens = metrics(server)["paged_generation_tokens_total"]
     stop = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]], "stop": [[True]]}
     long = {"input_ids": [IDS], "input_lengths": [[5]], "request_output_len": [[2000]], "end_id": [[-1]]}
     with opened(server, "tensorrt_llm") as stream:
         stream.send("17", **long, streaming=[[False]])
+        until(lambda: metrics(server)["paged_generation_tokens_total"] > tokens + 3, "some tokens")
         stream.send("17", **stop)
-        assert stream.all() == [{}]
-        assert stream.all() == [{}]
+        (stopped,), (cut,) = stream.all(), stream.all()
+        assert stopped == {}
+        ids = cut["output_ids"][0, 0].tolist()
+        assert ids[:5] == IDS
+        assert 5 + 3 < len(ids) < 2000
+        assert cut["sequence_length"].tolist() == [[len(ids)]]
+        stream.send("18", **long, streaming=[[True]])
+        begun, _ = stream.next()
+        stream.send("18", **stop)
+        ids, ended = begun["output_ids"][0, 0].tolist(), 0
+        while ended < 2:
+            part, last = stream.next()
+            ended += last
+            ids += part["output_ids"][0, 0].tolist() if part else []
+        assert 0 < len(ids) < 2000
         stream.send("", **stop)
         with pytest.raises(InferenceServerException, match="stop: needs the request id"):
             stream.all()
-    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 2
     idle(server)
 
 
