@@ -24,7 +24,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.errors import ErrorCode, QueueFull, RequestError, invalid
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel, ServerChannel
-from paged_backend.frontend.conversation import render
+from paged_backend.frontend.conversation import check_count
 from paged_backend.frontend.detokenizer import Detokenizer
 from paged_backend.frontend.embedding import parse_sampling
 from paged_backend.frontend.local_listener import Listener
@@ -33,6 +33,7 @@ from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import SessionName, Sessions, Turn
 from paged_backend.frontend.stop_tokens import StopTokens
 from paged_backend.frontend.stream import Sample, Stream
+from paged_backend.frontend.templates import render
 from paged_backend.guided.grammars import Grammars
 from paged_backend.limits import MAX_LOGIT_BIASES
 from paged_backend.request import GenerateRequest, check_prompt_length
@@ -295,6 +296,8 @@ class Service:
         if call.input_ids is not None:
             return before + self._token_ids(call.input_ids[last:], sampling)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+        if messages is not None:
+            check_count(messages)  # those of a session's earlier turns among them
         text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
         if len(text) > self._longest_text:
             raise RequestError(

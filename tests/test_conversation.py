@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.errors import RequestError
-from paged_backend.frontend.conversation import MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOOLS_CHARS, render
+from paged_backend.frontend.conversation import MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOOLS_CHARS
+from paged_backend.frontend.templates import render
 from tests.test_wire import read, refusal, text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

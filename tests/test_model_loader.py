@@ -79,7 +79,7 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path, monkeypatch):
 def test_dummy_weights_need_no_weight_file_and_follow_the_seed(tmp_path):
     LlamaConfig(**COMMON).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors file of weights"):
         tiny_assembly(tmp_path)
 
     def tokens(seed):
@@ -243,13 +243,4 @@ def test_weights_that_are_missing_are_named_and_not_invented(tiny, tmp_path):
 def test_weights_of_another_shape_are_refused(tiny, tmp_path):
     resave(tiny, tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
     with pytest.raises(ConfigError, match=r"its files lack model\.norm\.weight, in the shape"):
-        tiny_assembly(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_truncated_file_is_named(tiny, tmp_path, name):
-    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
-    whole = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=f"config.json|tokenizer|cannot be loaded from {tmp_path}"):
         tiny_assembly(tmp_path)

@@ -1,18 +1,17 @@
-"""Conversations with tools, as chat templates take them: what may be in one, and the text that it comes to."""
+"""Conversations with tools, as chat templates take them: what may be in one."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_backend.errors import ErrorCode, RequestError, invalid, is_text
-
-if TYPE_CHECKING:  # models that only relay requests import this module, and are ready at once
-    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
+MAX_MESSAGES = 2048  # of a conversation: templates may compare each with each
+MAX_MESSAGES_CHARS = 16 << 20  # as JSON
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOLS_CHARS = 1 << 20
@@ -23,6 +22,7 @@ def check_messages(turns: Any) -> list[Message]:
     else it holds is the template's to judge."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise _refused('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
+    check_count(turns)
     for index, turn in enumerate(turns):
         called = _check_calls(f"messages[{index}].tool_calls", turn.get("tool_calls"))
         has_content = is_text(turn.get("content")) or (called and turn.get("content") is None)
@@ -33,6 +33,12 @@ def check_messages(turns: Any) -> list[Message]:
     if not is_text(json.dumps(turns, ensure_ascii=False)):
         raise _refused("messages: hold half a character; send UTF-8 text")
     return turns
+
+
+def check_count(turns: list[Message]) -> None:
+    """Raises RequestError for a conversation of too many messages."""
+    if len(turns) > MAX_MESSAGES:
+        raise invalid("messages", f"{len(turns)} messages", f"must be at most {MAX_MESSAGES}")
 
 
 def _check_calls(name: str, calls: Any) -> bool:
@@ -65,21 +71,6 @@ def _is_function(value: Any) -> bool:
     """A tool, or a call of one."""
     function = value.get("function") if isinstance(value, dict) else None
     return isinstance(function, dict) and is_text(function.get("name")) and bool(function["name"])
-
-
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None) -> str:
-    """The prompt that the model's chat template makes. Raises RequestError where there is none, or where it refuses."""
-    from jinja2 import TemplateError  # as late as transformers does
-
-    if not tokenizer.chat_template:
-        raise _refused("messages: this model has no chat template; use text_input")
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
-        )
-    except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
-        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise _refused(f"messages: the chat template refuses them: {reason}") from error
 
 
 def _refused(message: str) -> RequestError:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError, invalid
-from paged_backend.frontend.conversation import check_messages, check_tools
+from paged_backend.frontend.conversation import MAX_MESSAGES_CHARS, MAX_TOOLS_CHARS, check_messages, check_tools
 from paged_backend.frontend.embedding import EmbeddingCall
 from paged_backend.request import Logprobs
 from paged_backend.sampling_params import PARAMETER_NAMES
@@ -349,6 +349,13 @@ def _decoded(name: str, value: bytes | str) -> str:
         ) from None
 
 
+def _short(name: str, text: str, most: int) -> str:
+    """Raises RequestError for a text that is too long to be parsed while others wait."""
+    if len(text) > most:
+        raise invalid(name, f"{len(text)} characters", f"must be at most {most}")
+    return text
+
+
 def _json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
@@ -391,7 +398,7 @@ def _prompt(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
     if messages is None:
         return prompt, None, ids
-    return None, check_messages(_json("messages", messages)), None
+    return None, check_messages(_json("messages", _short("messages", messages, MAX_MESSAGES_CHARS))), None
 
 
 def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, Any]] | None:
@@ -400,7 +407,7 @@ def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, A
         return None
     if not chat:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: have a meaning with messages only")
-    return check_tools(_json("tools", text))
+    return check_tools(_json("tools", _short("tools", text, MAX_TOOLS_CHARS)))
 
 
 def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None) -> EmbeddingCall | None:

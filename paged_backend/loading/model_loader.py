@@ -21,15 +21,16 @@ from transformers import (
 
 from kernels.cpu import native
 from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
+from paged_backend.execution.attention import UnsupportedModel
 from paged_backend.execution.hidden_states import hidden_size
 from paged_backend.execution.kv_cache import LayerShape
+from paged_backend.frontend.templates import check_template
 from paged_backend.limits import EmbeddingSpec
-from paged_backend.loading import rope
+from paged_backend.loading import model_files, rope
+from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.proof import prove
 from paged_backend.lora.layers import Lora, adaptable
 from paged_backend.parallel.group import check_model, load_arguments, localise
-
-GGUF = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,16 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     place = find(config.model, root, config, config.revision)
     hf_config = read_config(config, place)
     check_model(config, hf_config)
+    model_files.check_config(place, hf_config)
     check_quantization(config, hf_config, place, device)
     text_config = hf_config.get_text_config()
     own = torch.bfloat16 if place.suffix == GGUF else text_config.dtype
     dtype = pick_dtype(config.dtype, own, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
     tokenizer = _load_tokenizer(config, root, place)
+    quantized = getattr(hf_config, "quantization_config", None) is not None
+    held = None if config.load_format == "dummy" else model_files.check_weights(place, quantized=quantized)
+    model_files.check_sizes(place, hf_config, held, dtype=dtype, trust=config.trust_remote_code)
     model = _load_weights(config, hf_config, place, dtype, device)
     if config.tensor_parallel_size > 1:
         localise(model)
@@ -90,18 +95,12 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     embedding = pick_embedding(hf_config, hidden_size(model))
     shapes = adaptable(model) if config.enable_lora else None
     spec = ModelSpec(
-        layers=prove(
-            model,
-            block_size=config.block_size,
-            kv_dtype=kv_dtype,
-            compile_level=config.compile_level,
-            quantized=config.quantization is not None,
-        ),
+        layers=_proven(config, place, model, kv_dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         vocab_size=text_config.vocab_size,
-        eos_ids=_eos_ids(model, tokenizer, text_config.vocab_size),
+        eos_ids=_eos_ids(place, model, tokenizer, text_config.vocab_size),
         embedding=embedding,
     )
     if shapes is not None and not shapes:
@@ -109,6 +108,19 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     lora = Lora(model, shapes, slots=config.max_loras, rank=config.max_lora_rank) if shapes is not None else None
     loaded = LoadedModel(place, model, tokenizer, spec, lora=lora)
     return replace(loaded, draft=_load_draft(config, root, device, spec)) if config.speculative_model else loaded
+
+
+def _proven(config: EngineConfig, place: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    try:
+        return prove(
+            model,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+            compile_level=config.compile_level,
+            quantized=config.quantization is not None,
+        )
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{place}: {error}") from error
 
 
 def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: ModelSpec) -> LoadedModel:
@@ -147,6 +159,8 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, place:
 
 
 def read_config(config: EngineConfig, place: Path) -> PretrainedConfig:
+    if place.suffix != GGUF:
+        model_files.check_texts(place)
     try:
         return AutoConfig.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # no JSON, an architecture that transformers does not know, values that contradict
@@ -227,10 +241,21 @@ def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSp
 
 def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrainedTokenizerBase:
     place = find(config.tokenizer, root, config, config.tokenizer_revision) if config.tokenizer else place
+    if place.suffix != GGUF:
+        model_files.check_texts(place)
     try:
-        return AutoTokenizer.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # transformers raises many kinds; each means that there is no usable tokenizer
-        raise ConfigError(f"tokenizer: none that can be loaded in {place}: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(**_named(place), trust_remote_code=config.trust_remote_code)
+    except BaseException as error:  # of many kinds; what the library panics of is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        own = place / "tokenizer.json"
+        what = f"{own} cannot be loaded" if own.exists() else f"none that can be loaded in {place}"
+        raise ConfigError(f"tokenizer: {what}: {type(error).__name__}: {error}") from error
+    try:
+        check_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: the chat template in {place} {error}") from error
+    return tokenizer
 
 
 def _load_weights(
@@ -243,8 +268,6 @@ def _load_weights(
                 hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
             )
         return model if config.tensor_parallel_size == 1 else _share(config, model)
-    if place.suffix != GGUF and not any(place.glob("*.safetensors")):
-        raise ConfigError(f"model={json.dumps(config.model)}: no *.safetensors file in {place}")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             **_named(place),
@@ -260,10 +283,7 @@ def _load_weights(
     except Exception as error:  # a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {place}: {reason}") from error
-    # What is missing or of another shape, transformers would fill at random.
-    if wrong := sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"]):
-        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise ConfigError(f"model={json.dumps(config.model)}: its files lack {shown}, in the shape of config.json")
+    model_files.check_found(place, found, quantized=getattr(hf_config, "quantization_config", None) is not None)
     if _is_widened(hf_config, place):
         vars(model.config).pop("quantization_config", None)  # which would call it a quantized model still
     return model
@@ -302,9 +322,15 @@ def _share(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
     )
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> frozenset[int]:
+def _eos_ids(
+    place: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> frozenset[int]:
     """Every id that the model's files name as an end: generation_config may list several, the tokenizer one more. One
-    that the model cannot draw ends nothing."""
+    that the model cannot draw ends nothing. Raises ConfigError for what is no id."""
     named = [model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id]
-    flat = [one for ids in named for one in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(one for one in flat if one is not None and 0 <= one < vocab_size)
+    flat = [one for ids in named for one in (ids if isinstance(ids, list) else [ids]) if one is not None]
+    if wrong := [one for one in flat if not isinstance(one, int)]:
+        raise ConfigError(
+            f"{place / model_files.GENERATION}: eos_token_id={json.dumps(wrong[0], default=str)}: must be token ids"
+        )
+    return frozenset(one for one in flat if 0 <= one < vocab_size)

@@ -185,8 +185,18 @@ def _expected(model: PreTrainedModel) -> list[Tensor]:
     """Logits of both prompts by the model's own eager attention; leaves the model on ours."""
     model.set_attn_implementation("eager")
     expected = [_eager_logits(model, ids) for ids in _prompts(model)]
+    if any(logits.isnan().any() for logits in expected):
+        raise UnsupportedModel(f"its own logits are not numbers{_not_finite(model)}")
     model.set_attn_implementation(ATTENTION)
     return expected
+
+
+def _not_finite(model: PreTrainedModel) -> str:
+    """Which weights are not, in words."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.float().isfinite().all():
+            return f": {name} holds NaN or infinity"
+    return ", though its weights are finite"
 
 
 @torch.inference_mode()
