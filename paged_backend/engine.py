@@ -42,10 +42,17 @@ FLUSH_SECONDS = 10  # for what is cached and not on disk yet, when the engine st
 
 @dataclass(frozen=True)
 class Abort:
-    """Drop a request that was cancelled or is past its deadline, or one sample of it that met a stop string."""
+    """Drop a request that was cancelled, or end a sample of one that met a stop string or is past its deadline."""
 
     key: int
     index: int | None = None  # None: all of it
+
+
+@dataclass(frozen=True)
+class Expire:
+    """End a beam search that is past its deadline, and emit what it has."""
+
+    key: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,9 @@ class Engine:
         self._submitted = 0  # requests
         self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Failed | Abort | Unpin | Look | Die | None] = SimpleQueue()
+        self._inbox: SimpleQueue[
+            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Look | Die | None
+        ] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -224,6 +233,10 @@ class Engine:
         """End one sample, and the request with its last one."""
         self._inbox.put(Abort(key, index))
 
+    def expire(self, key: int) -> None:
+        """End a beam search that has come to the loop; what it has by then is emitted."""
+        self._inbox.put(Expire(key))
+
     def unpin(self, session: Hashable) -> None:
         self._inbox.put(Unpin(session))
 
@@ -261,6 +274,9 @@ class Engine:
                 break
             if isinstance(message, Abort):
                 changed |= self._drop(message)
+            elif isinstance(message, Expire):
+                deltas = tuple(self._scheduler.expire(message.key))
+                self._emit(StepOutput(deltas, self._stats(), time.monotonic()))
             elif isinstance(message, Unpin):
                 self._scheduler.pins.drop(message.session)
                 changed = True

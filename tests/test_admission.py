@@ -4,8 +4,9 @@ engine is real; a gate holds its steps, and the responder's clock is turned by h
 import json
 import time
 from contextlib import ExitStack
+from itertools import islice
 from queue import SimpleQueue
-from threading import Semaphore
+from threading import Event, Semaphore
 
 import pytest
 
@@ -158,6 +159,90 @@ def test_what_was_generated_by_then_is_the_answer(serve, gate, clock, n):
     assert answer["finish_reason"] == [b"timeout"] * n
     assert answer["num_output_tokens"] == [4] * n
     gate.open()
+
+
+SEARCH = {"beam_width": 3, "logprobs": 1, "stop_token_ids": list(range(0, 250, 3)), "early_stopping": "never"}
+
+
+class Searched(Caller):
+    """A beam search. told: of each output its text, tokens, log probabilities and their sum, and why it ended."""
+
+    def __init__(self, service, *, n, stream, **sampling):
+        names = ("token_ids", "num_output_tokens", "logprobs", "cumulative_logprob", "finish_reason")
+        super().__init__(
+            text_input="abcd",
+            stream=stream,
+            sampling_parameters=json.dumps(SEARCH | {"n": n} | sampling),
+            exclude_input_in_output=True,
+            **{f"return_{name}": True for name in names},
+        )
+        self.n = n
+        service.submit(self)
+
+    def told(self):
+        texts, ids, logprobs = ([[] for _ in range(self.n)] for _ in range(3))
+        for outputs in self.all():
+            flat = iter(outputs["token_ids"])
+            for index in range(self.n):
+                texts[index].append(outputs["text_output"][index])
+                ids[index] += islice(flat, outputs["num_output_tokens"][index])
+                logprobs[index] += json.loads(outputs["logprobs"][index]) or []
+        texts = [b"".join(parts) for parts in texts]
+        return (texts, ids, logprobs, outputs["cumulative_logprob"]), outputs["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, clock, monkeypatch, steps, n, stream):
+    """What it would have had if that had been its last token; some have ended by then."""
+    service, asked = serve(enable_prefix_caching=False), Event()
+    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
+    expire = service._engine.expire
+    monkeypatch.setattr(service._engine, "expire", lambda key: (expire(key), asked.set()))
+    cut = Searched(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
+    gate.wait()
+    gate.step(steps)
+    clock.ahead += HOUR / 1e3
+    assert asked.wait(WAIT)
+    gate.open()
+    found, reasons = cut.told()
+    assert reasons == [b"timeout"] * n
+    expected, reasons = Searched(service, n=n, stream=stream, max_tokens=steps + 1).told()
+    assert found == expected
+    assert (n, steps) != (3, 5) or set(reasons) == {b"stop", b"length"}
+
+
+def test_a_search_past_its_time_does_not_wait_for_an_engine_that_is_stuck(serve, gate, clock):
+    """It ends with what all of its outputs have, which is nothing here."""
+    service = serve()
+    cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
+    gate.wait()
+    gate.step(2)
+    clock.ahead += HOUR / 1e3
+    while not any(stream.expired for stream in service._responder._streams.copy().values()):
+        assert cut.empty()
+    clock.ahead += responder.GRACE_SECONDS
+    assert cut.answer()["finish_reason"] == [b"timeout"] * 3
+    gate.open()
+
+
+def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clock, monkeypatch):
+    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
+    service = serve(num_gpu_blocks_override=12, max_num_seqs=3)
+    cut = ask(service, "a" * 8, timeout_ms=HOUR, beam_width=2, n=2, priority=1, max_tokens=20)
+    gate.wait()
+    gate.step(3)
+    higher = ask(service, "b" * 40, max_tokens=4)
+    gate.step()
+    assert service._assembly.scheduler.stats.preemptions == 1
+    clock.ahead += HOUR / 1e3
+    while not any(stream.expired for stream in service._responder._streams.copy().values()):
+        assert cut.empty()
+    gate.open()
+    answer = cut.answer()
+    assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"] * 2, [4, 4])
+    assert finish(higher) == ("length", 4)
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])

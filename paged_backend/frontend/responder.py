@@ -31,12 +31,14 @@ log = logging.getLogger("paged_llm")
 POLL_SECONDS = 0.02  # how often an open stream is asked whether it was cancelled, where there are few
 POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
 POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
+GRACE_SECONDS = 1.0  # that the engine has to say what a beam search past its deadline has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 
 
 class Aborts(Protocol):
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
+    def expire(self, key: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,10 @@ class Responder:
             self._abort(stream.request.key)
             self._deliver(stream)
             return
-        self._cut(stream, FinishReason.TIMEOUT)
+        if stream.is_search and not stream.expired and stream.entered is not None:
+            self._ask_for_the_best(stream)
+        else:
+            self._cut(stream, FinishReason.TIMEOUT)
 
     def _cut(self, stream: Stream, reason: FinishReason) -> None:
         """End it with what there is."""
@@ -372,6 +377,13 @@ class Responder:
         for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
             self._end(stream.request.key, index)
         self._deliver(stream)
+
+    def _ask_for_the_best(self, stream: Stream) -> None:
+        """Only the engine knows how the outputs of a search go on after what all of them have. One that does not answer
+        does not keep the stream open."""
+        assert self._engine is not None
+        stream.expired, stream.deadline = True, time.monotonic() + GRACE_SECONDS
+        self._engine.expire(stream.request.key)
 
     def _abort(self, key: int) -> None:
         assert self._engine is not None

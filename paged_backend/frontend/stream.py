@@ -133,12 +133,18 @@ class Stream:
     sent: bool = field(default=False, init=False)  # whether any response is
     prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
     deadline: float = field(init=False)  # by time.monotonic()
+    expired: bool = field(default=False, init=False)  # whether the engine was asked for what it has by then
 
     def __post_init__(self) -> None:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
         if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
             self.prompt_logprobs = ()  # there is nothing that the engine could tell
         self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether its samples are the outputs of a beam search."""
+        return self.request.sampling.beam_width > 1
 
     @property
     def ended(self) -> bool:
@@ -160,6 +166,8 @@ class Stream:
             sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
         sample.take(delta)
         if sample.finish:
+            if self.expired:
+                sample.finish, sample.stop_reason = FinishReason.TIMEOUT, None
             self.finished = all(one.finish for one in self.samples)
 
     @property

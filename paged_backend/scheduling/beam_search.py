@@ -98,6 +98,12 @@ class BeamSearch:
             return []
         return [continuation for _, continuation, _ in live]
 
+    def cut(self, outputs: Row[Row[int]]) -> None:
+        """End the search before its time: live beams, whose `outputs` these are, are hypotheses as they stand."""
+        for score, tokens, told in zip(self._scores, outputs, self._logprobs, strict=True):
+            normalised = self._normalised(score, max(1, len(tokens)))
+            self._keep(Hypothesis(normalised, tuple(tokens), FinishReason.TIMEOUT, told))
+
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
         """Tokens, past those given before, that every output which may still be returned has: `outputs` are those of
         the live beams."""

@@ -202,6 +202,17 @@ class Scheduler:
         self._end(group, sequence)
         return True
 
+    def expire(self, key: int) -> list[TokenDelta]:
+        """End a beam search with the best that it has, finished or not; nothing where it has ended already."""
+        group = self._find(key)
+        if group is None:
+            return []
+        assert group.beams
+        group.beams.search.cut([one.output for one in group.sequences])
+        self._remove(group)
+        self._release(group)
+        return self._best(group)
+
     @property
     def wants_results(self) -> bool:
         """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
@@ -744,11 +755,16 @@ class Scheduler:
             agreed = beams.search.agree([one.output for one in group.sequences])
             return self._to_all(group, agreed) if agreed else []
         self._remove(group)
-        best, sent = beams.search.best, beams.search.num_agreed
+        return self._best(group)
+
+    def _best(self, group: Group) -> list[TokenDelta]:
+        """The outputs of a search that has ended, past what was given of them before."""
+        assert group.beams
+        sent = group.beams.search.num_agreed
         return [
             TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage, one.logprobs[sent:])
-            for index, one in enumerate(best)
-            if index not in beams.ended
+            for index, one in enumerate(group.beams.search.best)
+            if index not in group.beams.ended
         ]
 
     def _branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
