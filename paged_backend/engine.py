@@ -162,9 +162,9 @@ class Engine:
         self._submitted = 0  # requests
         self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[
-            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Look | Die | None
-        ] = SimpleQueue()
+        self._inbox: SimpleQueue[GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Look | Die | None] = (
+            SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 

@@ -13,6 +13,7 @@ from paged_backend.guided.grammars import MAX_QUEUED, Grammars
 from paged_backend.guided.structures import read_structure
 from paged_backend.request import FinishReason
 from paged_backend.service import Service
+from tests.callers import serving
 from tests.in_process import TINY, WAIT, byte_tokenizer, running, tiny_assembly
 from tests.test_grammars import SLOW
 from tests.test_logprobs import Caller
@@ -219,6 +220,21 @@ def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
     other = asking(choice=["a"])
     service.submit(other)
     assert not other.get(timeout=WAIT)
+
+
+def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
+    cases = {
+        "regex and bad_words": {"regex": "a+", "bad_words": ["a"]},
+        "regex and bad_words_token_ids": {"regex": "a+", "bad_words_token_ids": [[64]]},
+        "structured_outputs.choice and allowed_token_ids": {
+            "structured_outputs": {"choice": ["a"]},
+            "allowed_token_ids": [65],
+        },
+    }
+    with serving(tiny[0]) as served:
+        asked = [served.call(text_input="x", sampling_parameters=json.dumps(one)) for one in cases.values()]
+        for names, one in zip(cases, asked, strict=True):
+            assert f"no token is left: {names} leave none that may come next" in one.refusal()
 
 
 def test_what_cannot_be_compiled_is_an_error(service):

@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from paged_backend.request import GenerateRequest
 from paged_backend.scheduling.sequence import Sequence as Sample
 
 BITS = 32  # tokens of a word: token t is bit t % 32 of word t // 32
+
+
+_FORBIDDING = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")  # of SamplingParams
 
 
 class GuideError(Exception):
@@ -87,8 +91,16 @@ def _words(sequence: Sample, position: int, forbidden: Sequence[int]) -> np.ndar
         both = min(len(words), len(allowed) // 4)
         words = words[:both] & np.frombuffer(allowed, "<i4")[:both]
     if not words.any():
-        raise GuideError("no token is left: allowed_token_ids and bad_words forbid all that may come next")
+        raise GuideError(f"no token is left: {_constraining(request)} leave none that may come next")
     return words
+
+
+def _constraining(request: GenerateRequest) -> str:
+    """The fields of a request that forbid tokens. A logit_bias is finite, and so is none of them."""
+    sampling = request.sampling
+    names = [sampling.structure.field] if sampling.structure else []
+    names += [name for name in _FORBIDDING if getattr(sampling, name)]
+    return " and ".join(names)
 
 
 def _without(words: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
