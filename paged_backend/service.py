@@ -198,8 +198,8 @@ class Service:
                 raise QueueFull(waiting)
             request = self._request(call, sampling, turn)
             samples = self._samples(call, request)
-            offsets = self._prompt_offsets(call, request, samples[0].text)
-            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, offsets, turn)
+            offsets, size = self._prompt_offsets(call, request, samples[0].text), limits.block_size
+            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, offsets, turn, size)
         except Exception:
             if turn:
                 turn.undo()

@@ -123,6 +123,7 @@ class Stream:
     token_text: Callable[[int], str]
     prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
     turn: Turn | None = None
+    block_size: int = 1
     error: RequestError | None = None
     usage: Usage | None = None
     entered: float | None = field(default=None, init=False)  # when it first computed
@@ -188,6 +189,7 @@ class Stream:
             "prompt_tokens": len(self.request.prompt_token_ids),
             "generated_tokens": sum(sample.num_tokens for sample in self.samples),
             **usage._asdict(),
+            "blocks_missed": -(-(len(self.request.prompt_token_ids) - usage.cached_tokens) // self.block_size),
             "queued_seconds": entered - self.arrived,
             "prefill_seconds": first - entered - self.preempted_in_prompt,
             "decode_seconds": last - first - preempted,

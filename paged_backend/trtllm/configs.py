@@ -6,18 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from paged_backend.trtllm.tensors import INPUTS, MAX_BATCH_SIZE, OUTPUTS
+from paged_backend.trtllm.tensors import INPUTS, LLMAPI, MAX_BATCH_SIZE, OUTPUTS
 
 _HEAD = """\
 # Written by `python -m paged_backend.trtllm.configs` from the tables in paged_backend/trtllm/tensors.py, which say what
-# becomes of each tensor. Names, types and dims are those of tensorrtllm_backend's model of this name.
-name: "{name}"
+# becomes of each tensor. Names, types and dims are those of {whose}.
+{first}
 backend: "python"
 max_batch_size: {batch}
-model_transaction_policy {{ decoupled: true }}
+model_transaction_policy {{ decoupled: {decoupled} }}
 instance_group [ {{ count: 1 kind: KIND_CPU }} ]
-parameters [ {{ key: "engine_model_name" value {{ string_value: "paged_llm" }} }} ]  # the model that generates
+parameters [
+  {{ key: "engine_model_name" value {{ string_value: "paged_llm" }} }},  # the model that generates
+  {{ key: "interface" value {{ string_value: "{name}" }} }}
+]
 """
+_LLMAPI_HEAD = """\
+# The directory's name is the model's: clients call theirs tensorrt_llm. With `decoupled: true` it streams, and the
+# server refuses calls that wait for one response."""
 
 
 def config(name: str) -> str:
@@ -27,7 +33,15 @@ def config(name: str) -> str:
         for tensor, one in INPUTS[name].items()
     ]
     outputs = [_tensor(tensor, one.data_type, one.dims) for tensor, one in OUTPUTS[name].items()]
-    return _HEAD.format(name=name, batch=MAX_BATCH_SIZE) + _list("input", inputs) + _list("output", outputs)
+    newer = name == LLMAPI
+    head = _HEAD.format(
+        name=name,
+        whose="TensorRT-LLM's model of the LLM API" if newer else "tensorrtllm_backend's model of this name",
+        first=_LLMAPI_HEAD if newer else f'name: "{name}"',
+        batch=0 if newer else MAX_BATCH_SIZE,
+        decoupled="false" if newer else "true",
+    )
+    return head + _list("input", inputs) + _list("output", outputs)
 
 
 def _tensor(name: str, data_type: str, dims: Iterable[int], more: str = "") -> str:

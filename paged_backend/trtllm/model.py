@@ -9,14 +9,18 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from paged_backend.trtllm.interfaces import Interface
 from paged_backend.trtllm.relay import Relay
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        parameters = json.loads(args["model_config"])["parameters"]
-        self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"]["string_value"])
+        config = json.loads(args["model_config"])
+        given = {name: value["string_value"] for name, value in config["parameters"].items()}
+        streams = bool(config["model_transaction_policy"]["decoupled"])
+        interface = Interface(given["interface"], streams=streams)
+        self.relay = Relay(pb_utils, args["model_name"], given["engine_model_name"], interface)
 
     def execute(self, requests: list[Any]) -> None:
         """Begin each request and return; answers go out through its response sender, from other threads."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel, ServerChannel
-from paged_backend.trtllm import replies, requests
+from paged_backend.trtllm.interfaces import Ask, Interface
 from paged_backend.trtllm.links import Link, Links, Outputs, request_frame, wish_frame
-from paged_backend.trtllm.requests import Ask
+from paged_backend.trtllm.rows import in_its_words
 
 log = logging.getLogger("paged_llm")
 
@@ -68,10 +68,12 @@ class Row:
 class Relay:
     """Of one model. `submit` never raises: what is wrong with a request goes back to its client."""
 
-    def __init__(self, pb_utils: Any, model: str, engine: str):
-        """`pb_utils` is the module that the server gives its Python models; `engine` the model that generates."""
+    def __init__(self, pb_utils: Any, model: str, engine: str, interface: Interface | None = None):
+        """`pb_utils` is the module that the server gives its Python models; `engine` the model that generates;
+        `interface` what clients send and get, by default that of the model's name."""
         self._pb_utils = pb_utils
         self._model = model
+        self._interface = interface or Interface(model)
         self._links = Links(engine, self._hear, self._lose)
         self._ids = itertools.count()
         self._rows: dict[int, Row] = {}  # those that the engine has not ended; guarded by the lock
@@ -104,11 +106,12 @@ class Relay:
 
     def _take(self, channel: Channel) -> None:
         tensors, parameters, timeout_us, sequence_id, flags, request_id = channel.received()
-        if requests.is_stop(tensors):
+        if np.any(tensors.get("stop", False)):
             self._stop_requests(request_id)
-            channel.send({}, final=True)
+            self._interface.confirm_stop(channel)
             return
-        asks = requests.read(self._model, tensors)
+        asks = self._interface.read(tensors)
+        parameters = self._interface.parameters(parameters)
         job, link = Job(channel, request_id), self._links.pick()
         job.rows = [Row(job, ask, next(self._ids), link) for ask in asks]
         own = parameters, timeout_us, sequence_id, flags
@@ -146,9 +149,9 @@ class Relay:
             self._forget(row)
         try:
             if not isinstance(answer, RequestError):
-                row.job.answer(row, list(replies.write(row.ask, answer)), last=last)
+                row.job.answer(row, list(self._interface.write(row.ask, answer)), last=last)
             else:
-                row.job.fail(RequestError(answer.code, row.ask.in_its_words(str(answer)), verbatim=True))
+                row.job.fail(RequestError(answer.code, in_its_words(str(answer), row.ask.renamed), verbatim=True))
         except Exception as error:
             log.exception("a request could not be answered")
             _refuse(row.job, _internal(error))

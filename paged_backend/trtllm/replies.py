@@ -57,7 +57,8 @@ def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequenc
     if ask.num_output_tokens:
         values["num_output_tokens"] = [[sum(counts[which.start : which.stop])]]
     if "receipt" in response:
-        values |= _perf_metrics(json.loads(response["receipt"][0]))
+        metrics = perf_metrics(json.loads(response["receipt"][0]))
+        values |= {name: [[value]] for name, value in metrics.items()}
     table = CORE_OUTPUTS if ask.token_ids else TEXT_OUTPUTS
     return {name: np.asarray(value, NUMPY_TYPES[table[name].data_type]) for name, value in values.items()}
 
@@ -85,10 +86,11 @@ def _logprobs(entries: bytes) -> list[float]:
     return [next(iter(token.values()))["logprob"] for token in json.loads(entries)]
 
 
-def _perf_metrics(receipt: Mapping[str, Any]) -> dict[str, Any]:
+def perf_metrics(receipt: Mapping[str, Any]) -> dict[str, float]:
+    """TensorRT-LLM's names of what a receipt tells."""
     new, reused = receipt["blocks_new"], receipt["blocks_reused"]
     guessed, accepted = receipt["guessed_tokens"], receipt["accepted_tokens"]
-    values = {
+    return {
         "kv_cache_alloc_new_blocks": new,
         "kv_cache_reused_blocks": reused,
         "kv_cache_alloc_total_blocks": new + reused,
@@ -100,4 +102,3 @@ def _perf_metrics(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "total_accepted_draft_tokens": accepted,
         "total_draft_tokens": guessed,
     }
-    return {name: [[value]] for name, value in values.items()}

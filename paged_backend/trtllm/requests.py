@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError, invalid
-from paged_backend.trtllm.tensors import CORE, INPUTS, Input
-
-Tensors = Mapping[str, np.ndarray]
+from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, refuse
 
 MAX_BIASES = 1024  # words or tokens of one row
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
@@ -42,22 +40,11 @@ class Ask:
     prompt: tuple[int, ...] = ()  # token ids that come before the output
     renamed: dict[str, str] = field(default_factory=dict)  # names of parameters to those of the client's tensors
 
-    def in_its_words(self, message: str) -> str:
-        """The engine's error, with the names that the client knows."""
-        for parameter, name in self.renamed.items():
-            message = message.replace(f" {parameter}=", f" {name}=", 1)
-        return message
-
-
-def is_stop(tensors: Tensors) -> bool:
-    """Whether the request only ends others of its id."""
-    return bool(np.any(tensors.get("stop", False)))
-
 
 def read(model: str, tensors: Tensors) -> list[Ask]:
     """An Ask for each row. Raises RequestError for what is malformed, contradictory or not served."""
     rows = _rows(tensors)
-    return [_ask(_Row(model, row), index if len(rows) > 1 else None) for index, row in enumerate(rows)]
+    return [_ask(Row(model, row), index if len(rows) > 1 else None) for index, row in enumerate(rows)]
 
 
 def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
@@ -70,45 +57,9 @@ def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
     return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
 
 
-class _Row:
-    """One row's tensors, without the batch's dimension."""
-
-    def __init__(self, model: str, tensors: Tensors):
-        self.tensors = tensors
-        self.is_core = model == CORE
-        self.table: Mapping[str, Input] = INPUTS[model]
-
-    def one(self, name: str, default: Any = None) -> Any:
-        """The value of a tensor that has one."""
-        value = self.tensors.get(name)
-        if value is None:
-            return default
-        if value.size != 1:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {value.size} elements a row; must have 1")
-        return _plain(name, value.reshape(-1)[0])
-
-    def all(self, name: str) -> list[Any]:
-        return [_plain(name, value) for value in self.tensors.get(name, np.empty(0)).reshape(-1)]
-
-    def words(self, name: str) -> list[str]:
-        return [word for word in self.all(name) if word]
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A number, a bool or a string. A float is the shortest that has these 32 bits, as its sender will have written."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"{name}: byte {error.start} is not valid UTF-8; send UTF-8 text"
-            ) from None
-    return float(str(value)) if isinstance(value, np.floating) else value.item() if hasattr(value, "item") else value
-
-
-def _ask(row: _Row, batch_index: int | None) -> Ask:
-    _refuse(row)
-    parameters, names = _parameters(row)
+def _ask(row: Row, batch_index: int | None) -> Ask:
+    refuse(row)
+    parameters, names = parameters_of(row)
     samples, beams = _count(row, parameters)
     dropped = _stops(row, parameters)
     names |= {"stop_words_token_ids": "stop_words_list", "bad_words_token_ids": "bad_words_list"}
@@ -135,39 +86,11 @@ def _ask(row: _Row, batch_index: int | None) -> Ask:
         num_output_tokens=flags["return_num_output_tokens"],
         dropped=dropped,
         prompt=tuple(prompt) if echo else (),
-        renamed={parameter: name for parameter, name in names.items() if parameter != name},
+        renamed=names,
     )
 
 
-def _refuse(row: _Row) -> None:
-    for name, value in row.tensors.items():
-        asks_for_nothing = row.table[name].refused
-        if asks_for_nothing and not asks_for_nothing(value):
-            shown = value.reshape(-1)[0].item() if value.size == 1 and value.dtype != np.object_ else "..."
-            raise invalid(name, shown, "not supported; leave it out")
-
-
-def _parameters(row: _Row) -> tuple[dict[str, Any], dict[str, str]]:
-    """Sampling parameters by the engine's names, and what the client calls each."""
-    values: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for name in row.tensors:
-        spec = row.table[name]
-        if spec.parameter is None:
-            continue
-        if spec.parameter in names:
-            both = ", ".join(sorted((name, names[spec.parameter])))
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{both}: two names of one thing are given; give one")
-        names[spec.parameter] = name
-        value = row.one(name) if spec.dims == (1,) else row.words(name)
-        if value != []:
-            values[spec.parameter] = value
-    if "lora_name" in values:
-        values["lora_name"] = str(values["lora_name"])  # a task's id is the name of the adapter that serves it
-    return values, names
-
-
-def _count(row: _Row, parameters: dict[str, Any]) -> tuple[int, int]:
+def _count(row: Row, parameters: dict[str, Any]) -> tuple[int, int]:
     """(samples, beams), one of which is 1."""
     beams = row.one("beam_width", 1)
     returned = row.one("num_return_sequences")
@@ -204,7 +127,7 @@ def _draw(parameters: dict[str, Any], beams: int) -> None:
         parameters.pop("early_stopping", None)
 
 
-def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[bytes]:
+def _stops(row: Row, parameters: dict[str, Any]) -> frozenset[bytes]:
     """What ends the output, and what must not come. The stop reasons of a last token that is no part of the output:
     words are."""
     if parameters.get("stop"):
@@ -225,7 +148,7 @@ def _stops(row: _Row, parameters: dict[str, Any]) -> frozenset[bytes]:
     return frozenset(str(one).encode() for one in {None, *ids} - kept)
 
 
-def _words_of_tokens(row: _Row, name: str) -> list[list[int]]:
+def _words_of_tokens(row: Row, name: str) -> list[list[int]]:
     """Words of token ids: [[ids of all words, one after another], [where each ends, then -1]]."""
     lists = row.tensors.get(name)
     if lists is None or lists.size == 0:
@@ -238,7 +161,7 @@ def _words_of_tokens(row: _Row, name: str) -> list[list[int]]:
     return [ids[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _bias(row: _Row, parameters: dict[str, Any]) -> None:
+def _bias(row: Row, parameters: dict[str, Any]) -> None:
     words, weights = row.all("embedding_bias_words"), row.all("embedding_bias_weights")
     if len(words) != len(weights):
         raise invalid("embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}")
@@ -252,11 +175,11 @@ def _bias(row: _Row, parameters: dict[str, Any]) -> None:
         raise invalid("embedding_bias", f"{len(biased)} tokens", f"must be at most {MAX_BIASES} other than 0")
     if len(biased):
         parameters.setdefault("logit_bias", {}).update(
-            {str(token): _plain("embedding_bias", tokens[token]) for token in biased.tolist()}
+            {str(token): plain("embedding_bias", tokens[token]) for token in biased.tolist()}
         )
 
 
-def _guide(row: _Row, parameters: dict[str, Any]) -> None:
+def _guide(row: Row, parameters: dict[str, Any]) -> None:
     kind, guide = row.one("guided_decoding_guide_type") or None, row.one("guided_decoding_guide") or None
     if kind is None and guide is None:
         return
@@ -268,7 +191,7 @@ def _guide(row: _Row, parameters: dict[str, Any]) -> None:
     parameters[_GUIDES[kind]] = True if guide is None else guide
 
 
-def _token_ids(row: _Row) -> list[int]:
+def _token_ids(row: Row) -> list[int]:
     ids = row.tensors.get("input_ids")
     if ids is None:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: missing; give the prompt's token ids")
@@ -279,7 +202,7 @@ def _token_ids(row: _Row) -> list[int]:
 
 
 def _tensors(
-    row: _Row, parameters: dict[str, Any], prompt: Sequence[int], flags: Mapping[str, bool], *, stream: bool, echo: bool
+    row: Row, parameters: dict[str, Any], prompt: Sequence[int], flags: Mapping[str, bool], *, stream: bool, echo: bool
 ) -> dict[str, np.ndarray]:
     """The engine's inputs."""
     wants_counts = row.is_core or flags["return_num_output_tokens"] or parameters.get("n", 1) > 1

@@ -1,7 +1,8 @@
 """Every tensor of tensorrtllm_backend's models, and what becomes of it here.
 
 A client's tensors have the batch's dimension before these. `ensemble` and `tensorrt_llm_bls` take text, `tensorrt_llm`
-takes token ids. Of renamed tensors both names are there: those until release 0.19 and those since.
+takes token ids. Of renamed tensors both names are there: those until release 0.19 and those since. `llmapi` is the
+newer model, over TensorRT-LLM's LLM API, without a batch's dimension.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ENSEMBLE, BLS, CORE = "ensemble", "tensorrt_llm_bls", "tensorrt_llm"
+ENSEMBLE, BLS, CORE, LLMAPI = "ensemble", "tensorrt_llm_bls", "tensorrt_llm", "llmapi"
 MAX_BATCH_SIZE = 64
 
 Neutral = Callable[[np.ndarray], bool]
@@ -42,6 +43,10 @@ def _none_but(number: float) -> Neutral:
 
 def _at_most_one(value: np.ndarray) -> bool:
     return value.size <= 1
+
+
+def _none_but_hf(value: np.ndarray) -> bool:
+    return all(one in (b"", b"hf") for one in value.reshape(-1))
 
 
 def _anything(value: np.ndarray) -> bool:
@@ -147,7 +152,33 @@ CORE_INPUTS = {
     "lookahead_verification_set_size": Input(_INT, (1,), refused=_empty),
 }
 
-INPUTS = {ENSEMBLE: TEXT_INPUTS, BLS: BLS_INPUTS, CORE: CORE_INPUTS}
+LLMAPI_INPUTS = {
+    "text_input": Input(_STRING, (-1,), required=True),
+    "image_url": Input(_STRING, (-1,), refused=_empty),
+    "streaming": Input(_BOOL, (1,)),
+    "sampling_param_best_of": Input(_INT, (1,), "best_of"),
+    "sampling_param_temperature": Input(_FLOAT, (1,), "temperature"),
+    "sampling_param_top_k": Input(_INT, (1,), "top_k"),
+    "sampling_param_top_p": Input(_FLOAT, (1,), "top_p"),
+    "sampling_param_frequency_penalty": Input(_FLOAT, (1,), "frequency_penalty"),
+    "sampling_param_presence_penalty": Input(_FLOAT, (1,), "presence_penalty"),
+    "sampling_param_max_tokens": Input(_INT, (1,), "max_tokens"),
+    "sampling_param_stop": Input(_STRING, (-1,), "stop"),
+    "sampling_param_seed": Input(_LONG, (1,), "seed"),
+    "sampling_param_exclude_input_from_output": Input(_BOOL, (1,)),
+    "sampling_param_return_perf_metrics": Input(_BOOL, (1,)),
+    "sampling_param_logits_post_processor_name": Input(_STRING, (1,), refused=_empty),
+    "return_finish_reason": Input(_BOOL, (1,)),
+    "return_stop_reason": Input(_BOOL, (1,)),
+    "return_cumulative_logprob": Input(_BOOL, (1,)),
+    "stop": Input(_BOOL, (1,)),
+    "lora_name": Input(_STRING, (1,), "lora_name"),
+    "lora_id": Input(_LONG, (1,)),  # this and the next are not read: the server lists its adapters itself, by name
+    "lora_path": Input(_STRING, (1,)),
+    "lora_ckpt_source": Input(_STRING, (1,), refused=_none_but_hf),
+}
+
+INPUTS = {ENSEMBLE: TEXT_INPUTS, BLS: BLS_INPUTS, CORE: CORE_INPUTS, LLMAPI: LLMAPI_INPUTS}
 
 
 class Output(NamedTuple):
@@ -182,6 +213,24 @@ CORE_OUTPUTS = {
     **_OUTPUTS_OF_ALL,
     "context_phase_params": Output("TYPE_UINT8", (-1,)),  # nor this one
 }
-OUTPUTS = {ENSEMBLE: TEXT_OUTPUTS, BLS: TEXT_OUTPUTS, CORE: CORE_OUTPUTS}
+LLMAPI_OUTPUTS = {
+    "text_output": Output(_STRING, (-1,)),
+    "finish_reason": Output(_STRING, (-1,)),
+    "stop_reason": Output(_STRING, (-1,)),
+    "cumulative_logprob": Output(_FLOAT, (-1,)),
+    "kv_cache_reused_block": Output(_INT, (-1,)),
+    "kv_cache_missed_block": Output(_INT, (-1,)),
+    "kv_cache_alloc_new_blocks": Output(_INT, (-1,)),
+    "kv_cache_alloc_total_blocks": Output(_INT, (-1,)),
+    "kv_cache_hit_rate": Output(_FLOAT, (-1,)),
+    "arrival_time_ns": Output("TYPE_INT64", (1,)),
+    "first_scheduled_time_ns": Output("TYPE_INT64", (1,)),
+    "first_token_time_ns": Output("TYPE_INT64", (1,)),
+    "last_token_time_ns": Output("TYPE_INT64", (1,)),
+    "acceptance_rate": Output(_FLOAT, (1,)),
+    "total_accepted_draft_tokens": Output(_INT, (1,)),
+    "total_draft_tokens": Output(_INT, (1,)),
+}
+OUTPUTS = {ENSEMBLE: TEXT_OUTPUTS, BLS: TEXT_OUTPUTS, CORE: CORE_OUTPUTS, LLMAPI: LLMAPI_OUTPUTS}
 
 NUMPY_TYPES = {_INT: np.int32, _FLOAT: np.float32, "TYPE_INT64": np.int64, _STRING: np.object_}

@@ -1,0 +1,47 @@
+"""What clients of each model send and get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.frontend.channel import Channel
+from paged_backend.trtllm import llmapi, replies, requests
+from paged_backend.trtllm.rows import Tensors
+from paged_backend.trtllm.tensors import LLMAPI
+
+Ask = requests.Ask | llmapi.Ask
+_UNREAD = "Streaming"  # a parameter that the newer model's own client sends, and nobody reads
+
+
+class Interface:
+    """`ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
+
+    def __init__(self, name: str, *, streams: bool = True):
+        """streams: whether the model may send several responses (`decoupled`)."""
+        self._name = name
+        self._streams = streams
+
+    def read(self, tensors: Tensors) -> list[Any]:
+        """An Ask for each row. Raises RequestError."""
+        if self._name == LLMAPI:
+            return list(llmapi.read(tensors, streams=self._streams))
+        return list(requests.read(self._name, tensors))
+
+    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the request that are for the engine."""
+        return {name: value for name, value in given.items() if self._name != LLMAPI or name != _UNREAD}
+
+    def write(self, ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """The client's responses for one of the engine's."""
+        return llmapi.write(ask, response) if isinstance(ask, llmapi.Ask) else replies.write(ask, response)
+
+    def confirm_stop(self, channel: Channel) -> None:
+        """Answer a request that only ends others."""
+        if self._name == LLMAPI:
+            channel.fail(RequestError(ErrorCode.CANCELLED, "the requests of this id were asked to end"))
+        else:
+            channel.send({}, final=True)
