@@ -46,4 +46,10 @@ def invalid(field_name: str, value: Any, limit: str) -> RequestError:
 
 def is_text(value: Any) -> bool:
     """Whether it is a string that UTF-8 can carry: JSON may hold halves of characters (lone surrogates)."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()  # megabytes in milliseconds
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,14 +1,24 @@
 """Conversations that call tools: what may be in one, and what the template gets of it."""
 
 import json
+import shutil
+import threading
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.errors import RequestError
-from paged_backend.frontend.conversation import MAX_TOOL_CALLS, MAX_TOOLS, MAX_TOOLS_CHARS
-from paged_backend.frontend.templates import render
+from paged_backend.frontend import templates
+from paged_backend.frontend.conversation import (
+    MAX_MESSAGES,
+    MAX_MESSAGES_CHARS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+)
+from paged_backend.frontend.templates import check_template, render
+from tests.callers import Caller, serving
 from tests.test_wire import read, refusal, text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -66,9 +76,92 @@ def test_what_is_no_call_is_refused(turn, reason):
     assert reason in refusal(**sent([turn]))
 
 
-def test_the_template_gets_tools_and_calls():
+def test_longer_conversations_than_may_be_are_refused_before_they_are_parsed():
+    limit = f'messages="{MAX_MESSAGES + 1} messages": must be at most {MAX_MESSAGES}'
+    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)))
+    large = text("[" * (MAX_MESSAGES_CHARS + 1))
+    assert f"must be at most {MAX_MESSAGES_CHARS}" in refusal(messages=large)
+    assert f"must be at most {MAX_TOOLS_CHARS}" in refusal(**sent(TURNS) | {"tools": large})
+
+
+def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path, monkeypatch):
+    """Each turn is within the limit, and all of them together are not."""
+    monkeypatch.setattr("paged_backend.frontend.conversation.MAX_MESSAGES", 3)
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    turns = json.dumps([{"role": "user", "content": "x"}] * 2)
+
+    def sent_turn(server, **parameters):
+        caller = Caller(messages=turns, sampling_parameters='{"max_tokens": 1}')
+        caller.parameters = lambda: json.dumps({"sequence_id": 7} | parameters)
+        server.service.submit(caller)
+        return caller
+
+    with serving(tmp_path) as server:
+        sent_turn(server, sequence_start=True).all()
+        assert 'messages="5 messages": must be at most 3' in sent_turn(server).refusal()
+
+
+def with_template(template):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
-    tokenizer.chat_template = (
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+CUBIC = "{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [ENDLESS + "{% endfor %}", "{% set m = messages[0].content %}" + CUBIC], ids=["by itself", "by a text"]
+)
+def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
+    with pytest.raises(RequestError, match=r"messages: the chat template does not end within 0\.2 s on them"):
+        render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None)
+    for thread in threading.enumerate():
+        if thread.name == "template":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if %}", "is not valid Jinja: line 1"),
+        (ENDLESS + "{% endfor %}", "does not end within"),
+        ("x" * (templates.MAX_TEMPLATE_CHARS + 1), "must be a text of at most"),
+        ({"default": "x", "tools": 5}, "must be a text of at most"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(monkeypatch, template, reason):
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
+    with pytest.raises(ValueError, match=reason):
+        check_template(with_template(template))
+
+
+@pytest.mark.parametrize("template", [None, "x", "{{ raise_exception('two turns, please') }}", "{{ messages[1].x }}"])
+def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
+    check_template(with_template(template))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_templates_reach_nothing_but_the_conversation(template):
+    with pytest.raises(RequestError, match="messages: the chat template refuses them"):
+        render(with_template(template), TURNS[:1], None)
+
+
+def test_the_template_gets_tools_and_calls():
+    tokenizer = with_template(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
         "{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
         "{% endfor %};{% endfor %}"

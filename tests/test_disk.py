@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,10 @@ def damage_changed(path):
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
     path.write_bytes(data)
+
+
+def damage_huge(path):
+    os.truncate(path, 1 << 40)  # of holes
 
 
 def damage_foreign(path):
@@ -249,6 +254,27 @@ def test_a_directory_that_is_gone_turns_the_tier_off(tmp_path, caplog):
     assert tier.get(entry(1, 2).key) is None
     assert not tier.up
     tier.close()
+
+
+def test_a_disk_that_fails_in_reading_turns_the_tier_off(tmp_path, monkeypatch, caplog):
+    """Files are read, since one that is mapped would end the process."""
+    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
+    tier.put(entry(1, 2), content(1))
+    tier.settle(60)
+
+    def fail(*args, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    assert tier.get(entry(1, 2).key) is None
+    tier.close()
+    assert not tier.up
+    assert "Input/output error" in caplog.text
+
+
+def test_the_directory_is_the_users_alone(tmp_path):
+    DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUT).close()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """LoRA adapters: each row of a batch gets what PEFT computes for its adapter alone."""
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -19,6 +20,7 @@ from paged_backend.errors import ErrorCode
 from paged_backend.execution.batch import adapter_rows
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import linear, warm_up
+from paged_backend.lora import peft_files
 from paged_backend.lora.adapters import Adapters
 from paged_backend.lora.layers import Lora, Stack
 from paged_backend.lora.peft_files import Factors
@@ -447,6 +449,7 @@ def change_tensors(place, change):
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+ENDLESS = r"((.|..)*)*[!?]"  # of each layer it would be tried in more ways than there is time for
 BAD = {
     "adapter_config.json: No such file": lambda place: (place / "adapter_config.json").unlink(),
     "adapter_config.json: not valid JSON": lambda place: (place / "adapter_config.json").write_text("{"),
@@ -471,7 +474,17 @@ BAD = {
     'adapter_config.json: rank_pattern["q"]=99: must be 1..8': lambda place: change_config(
         place, rank_pattern={"q": 99}
     ),
+    f"adapter_config.json: {json.dumps(ENDLESS)}: takes more than": lambda place: change_config(
+        place, rank_pattern={ENDLESS: 4}
+    ),
     "adapter_model.safetensors: No such file": lambda place: (place / "adapter_model.safetensors").unlink(),
+    "adapter_model.bin: is a pickle, which can run code": lambda place: (place / "adapter_model.safetensors").rename(
+        place / "adapter_model.bin"
+    ),
+    "adapter_model.safetensors: not a regular file": lambda place: (
+        (place / "adapter_model.safetensors").unlink(),
+        os.mkfifo(place / "adapter_model.safetensors"),
+    ),
     "adapter_model.safetensors: Error while deserializing": lambda place: (
         place / "adapter_model.safetensors"
     ).write_bytes((place / "adapter_model.safetensors").read_bytes()[:-1]),
@@ -495,7 +508,8 @@ BAD = {
 }
 
 
-def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, prompts, alone, caplog):
+def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, prompts, alone, caplog, monkeypatch):
+    monkeypatch.setattr(peft_files, "PATTERN_SECONDS", 0.05)
     places = {}
     for index, (reason, spoil) in enumerate(BAD.items()):
         places[reason] = tmp_path / str(index)

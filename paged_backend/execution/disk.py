@@ -25,8 +25,7 @@ from queue import Full, Queue
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from paged_backend.config import EngineConfig
@@ -38,6 +37,7 @@ log = logging.getLogger("paged_llm")
 QUEUE = 64  # blocks that wait to be written; past that they are left out
 SUFFIX, PART = ".safetensors", ".part"
 PART_SECONDS = 3600  # after which a half-written file is nobody's any more
+MAX_HEADER_BYTES = 1 << 20  # of a file beside its tensors
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 
@@ -66,6 +66,7 @@ class DiskTier:
         self._fingerprint = fingerprint
         self._budget = budget
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
+        self._largest = MAX_HEADER_BYTES + sum(tensor.nbytes for tensor in layout)
         self._lock = threading.Lock()
         self._files: OrderedDict[str, int] = OrderedDict()  # bytes of each, by name, least recently used first
         self._nbytes = 0
@@ -145,7 +146,7 @@ class DiskTier:
         self._writer.join()
 
     def _scan(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell which tokens they are of
         found = []
         for path in self._directory.glob("*/*/*"):
             with contextlib.suppress(FileNotFoundError):  # another server's, that made way
@@ -216,9 +217,12 @@ class DiskTier:
             (self._directory / oldest).unlink(missing_ok=True)
 
     def _load(self, key: Key, path: Path) -> tuple[Entry, list[Tensor]]:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = [file.get_tensor(str(index)) for index in range(len(self._layout))]
+        with path.open("rb") as file:  # read, not mapped: a disk that fails under a mapping ends the process
+            data = file.read(self._largest + 1)
+        if len(data) > self._largest:
+            raise Damaged("is larger than a block")
+        metadata, held = _metadata(data), load(data)
+        tensors = [held[str(index)] for index in range(len(self._layout))]
         entry = Entry(key, bytes.fromhex(metadata["parent"]), tuple(json.loads(metadata["tokens"])))
         if chain_key(entry.parent, entry.tokens) != key:
             raise Damaged("holds other tokens than its name says")
@@ -233,6 +237,12 @@ class DiskTier:
             if self._up:
                 log.error("disk_cache_dir: %s; the tier is off until the model is loaded again", reason)
             self._up = False
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """What the library reads from mapped files alone."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8:end]).get("__metadata__", {}))
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TEMPLATE_CHARS = 1 << 20
-RENDER_SECONDS = 5.0  # the demo model's takes 0.2 s for the longest conversation that may come
+RENDER_SECONDS = 2.0  # while nobody else is let in; the demo model's takes 0.05 s for megabytes of text
 
 
 class TemplateTimeout(Exception):
@@ -36,29 +36,31 @@ class _Rendering(threading.Thread):
     def run(self) -> None:
         try:
             self._text = self._call()
+        except SystemExit:  # it was ended
+            pass
         except Exception as error:
             self._error = error
         finally:
             with self._lock:
                 self._done = True
 
-    def result(self, seconds: float) -> str:
+    def result(self) -> str:
         """Raises TemplateTimeout, or what the call raised."""
         self.start()
-        self.join(seconds)
+        self.join(RENDER_SECONDS)
         with self._lock:
             if not self._done:
                 thread = ctypes.c_ulong(self.ident or 0)
                 # With SystemExit it ends without a word, as soon as it is in Python code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
-                raise TemplateTimeout(f"does not end within {seconds:g} s")
+                raise TemplateTimeout(f"does not end within {RENDER_SECONDS:g} s")
         if self._error:
             raise self._error
         assert self._text is not None
         return self._text
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float = RENDER_SECONDS) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a template that is too large, is no Jinja, or does not end with a short conversation. That
     it refuses one says nothing: some do, unless there are two turns, or a system's."""
     from jinja2 import TemplateSyntaxError  # as late as transformers does
@@ -70,7 +72,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float = RENDER_S
     if not template:
         return
     try:
-        _apply(tokenizer, [{"role": "user", "content": "Hello"}], None, seconds)
+        _apply(tokenizer, [{"role": "user", "content": "Hello"}], None)
     except TemplateSyntaxError as error:
         raise ValueError(f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     except TemplateTimeout as error:
@@ -79,20 +81,15 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float = RENDER_S
         return
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[Tool] | None,
-    seconds: float = RENDER_SECONDS,
-) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None) -> str:
     """The prompt that the model's chat template makes. Raises RequestError where there is none, or where it refuses, or
-    takes more than so many seconds."""
+    does not end."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
         raise _refused("this model has no chat template; use text_input")
     try:
-        return _apply(tokenizer, messages, tools, seconds)
+        return _apply(tokenizer, messages, tools)
     except TemplateTimeout as error:
         raise _refused(f"the chat template {error} on them") from error
     except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
@@ -100,15 +97,13 @@ def render(
         raise _refused(f"the chat template refuses them: {reason}") from error
 
 
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None, seconds: float
-) -> str:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None) -> str:
     def call() -> str:
         return str(
             tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
         )
 
-    return _Rendering(call).result(seconds)
+    return _Rendering(call).result()
 
 
 def _refused(reason: str) -> RequestError:

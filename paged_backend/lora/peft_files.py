@@ -10,11 +10,13 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -25,6 +27,8 @@ from paged_backend.request import Adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # of the weights' file beside the tensors
+PATTERN_SECONDS = 1.0  # in which an expression of a configuration has to match a layer's name or not
+PICKLE = "adapter_model.bin"
 
 # Fields of PEFT's LoraConfig that are read, or say how an adapter came to be and not what it computes: the names in the
 # file tell which layers it is for, and A and B are the same whichever way round a layer keeps its weight.
@@ -72,8 +76,17 @@ class PeftConfig(NamedTuple):
 
 
 def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
-    """The first expression that matches the end of a layer's name, as PEFT looks for it."""
-    return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", layer)), "")
+    """The first expression that matches the end of a layer's name, as PEFT looks for it. Raises AdapterError for one
+    that takes too long."""
+    for one in patterns:
+        try:
+            if regex.match(rf"(.*\.)?({one})$", layer, timeout=PATTERN_SECONDS):
+                return one
+        except TimeoutError as error:
+            raise AdapterError(
+                f"{CONFIG}: {json.dumps(one)}: takes more than {PATTERN_SECONDS:g} s to match"
+            ) from error
+    return ""
 
 
 def signature(directory: Path) -> tuple[Any, ...]:
@@ -85,7 +98,13 @@ def _stat(file: Path) -> tuple[int, int, int]:
     try:
         found = os.stat(file)
     except OSError as error:
+        if file.name == WEIGHTS and file.with_name(PICKLE).exists():
+            raise AdapterError(
+                f"{PICKLE}: is a pickle, which can run code and is not read; save the adapter as {WEIGHTS}"
+            ) from error
         raise AdapterError(f"{file.name}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise AdapterError(f"{file.name}: not a regular file")
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
@@ -173,8 +192,8 @@ def _patterns(field: str, values: Mapping[str, Any], read: Any) -> dict[str, Any
         raise _wrong(field, patterns, "must be an object")
     for pattern in patterns:
         try:
-            re.compile(pattern)
-        except re.error as error:
+            regex.compile(pattern)
+        except regex.error as error:
             raise _wrong(field, pattern, f"no regular expression: {error}") from error
     return {pattern: read(f"{field}[{json.dumps(pattern)}]", value) for pattern, value in patterns.items()}
 

@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from paged_backend.serving import tritonserver
 from paged_backend.serving.tritonserver import ServerError, TritonServer
-from tests.server.conftest import idle, metrics, plain_server, post, raw_stream
+from tests.server.conftest import WAIT, idle, metrics, plain_server, post, raw_stream
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +44,28 @@ def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
     finally:
         server.stop()
     assert reason in str(caught.value)
+
+
+def test_a_broken_model_says_why_and_its_neighbour_serves(tiny, tmp_path):
+    """One server, two models, of which one has a file that was cut."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny[0], broken)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:1000])
+    for name, place in {"good": tiny[0], "bad": broken}.items():
+        model = tmp_path / "models" / name
+        shutil.copytree(ROOT / "model_repository/paged_llm", model)
+        config = model / "config.pbtxt"
+        config.write_text(re.sub(r'(?m)^name: ".*"$', f'name: "{name}"', config.read_text()))
+        (model / "1/model.json").write_text(json.dumps({"model": str(place), "dtype": "float32"}))
+    with plain_server(tmp_path / "models", "--exit-on-error=false") as server:
+        status, text = post(server, {"text_input": "x", "temperature": 0, "max_tokens": 2}, model="good")
+        assert status == 200, text
+        request = urllib.request.Request(f"http://{server.http_url}/v2/repository/index", b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=WAIT) as reply:
+            models = {one["name"]: one for one in json.loads(reply.read())}
+    assert models["good"]["state"] == "READY"
+    assert models["bad"]["state"] == "UNAVAILABLE"
+    assert f"ConfigError: {broken}/model.safetensors: " in models["bad"]["reason"]
 
 
 def test_a_pool_of_fp8_answers_as_it_should_and_again_from_its_cache(demo_model):
