@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from client import cli
-from client.openai import keys
+from client.openai import command, keys
 from client.openai.schema import SamplingFields
 from paged_backend.sampling_params import SamplingParams
 from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
@@ -139,6 +139,7 @@ class TestRequests:
         ("path", "fields", "named"),
         [
             ("/v1/completions", {"temprature": 1}, "temprature"),
+            ("/v1/completions", {"x" * 3000: 1}, "x" * 77 + "..."),
             ("/v1/completions", {"messages": []}, "messages"),
             ("/v1/completions", {"max_completion_tokens": 1}, "max_completion_tokens"),
             ("/v1/completions", {"prompt": None}, "prompt"),
@@ -234,6 +235,33 @@ class TestRequests:
     def test_a_path_or_method_that_there_is_not(self, front, path, status):
         assert front.ask(path)[0] == status
         error_of(status, front.ask(path)[1])
+
+    @pytest.mark.parametrize(
+        ("path", "status"),
+        [("/live", 200), ("/health", 503), ("/metrics", 200), ("/v1/models", 200), ("/v1/models/paged_llm", 200)],
+    )
+    def test_a_load_balancer_may_ask_for_the_head_alone(self, front, fake, path, status):
+        fake.maps = ["UNAVAILABLE: not yet"]
+        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=WAIT)
+        connection.request("HEAD", path)
+        reply = connection.getresponse()
+        assert (reply.status, reply.read()) == (status, b"")
+        connection.close()
+
+    @pytest.mark.parametrize(
+        ("headers", "status", "message"),
+        [
+            ({"Content-Length": "4097"}, 413, "the body has more than 4096 bytes"),
+            ({"Content-Length": str(10**18)}, 413, "the body has more than 4096 bytes"),
+            ({"Content-Length": "9", "Content-Encoding": "gzip"}, 415, "Content-Encoding: gzip: not served"),
+        ],
+    )
+    def test_a_body_that_will_not_do_is_not_waited_for(self, front, headers, status, message):
+        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=WAIT)
+        connection.request("POST", "/v1/completions", b"", headers)
+        reply = connection.getresponse()
+        assert (reply.status, error_of(status, json.load(reply))["message"][: len(message)]) == (status, message)
+        connection.close()
 
     @pytest.mark.parametrize("declared", [True, False])
     def test_a_body_over_the_limit_is_refused(self, front, declared):
@@ -350,7 +378,7 @@ def locked(fake):
 
 
 class TestKeys:
-    @pytest.mark.parametrize("key", ["one", "two"])
+    @pytest.mark.parametrize("key", ["one", "two", "  one"])
     def test_a_known_key_opens(self, locked, key):
         assert locked.ask("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
 
@@ -504,6 +532,13 @@ class TestOwnTemplate:
 
 
 class TestCommand:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+    def test_no_part_of_an_answer_waits_until_the_one_before_is_acknowledged(self, host):
+        with command.listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2], WAIT):
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
     def test_a_port_in_use_is_refused(self, front, capsys):
         assert cli.main(["openai", "--port", str(front.port)]) == 2
         assert f"--port {front.port}" in capsys.readouterr().err

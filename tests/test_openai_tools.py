@@ -160,6 +160,10 @@ class TestAnswers:
         assert fake.sampling[-1]["json_schema"] == CITY
 
 
+def asks_for(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+
+
 class TestRequests:
     def test_tools_calls_and_results_reach_the_template(self, client, fake, says):
         call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -197,16 +201,9 @@ class TestRequests:
             ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
             ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
             ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "messages.0.tool_calls"),
-            (
-                {
-                    "messages": [
-                        {
-                            "role": "assistant",
-                            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[1]"}}],
-                        }
-                    ]
-                },
-                "messages.0.tool_calls.0.function.arguments",
+            *(
+                ({"messages": [asks_for(arguments)]}, "messages.0.tool_calls.0.function.arguments")
+                for arguments in ("[1]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": ' * 900 + "1" + "}" * 900)
             ),
         ],
     )

@@ -30,6 +30,7 @@ from client.openai.translation import EngineRequest
 from client.types import PagedError
 
 HEALTH_TIMEOUT = 10.0  # seconds; the engine answers between two steps
+READ = ["GET", "HEAD"]  # load balancers ask for the second
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -150,17 +151,25 @@ class Gateway:
             raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
 
     async def _read(self, request: Request) -> bytes:
-        limit = self._settings.max_request_bytes
+        """The body, none of which is waited for where its headers say that it will not do."""
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not served; send the JSON as it is")
+        self._check_size(int(request.headers.get("Content-Length", 0)))
         body = bytearray()
         try:
             async for part in request.stream():
                 body += part
-                if len(body) > limit:
-                    message = f"the body has more than {limit} bytes, which is the limit"
-                    raise ApiError(413, message, code="request_too_large")
+                self._check_size(len(body))
         except ClientDisconnect:
             raise ClientGone from None
         return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        limit = self._settings.max_request_bytes
+        if size > limit:
+            message = f"the body has more than {limit} bytes, which is the limit"
+            raise ApiError(413, message, code="request_too_large")
 
 
 def _request_id(request: Request) -> str:
@@ -179,15 +188,15 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(metrics.Watch, metrics=gateway.metrics, log=settings.access_log)
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
-    v1.add_api_route("/models", gateway.models, methods=["GET"])
-    v1.add_api_route("/models/{name:path}", gateway.model, methods=["GET"])
+    v1.add_api_route("/models", gateway.models, methods=READ)
+    v1.add_api_route("/models/{name:path}", gateway.model, methods=READ)
     v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
     v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
     v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)
     app.include_router(v1)
-    app.add_api_route("/health", gateway.health, methods=["GET"])
-    app.add_api_route("/live", gateway.live, methods=["GET"])
-    app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/health", gateway.health, methods=READ)
+    app.add_api_route("/live", gateway.live, methods=READ)
+    app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
     return app
 
 

@@ -43,5 +43,5 @@ def _some(source: str, keys: Sequence[str]) -> list[str]:
 def opens(authorization: str, keys: Sequence[str]) -> bool:
     """Whether a header brings one of the keys. Takes as long for any other of the same length."""
     kind, _, given = authorization.partition(" ")
-    known = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+    known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
     return kind.lower() == "bearer" and any(known)

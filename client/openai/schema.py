@@ -202,7 +202,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 def _path(error: ErrorDetails) -> str:
     location = error["loc"]
-    return ".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)]))
+    path = ".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)]))
+    return path if len(path) <= 80 else path[:77] + "..."
 
 
 def _shown(value: Any) -> str:

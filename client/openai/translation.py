@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import from_json
 
 from client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from client.openai.chat_template import ChatTemplate
@@ -125,8 +126,8 @@ def _message(place: str, message: ChatMessage) -> dict[str, Any]:
 
 def _call(place: str, call: ToolCall) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         field = f"{place}.function.arguments"

@@ -125,6 +125,25 @@ def ratio(
     return Record(name, statistics.median(paired), "x", target, limit, spread)
 
 
+def added(
+    name: str, times: Mapping[str, Sequence[Sequence[float]]], own: str, target: float | None = None
+) -> list[Record]:
+    """What each contestant's median takes, and what that is more than `own`'s of the same round. times: the seconds of
+    each round, by contestant."""
+    if not all(one for rounds in times.values() for one in rounds):
+        return [not_measured(name, "all tokens came in one response")]
+    medians = {who: [1e3 * statistics.median(one) for one in rounds] for who, rounds in times.items()}
+    records = [Record(f"{name} ({own})", statistics.median(medians[own]), "ms")]
+    for who, values in medians.items():
+        if who != own:
+            more = [later - earlier for later, earlier in zip(values, medians[own], strict=True)]
+            records += [
+                Record(f"{name} ({who})", statistics.median(values), "ms"),
+                Record(f"added to {name} ({who})", statistics.median(more), "ms", target),
+            ]
+    return records
+
+
 def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
     """Print the records, and write them to `file` with a picture of the same name beside it."""
     print(machine())

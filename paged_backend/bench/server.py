@@ -229,15 +229,15 @@ def busy(server: TritonServer, run: Callable[[], Load]) -> dict[str, float]:
     """Cores that each process keeps busy while `run` loads the server: whichever comes to its limit is what limits.
     That of the model is about 1, since Python runs one thread at a time."""
     model = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
-    before, own, began = [_cpu_seconds([server.pid]), _cpu_seconds(model)], _own_seconds(), time.perf_counter()
+    before, own, began = [cpu_seconds([server.pid]), cpu_seconds(model)], _own_seconds(), time.perf_counter()
     run()
     wall = time.perf_counter() - began
-    after = [_cpu_seconds([server.pid]), _cpu_seconds(model)]
+    after = [cpu_seconds([server.pid]), cpu_seconds(model)]
     used = [later - earlier for earlier, later in zip(before, after, strict=True)] + [_own_seconds() - own]
     return {name: one / wall for name, one in zip(("tritonserver", "model", "client"), used, strict=True)}
 
 
-def _cpu_seconds(pids: Sequence[int]) -> float:
+def cpu_seconds(pids: Sequence[int]) -> float:
     total = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):

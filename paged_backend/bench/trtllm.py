@@ -9,7 +9,6 @@ hide it.
 from __future__ import annotations
 
 import json
-import statistics
 import struct
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from client import grpc_wire, load
-from paged_backend.bench._report import Record, alternate, arguments, count, not_measured, parser, publish
+from paged_backend.bench._report import Record, added, alternate, arguments, count, parser, publish
 from paged_backend.bench._workload import NULL, model_names, model_options
 from paged_backend.bench.server import WORDS, Load
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
@@ -75,23 +74,11 @@ def measure(server: TritonServer, streams: int, tokens: int, rounds: int) -> lis
         "time to first response": lambda one: one.first,
         "time between responses": lambda one: one.between,
     }
-    return [one for what, of in figures.items() for one in _compared(f"{what} p50, {streams} streams", of, loads)]
-
-
-def _compared(name: str, of: Callable[[Load], list[float]], loads: dict[str, list[Load]]) -> list[Record]:
-    times = {model: [of(one) for one in runs] for model, runs in loads.items()}
-    if not all(one for runs in times.values() for one in runs):
-        return [not_measured(name, "all tokens came in one response")]
-    values = {model: [1e3 * statistics.median(one) for one in runs] for model, runs in times.items()}
-    own = values.pop(MODEL_NAME)
-    records = [Record(f"{name} ({MODEL_NAME})", statistics.median(own), "ms")]
-    for model, theirs in values.items():
-        added = [later - earlier for later, earlier in zip(theirs, own, strict=True)]
-        records += [
-            Record(f"{name} ({model})", statistics.median(theirs), "ms"),
-            Record(f"added to {name} ({model})", statistics.median(added), "ms", TARGET_MS),
-        ]
-    return records
+    times = {
+        f"{what} p50, {streams} streams": {model: [of(one) for one in runs] for model, runs in loads.items()}
+        for what, of in figures.items()
+    }
+    return [record for name, found in times.items() for record in added(name, found, MODEL_NAME, TARGET_MS)]
 
 
 def main(argv: Sequence[str]) -> int:

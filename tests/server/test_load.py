@@ -147,3 +147,19 @@ def test_what_the_models_of_tensorrtllm_backend_add_is_measured(tiny, tmp_path):
             added = records[f"added to {name} ({model})"]
             assert added["value"] == records[f"{name} ({model})"]["value"] - records[f"{name} (paged_llm)"]["value"]
             assert added["target"] == 1.0
+
+
+def test_what_the_gateway_adds_and_carries_is_measured(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--requests", "4", "--rounds", "1"]
+    assert main(["bench", "gateway", *arguments, "--json", str(file)]) == 0
+    records = records_of(file)
+    for what in ("time to first response", "time between responses"):
+        name = f"{what} p50, 2 streams"
+        more = records[f"{name} (gateway)"]["value"] - records[f"{name} (gRPC)"]["value"]
+        assert records[f"added to {name} (gateway)"]["value"] == more
+    for what in ("streamed tokens", "whole answers of one token"):
+        name = f"{what}, 16 at once"
+        share = records[f"{name} (gateway)"]["value"] / records[f"{name} (gRPC)"]["value"]
+        assert records[f"{name}: gateway / gRPC"]["value"] == pytest.approx(share)
+    assert 1 <= records["tokens per event, 16 at once"]["value"] <= 64
