@@ -78,6 +78,7 @@ class Embedding:
 
     values: tuple[float, ...]
     num_input_tokens: int  # of the prompt
+    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # as of a Completion
 
 
 @dataclass(frozen=True)

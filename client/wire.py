@@ -137,6 +137,7 @@ def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling
         "embedding_request": json.dumps({"input": prompt, "pooling_params": pooling}, ensure_ascii=False),
         "sampling_parameters": _json_object(sampling),
         "return_num_input_tokens": True,
+        "return_receipt": True,
     }
 
 
@@ -153,7 +154,8 @@ def read_embedding(answer: Fields | None) -> Embedding:
     try:
         fields = answer or {}
         values = tuple(map(float, json.loads(str(fields["text_output"][0]))))
-        return Embedding(values, int(fields["num_input_tokens"][0]))
+        receipts = [json.loads(str(one)) for one in fields.get("receipt", [])]
+        return Embedding(values, int(fields["num_input_tokens"][0]), *receipts)
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no embedding: {type(error).__name__}: {error}") from None
 

@@ -1,8 +1,9 @@
 """The two endpoints that the client speaks to, without a model: they do what sampling_parameters tell them.
 
-`say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason, `reason`), `fail`: an
-error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing more comes until the
-client is gone, `vanish`: the connection breaks. Who asks for a map of the pool gets the next one of `Seen.maps`.
+`say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason, `reason`, and
+perhaps a `receipt`), `fail`: an error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing
+more comes until the client is gone, `vanish`: the connection breaks. Who asks for a map of the pool gets the next one
+of `Seen.maps`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(say, 1):
         last = ends and number == len(say)
         reason = script.get("reason", "stop") if last else "None"
-        yield {"text_output": text, "finish_reason": reason, "num_input_tokens": 7, "num_output_tokens": 2}
+        receipt = {"receipt": script["receipt"]} if last and "receipt" in script else {}
+        yield {"text_output": text, "finish_reason": reason, "num_input_tokens": 7, "num_output_tokens": 2, **receipt}
 
 
 class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):

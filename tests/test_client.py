@@ -376,7 +376,7 @@ class TestClient:
             {"input": [5, 6], "pooling_params": {"dimensions": [2]}},
         ]
         assert fake.requests[1].keys() == {
-            "embedding_request", "sampling_parameters", "return_num_input_tokens", "request_id",
+            "embedding_request", "sampling_parameters", "return_num_input_tokens", "return_receipt", "request_id",
         }  # fmt: skip
 
     def test_embeddings_that_fail(self, client):

@@ -87,10 +87,11 @@ def test_tokens_and_seconds_are_told_by_route(fakes):
         front.ask("/v1/completions", PROMPT)
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
             list(client.chat.completions.create(**CHAT, stream=True))
-        with saying(fakes[0], say=["[1.0]"]):
+        with saying(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
             assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
         told = front.metrics()
     assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
+    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="cached"}'] == 6
     for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
         assert told[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
         assert told[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output

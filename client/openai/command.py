@@ -73,8 +73,8 @@ def run(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError. Connections inherit TCP_NODELAY, without which what follows an answer's head waits 40 ms until the
-    client acknowledges that; asyncio sets it only for sockets that name their protocol, which this one does not."""
+    """Raises OSError. Connections inherit TCP_NODELAY, without which what follows an answer's head waits 40 ms for the
+    client to acknowledge that; asyncio sets it only for sockets that name their protocol, which this one does not."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -56,11 +56,12 @@ class Metrics:
     def count_tokens(self, route: str, completions: Sequence[Completion]) -> None:
         for one in completions:
             self._tokens[route, "prompt"] += one.num_input_tokens
-            self._tokens[route, "cached"] += int(one.receipt["cached_tokens"]) if one.receipt else 0
+            self._tokens[route, "cached"] += _cached(one)
             self._tokens[route, "output"] += sum(sample.num_output_tokens for sample in (one, *one.others))
 
     def count_embedded(self, route: str, embedded: Sequence[Embedding]) -> None:
         self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in embedded)
+        self._tokens[route, "cached"] += sum(map(_cached, embedded))
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -93,6 +94,10 @@ class Metrics:
             *_histograms("paged_openai_request_seconds", "Until a request ended", self._whole),
         ]
         return "\n".join(lines) + "\n"
+
+
+def _cached(one: Completion | Embedding) -> int:
+    return int(one.receipt["cached_tokens"]) if one.receipt else 0
 
 
 def _histograms(name: str, help_text: str, found: Mapping[str, Histogram]) -> Iterator[str]:
