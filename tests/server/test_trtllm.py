@@ -17,11 +17,14 @@ import torch
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from transformers import GenerationConfig
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from paged_backend.serving.tritonserver import TritonServer
+from paged_backend.trtllm.tensors import INPUTS, OUTPUTS
 from tests.server.conftest import WAIT, idle, metrics, plain_server, post, raw_stream, until
 
+WIRE = {f"TYPE_{kind}": kind for kind in ("INT32", "INT64", "UINT64", "UINT8", "FP16", "FP32", "BOOL")}
+WIRE["TYPE_STRING"] = "BYTES"
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 TYPES = {
     "seed": np.uint64, "random_seed": np.uint64, "lora_task_id": np.uint64, "top_p": np.float32,
@@ -176,6 +179,15 @@ def test_samples_are_told_apart_by_sequence_index(tiny_server):
     )  # fmt: skip
     texts = [text_of([p for p in parts if p["sequence_index"].tolist() == [[i]]]) for i in range(3)]
     assert [one.decode(errors="replace") for one in texts] == expected(tiny_server, "The sea", **sampling)
+
+
+def test_samples_over_http_come_on_generate_stream_alone(tiny_server):
+    """Each is a response of its own, of which the server's `generate` takes one."""
+    body = {"text_input": "The sea", "max_tokens": 4, "num_return_sequences": 2, "top_k": 30, "seed": 5}
+    _, text = post(tiny_server, body, model="ensemble")  # the status says nothing of it
+    assert "generate expects model to produce exactly 1 response" in json.loads(text)["error"]
+    events = post(tiny_server, body, "generate_stream", model="ensemble")[1].strip().split("\n\n")
+    assert sorted(json.loads(event.removeprefix("data: "))["sequence_index"] for event in events) == [0, 1]
 
 
 def test_beams_come_together(tiny_server):
@@ -487,6 +499,53 @@ def test_stop_ends_the_request_of_that_id(server):
             stream.all()
     assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 2
     idle(server)
+
+
+# --- every tensor -----------------------------------------------------------------------------------------------------
+
+
+def tensor(model, name, value):
+    """Of one row. value: what it is filled with; None: it is empty."""
+    kind, dims, *_ = INPUTS[model][name]
+    size = 0 if value is None else 1
+    row = np.full([1, *(size if dim == -1 else dim for dim in dims)], value, triton_to_np_dtype(WIRE[kind]))
+    made = grpcclient.InferInput(name, list(row.shape), WIRE[kind])
+    made.set_data_from_numpy(row)
+    return made
+
+
+@pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
+def test_every_tensor_of_its_namesake_is_declared_and_may_be_sent(tiny_server, model):
+    """Those that are not served: where they ask for something they are refused by name, where they ask for nothing they
+    do no harm."""
+    needed = {"text_input": b"The sea", "max_tokens": 2, "input_ids": 40, "input_lengths": 1, "request_output_len": 2}
+    needed = {name: value for name, value in needed.items() if name in INPUTS[model]}
+    neutral = {"runtime_top_p_decay": 1, "retention_decode_duration_ms": -1, "decoder_text_input": b""}
+    refused = {name: spec for name, spec in INPUTS[model].items() if spec.refused}
+    with opened(tiny_server, model) as stream:
+        metadata = stream.client.get_model_metadata(model)
+        assert {one.name for one in metadata.inputs} == INPUTS[model].keys()
+        assert {one.name for one in metadata.outputs} == OUTPUTS[model].keys()
+
+        def send(**values):
+            made = [tensor(model, name, value) for name, value in (needed | values).items()]
+            stream.client.async_stream_infer(model, made, enable_empty_final_response=True)
+            return stream.all()
+
+        harmless = {
+            name: neutral.get(name, None if -1 in spec.dims else b"" if spec.data_type == "TYPE_STRING" else 0)
+            for name, spec in refused.items()
+            if name not in ("retention_decode_priority",) and not name.startswith("lookahead")
+        }
+        (answer,) = send(**harmless)
+        assert answer.keys() <= OUTPUTS[model].keys()
+        for name, spec in refused.items():
+            if name in ("runtime_top_p_min", "runtime_top_p_reset_ids", "decoder_input_lengths", "decoder_input_ids"):
+                continue  # which mean nothing by themselves
+            asking = b"something" if spec.data_type == "TYPE_STRING" else 1 + (spec.data_type != "TYPE_BOOL")
+            with pytest.raises(InferenceServerException, match=rf"^INVALID_ARGUMENT: {name}=.*not supported; leave"):
+                send(**{name: asking})
+    idle(tiny_server)
 
 
 # --- models come and go ----------------------------------------------------------------------------------------------
