@@ -51,6 +51,19 @@ def test_plain_fields_over_http(server):
     idle(server)
 
 
+def test_special_tokens_in_a_grammar_are_drawn(server):
+    said = generated(server, grammar='start: "yes" <|im_start|> /[a-z]{3}/ <[4]>', skip_special_tokens=False)
+    assert re.fullmatch(r"yes<\|im_start\|>[a-z]{3}<reponame>", said)
+    status, body = post(server, {"text_input": PROMPT, "grammar": "start: <|nope|>"})
+    assert (status, 'unknown special token: \\"<|nope|>\\"' in body) == (400, True), body
+
+
+def test_white_space_in_json_is_left_out_where_asked(server):
+    asked = {"json": SCHEMA, "disable_any_whitespace": True}
+    said = generated(server, sampling_parameters=json.dumps({"structured_outputs": asked}))
+    assert said == json.dumps(check(said), separators=(",", ":"), ensure_ascii=False)
+
+
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
