@@ -21,7 +21,7 @@ from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.loading.warm_up import measure
 from paged_backend.lora.adapters import Adapters, Listing
-from paged_backend.machine import release_threads, return_memory
+from paged_backend.machine import Memory, held_memory, release_threads, return_memory
 from paged_backend.parallel.group import Ranks, check_devices
 from paged_backend.parallel.rank import ROOT, Prepared, prepare
 from paged_backend.parallel.workers import ParallelRunner, Workers
@@ -55,6 +55,13 @@ class Assembly:
         if self.workers:
             self.workers.watch(engine.die)
         return engine
+
+    def memory(self) -> Memory:
+        """What this process has in use: with several ranks that of the first."""
+        if self.device.type != "cuda":
+            return Memory(held_memory(), 0, 0)
+        pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
+        return Memory(held_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
         """Let go of recorded steps, and end the processes of the other ranks. After the engine."""

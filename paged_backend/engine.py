@@ -50,7 +50,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Expire:
-    """End a beam search that is past its deadline, and emit what it has."""
+    """End a beam search that is past its deadline, or was stopped, and emit what it has."""
 
     key: int
 
@@ -60,6 +60,10 @@ class Die:
     """End the loop with an error."""
 
     reason: str
+
+
+class Show:
+    """Emit how many requests wait and run."""
 
 
 class Look:
@@ -76,8 +80,8 @@ class PoolMap:
     stats: SchedulerStats
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> PoolMap:
-        states, stats = scheduler.blocks.states(scheduler.pins.counts), scheduler.stats
+    def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
+        states = scheduler.blocks.states(scheduler.pins.counts)
         held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
         return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
 
@@ -162,9 +166,9 @@ class Engine:
         self._submitted = 0  # requests
         self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
-        self._inbox: SimpleQueue[GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Look | Die | None] = (
-            SimpleQueue()
-        )
+        self._inbox: SimpleQueue[
+            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Show | Look | Die | None
+        ] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
 
@@ -212,6 +216,7 @@ class Engine:
     def deliver(self, request: GenerateRequest) -> None:
         """Run one that was announced, unless it was aborted."""
         if self._adapters and request.sampling.lora_name is not None:
+            self.show()
             self._adapters.run(self._load, request)
         elif self._fetches(request):
             self._fetch_soon(request)
@@ -244,6 +249,10 @@ class Engine:
         """No further step can be run, and whoever noticed is not the engine."""
         self._dead = True
         self._inbox.put(Die(reason))
+
+    def show(self) -> None:
+        """Have it emitted that a request waits which is not delivered yet."""
+        self._inbox.put(Show())
 
     def look(self) -> None:
         """Have a map of the pool emitted: one for all who ask between two steps."""
@@ -282,6 +291,8 @@ class Engine:
                 changed = True
             elif isinstance(message, Die):
                 raise RunnerDied(message.reason)
+            elif isinstance(message, Show):
+                changed |= bool(self._expected)
             elif isinstance(message, Look):
                 looked = True
             else:
@@ -290,7 +301,7 @@ class Engine:
             self._emit(StepOutput((), self._stats(), time.monotonic()))
         if looked:
             self._settle()
-            self._emit(PoolMap.of(self._scheduler))
+            self._emit(PoolMap.of(self._scheduler, self._stats()))
         return not stopped
 
     def _patience(self) -> float | None:
@@ -372,6 +383,8 @@ class Engine:
 
     def _stats(self) -> SchedulerStats:
         stats = self._scheduler.stats
+        if self._expected:  # what they wait for may be a grammar, an adapter or blocks on disk
+            stats = replace(stats, waiting=stats.waiting + len(self._expected))
         if self._disk is None:
             return stats
         disk = self._disk.stats
@@ -400,6 +413,7 @@ class Engine:
 
     def _fetch_soon(self, request: GenerateRequest) -> None:
         assert self._fetcher
+        self.show()
         self._fetcher.submit(self._fetch, request)
 
     def _fetch(self, request: GenerateRequest) -> None:

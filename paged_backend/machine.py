@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 OPENMP = ("libgomp", "libomp", "libiomp5")
 OMP_PAUSE_SOFT = 1
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class Memory(NamedTuple):
+    """Bytes that a process has in use."""
+
+    cpu: int
+    gpu: int  # in tensors
+    pinned: int  # of the host's memory, for blocks: a GPU reaches it by itself
 
 
 def interpreter() -> str:
@@ -35,6 +44,11 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     return min([free, *_rooms()])
+
+
+def held_memory() -> int:
+    """Bytes of memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def usable_cores() -> int:

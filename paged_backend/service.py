@@ -58,6 +58,7 @@ class Service:
             labels,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            memory=self._assembly.memory,
             enabled=not config.disable_log_stats,
         )
         self._tokenizer = self._assembly.loaded.tokenizer
@@ -175,6 +176,7 @@ class Service:
                 self._engine.deliver(replace(request, guides=guides))
 
         key = request.key
+        self._engine.show()
         self._grammars.compile(
             structure, request.sampling.num_samples, compiled, wanted=lambda: self._engine.expects(key)
         )

@@ -10,6 +10,7 @@ from threading import Event, Semaphore
 
 import pytest
 
+from paged_backend.engine import Engine
 from paged_backend.execution.runner import Runner
 from paged_backend.frontend import responder
 from paged_backend.frontend.wire import SEQUENCE_END, SEQUENCE_START
@@ -191,20 +192,26 @@ class Searched(Caller):
         return (texts, ids, logprobs, outputs["cumulative_logprob"]), outputs["finish_reason"]
 
 
+@pytest.fixture
+def patience(monkeypatch):
+    """Waits until the engine was asked to end a search, for which it has all the time that it wants."""
+    asked, expire = Event(), Engine.expire
+    monkeypatch.setattr(Engine, "expire", lambda self, key: (expire(self, key), asked.set()))
+    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
+    return lambda: asked.wait(WAIT) or pytest.fail("it was not asked")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, clock, monkeypatch, steps, n, stream):
+def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, clock, patience, steps, n, stream):
     """What it would have had if that had been its last token; some have ended by then."""
-    service, asked = serve(enable_prefix_caching=False), Event()
-    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
-    expire = service._engine.expire
-    monkeypatch.setattr(service._engine, "expire", lambda key: (expire(key), asked.set()))
+    service = serve(enable_prefix_caching=False)
     cut = Searched(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
     gate.wait()
     gate.step(steps)
     clock.ahead += HOUR / 1e3
-    assert asked.wait(WAIT)
+    patience()
     gate.open()
     found, reasons = cut.told()
     assert reasons == [b"timeout"] * n
@@ -213,22 +220,21 @@ def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, cl
     assert (n, steps) != (3, 5) or set(reasons) == {b"stop", b"length"}
 
 
-def test_a_search_past_its_time_does_not_wait_for_an_engine_that_is_stuck(serve, gate, clock):
+def test_a_search_past_its_time_does_not_wait_for_an_engine_that_is_stuck(serve, gate, clock, patience):
     """It ends with what all of its outputs have, which is nothing here."""
     service = serve()
     cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
     gate.wait()
     gate.step(2)
     clock.ahead += HOUR / 1e3
-    while not any(stream.expired for stream in service._responder._streams.copy().values()):
-        assert cut.empty()
+    patience()
+    assert cut.empty()
     clock.ahead += responder.GRACE_SECONDS
     assert cut.answer()["finish_reason"] == [b"timeout"] * 3
     gate.open()
 
 
-def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clock, monkeypatch):
-    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
+def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clock, patience):
     service = serve(num_gpu_blocks_override=12, max_num_seqs=3)
     cut = ask(service, "a" * 8, timeout_ms=HOUR, beam_width=2, n=2, priority=1, max_tokens=20)
     gate.wait()
@@ -237,12 +243,24 @@ def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clo
     gate.step()
     assert service._assembly.scheduler.stats.preemptions == 1
     clock.ahead += HOUR / 1e3
-    while not any(stream.expired for stream in service._responder._streams.copy().values()):
-        assert cut.empty()
+    patience()
     gate.open()
     answer = cut.answer()
     assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"] * 2, [4, 4])
     assert finish(higher) == ("length", 4)
+
+
+def test_a_search_that_is_stopped_ends_with_the_best_it_has(serve, gate, patience):
+    service = serve()
+    cut = ask(service, beam_width=2, n=2, max_tokens=20)
+    gate.wait()
+    gate.step(3)
+    (stream,) = service._responder._streams.values()
+    stream.channel.stopped = True
+    patience()
+    gate.open()
+    answer = cut.answer()
+    assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"cancelled"] * 2, [4, 4])
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])

@@ -21,6 +21,7 @@ def test_a_metric_that_cannot_be_updated_stops_nobody(caplog):
     pb_utils.MetricFamily.return_value.Metric.return_value = Mock(set=failing, increment=failing, observe=failing)
     update_all(Metrics(pb_utils, {}))
     assert failing.call_count > 4
+    update_all(Metrics(Mock(), {}, memory=failing))
     assert "a metric could not be updated" in caplog.text
 
 

@@ -133,16 +133,16 @@ def test_the_pool_of_a_scheduler_at_work():
     scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
     plan = scheduler.schedule()
     scheduler.commit(plan, [50, 60])
-    pool = PoolMap.of(scheduler)
+    pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*".....222"]
     assert (pool.tokens, pool.stats.running) == (10, 1)
     plan = scheduler.schedule()
     scheduler.commit(plan, [51, 61])
-    pool = PoolMap.of(scheduler)
+    pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*"....1122"]
     assert pool.tokens == 8 + 3 + 3
     scheduler.abort(0)
-    pool = PoolMap.of(scheduler)
+    pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*"......cc"]
     assert (pool.tokens, pool.stats.running) == (0, 0)
 

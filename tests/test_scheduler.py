@@ -243,6 +243,21 @@ def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
         assert len(searches) == count
 
 
+def test_the_stats_tell_what_the_last_step_was_made_of():
+    """One decodes beside the prompt of another, is pushed out by it, and computes its own again."""
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=4, max_tokens=9, priority=1))
+    step(sched)
+    sched.add(request(1, prompt=24, max_tokens=2))
+    found = []
+    while sched.has_work:
+        step(sched)
+        stats = sched.stats
+        found.append((stats.generation_requests, stats.context_requests, stats.context_tokens, stats.paused))
+    assert found == [(1, 1, 15, 0), (1, 1, 9, 0), (0, 0, 0, 1), (0, 1, 7, 0)] + 4 * [(1, 0, 0, 0)] + [(0, 0, 0, 0)]
+    assert sched.stats.steps == 10
+
+
 def test_the_wait_after_a_preemption_is_told_apart():
     now = [0.0]
     sched = Scheduler(BlockManager(5, 4), max_num_seqs=2, max_num_batched_tokens=16, clock=lambda: now[0])

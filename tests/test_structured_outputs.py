@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from paged_backend.config import EngineConfig
+from paged_backend.frontend.metrics import Metrics
 from paged_backend.guided.grammars import MAX_QUEUED, Grammars
 from paged_backend.guided.structures import read_structure
 from paged_backend.request import FinishReason
@@ -195,6 +196,18 @@ def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
     assert slow.empty()
     slow.is_cancelled = lambda: True
     assert slow.get(timeout=WAIT)
+
+
+def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatch):
+    shown, show = SimpleQueue(), Metrics.show
+    monkeypatch.setattr(Metrics, "show", lambda self, stats: (show(self, stats), shown.put(stats.waiting)))
+    slow = asking(json_schema=SLOW)
+    service.submit(slow)
+    while shown.get(timeout=WAIT) != 1:
+        pass
+    slow.is_cancelled = lambda: True
+    while shown.get(timeout=WAIT) != 0:
+        pass
 
 
 def test_who_leaves_keeps_nobody_waiting(service):

@@ -7,9 +7,11 @@ where they changed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from paged_backend.machine import Memory
 from paged_backend.scheduling.scheduler import SchedulerStats
 
 log = logging.getLogger("paged_llm")
@@ -27,6 +29,8 @@ _LATENCY = (
     *(120, 240, 480, 960, 1920, 7680),
 )
 _SAMPLES = (1, 2, 5, 10, 20)
+_TRT_TOKENS = (10, 50, 100, 500, 1000)
+MEMORY_SECONDS = 1.0  # between two looks at what the process holds
 
 
 def token_buckets(longest: int) -> tuple[int, ...]:
@@ -46,6 +50,7 @@ class Histogram(NamedTuple):
     name: str
     help: str
     buckets: tuple[float, ...] | None  # None: of tokens
+    labels: dict[str, str] = {}  # noqa: RUF012  never changed
 
 
 class Counter(NamedTuple):
@@ -72,8 +77,16 @@ def _trt_blocks(kind: str, value: Callable[[SchedulerStats], float]) -> Gauge:
     return Gauge(name, "KV cache block metrics, as TensorRT-LLM names them", value, {"kv_cache_block_type": kind})
 
 
+TRT_GENERAL = "Steps, and when the last of them was told of, as TensorRT-LLM names them"
+
+
 def _trt_requests(kind: str, value: Callable[[SchedulerStats], float]) -> Gauge:
     return Gauge("nv_trt_llm_request_metrics", "Requests, as TensorRT-LLM counts them", value, {"request_type": kind})
+
+
+def _trt_batch(kind: str, value: Callable[[SchedulerStats], float]) -> Gauge:
+    name = "nv_trt_llm_inflight_batcher_metrics"
+    return Gauge(name, "The last step, as TensorRT-LLM tells it", value, {"inflight_batcher_specific_metric": kind})
 
 
 GAUGES = (
@@ -103,7 +116,13 @@ GAUGES = (
     _trt_blocks("fraction", lambda stats: stats.usage),
     _trt_requests("active", lambda stats: stats.running),
     _trt_requests("scheduled", lambda stats: stats.running),
+    _trt_requests("context", lambda stats: stats.context_requests),
     _trt_requests("waiting", lambda stats: stats.waiting),
+    _trt_batch("total_context_tokens", lambda stats: stats.context_tokens),
+    _trt_batch("generation_requests", lambda stats: stats.generation_requests),
+    _trt_batch("micro_batch_id", lambda _: 0),  # there is one batch
+    _trt_batch("paused_requests", lambda stats: stats.paused),
+    Gauge("nv_trt_llm_general_metrics", TRT_GENERAL, lambda stats: stats.steps, {"general_type": "iteration_counter"}),
 )
 COUNTERS = (  # by the field of SchedulerStats
     Counter("recomputed", "paged_preemptions_total", "Requests sent back to the queue, by kind", {"kind": "recompute"}),
@@ -143,8 +162,18 @@ LATENCY = (
     Histogram("paged_request_latency_seconds", "Arrival to last token", _SECONDS),
     Histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _LATENCY),
 )
-REQUEST_PROMPT = (Histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt", None),)
-REQUEST_GENERATED = (Histogram("vllm:request_generation_tokens", "Tokens that a request generated", None),)
+REQUEST_PROMPT = (
+    Histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt", None),
+    Histogram(
+        "nv_llm_input_token_len", "Tokens of a prompt", _TRT_TOKENS, {"response_metric_type": "total_input_tokens"}
+    ),
+)
+REQUEST_GENERATED = (
+    Histogram("vllm:request_generation_tokens", "Tokens that a request generated", None),
+    Histogram(
+        "nv_llm_output_token_len", "Tokens generated", _TRT_TOKENS, {"response_metric_type": "total_output_tokens"}
+    ),
+)
 REQUEST_N = (Histogram("vllm:request_params_n", "Samples that a request asked for", _SAMPLES),)
 
 
@@ -183,6 +212,7 @@ class Metrics:
         *,
         max_model_len: int = 1,
         max_num_seqs: int = 1,
+        memory: Callable[[], Memory] = lambda: Memory(0, 0, 0),
         enabled: bool = True,
     ):
         self._pb_utils = pb_utils
@@ -192,6 +222,11 @@ class Metrics:
         self._tokens = token_buckets(max_model_len)
         self._gauges = [self._metric(gauge.name, "GAUGE", gauge.help, gauge.labels) for gauge in GAUGES]
         self._shown: list[float | None] = [None] * len(GAUGES)
+        when = ("nv_trt_llm_general_metrics", "GAUGE", TRT_GENERAL, {"general_type": "timestamp"})
+        self._when, self._stepped = self._metric(*when), -1
+        held = ("nv_trt_llm_runtime_memory_metrics", "GAUGE", "Bytes in use, as TensorRT-LLM names them")
+        self._held = [self._metric(*held, {"memory_type": kind}) for kind in Memory._fields]
+        self._memory, self._next_memory = memory, 0.0
         self._counters = [self._metric(one.name, "COUNTER", one.help, one.labels) for one in COUNTERS]
         self._counted = [0] * len(COUNTERS)
         ended = ("paged_requests_finished_total", "COUNTER", "Requests ended, by reason")
@@ -221,6 +256,21 @@ class Metrics:
             if now > self._counted[index]:
                 self._counters[index].increment(now - self._counted[index])
                 self._counted[index] = now
+        if stats.steps != self._stepped:
+            self._when.set(int(time.time()))
+            self._stepped = stats.steps
+        if self._enabled and time.monotonic() >= self._next_memory:
+            self._next_memory = time.monotonic() + MEMORY_SECONDS
+            self._show_memory()
+
+    def _show_memory(self) -> None:
+        try:
+            held = self._memory()
+        except Exception:
+            log.exception("what memory is in use could not be found out")
+            return
+        for metric, value in zip(self._held, held, strict=True):
+            metric.set(value)
 
     def show_sessions(self, count: int) -> None:
         if count != self._shown_sessions:
@@ -265,7 +315,7 @@ class Metrics:
     def _histograms(self, kinds: Iterable[Histogram]) -> Metric:
         return Metric(
             self._family(one.name, "HISTOGRAM", one.help).Metric(
-                labels=self._labels, buckets=list(one.buckets or self._tokens)
+                labels=self._labels | one.labels, buckets=list(one.buckets or self._tokens)
             )
             for one in kinds
             if self._enabled

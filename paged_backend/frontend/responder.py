@@ -31,7 +31,7 @@ log = logging.getLogger("paged_llm")
 POLL_SECONDS = 0.02  # how often an open stream is asked whether it was cancelled, where there are few
 POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
 POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
-GRACE_SECONDS = 1.0  # that the engine has to say what a beam search past its deadline has come to
+GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 
 
@@ -351,7 +351,7 @@ class Responder:
         """A round trip, like sending."""
         if stream.channel.is_cancelled():
             self._cancel(stream, "the request was cancelled by its client")
-        elif stream.channel.stopped:
+        elif stream.channel.stopped and stream.cut is None:
             self._cut(stream, FinishReason.CANCELLED)
 
     def _cancel(self, stream: Stream, reason: str) -> None:
@@ -366,24 +366,20 @@ class Responder:
             self._abort(stream.request.key)
             self._deliver(stream)
             return
-        if stream.is_search and not stream.expired and stream.entered is not None:
-            self._ask_for_the_best(stream)
-        else:
-            self._cut(stream, FinishReason.TIMEOUT)
+        self._cut(stream, stream.cut or FinishReason.TIMEOUT)
 
     def _cut(self, stream: Stream, reason: FinishReason) -> None:
-        """End it with what there is."""
+        """End it with what there is. How the outputs of a search go on after what all of them have, only the engine
+        knows: it is asked, and ends them. One that does not answer does not keep the stream open."""
+        if stream.is_search and stream.cut is None and stream.entered is not None:
+            assert self._engine is not None
+            stream.cut, stream.deadline = reason, time.monotonic() + GRACE_SECONDS
+            self._engine.expire(stream.request.key)
+            return
         stream.end(reason)
         for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
             self._end(stream.request.key, index)
         self._deliver(stream)
-
-    def _ask_for_the_best(self, stream: Stream) -> None:
-        """Only the engine knows how the outputs of a search go on after what all of them have. One that does not answer
-        does not keep the stream open."""
-        assert self._engine is not None
-        stream.expired, stream.deadline = True, time.monotonic() + GRACE_SECONDS
-        self._engine.expire(stream.request.key)
 
     def _abort(self, key: int) -> None:
         assert self._engine is not None

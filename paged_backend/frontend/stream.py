@@ -134,7 +134,7 @@ class Stream:
     sent: bool = field(default=False, init=False)  # whether any response is
     prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
     deadline: float = field(init=False)  # by time.monotonic()
-    expired: bool = field(default=False, init=False)  # whether the engine was asked for what it has by then
+    cut: FinishReason | None = field(default=None, init=False)  # why the engine was asked to end it with what it has
 
     def __post_init__(self) -> None:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
@@ -167,8 +167,8 @@ class Stream:
             sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
         sample.take(delta)
         if sample.finish:
-            if self.expired:
-                sample.finish, sample.stop_reason = FinishReason.TIMEOUT, None
+            if self.cut:
+                sample.finish, sample.stop_reason = self.cut, None
             self.finished = all(one.finish for one in self.samples)
 
     @property

@@ -61,6 +61,10 @@ class SchedulerStats:
     moves_in: int
     guessed_tokens: int
     accepted_tokens: int  # of those
+    paused: int = 0  # of those that wait, the ones that were preempted
+    steps: int = 0  # since the start
+    context_requests: int = 0  # that had a prompt to compute in the last step
+    context_tokens: int = 0  # and of those prompts
     disk_up: bool = False
     disk_blocks: int = 0
     disk_read: int = 0  # blocks
@@ -69,6 +73,10 @@ class SchedulerStats:
     @property
     def preemptions(self) -> int:
         return self.recomputed + self.swapped
+
+    @property
+    def generation_requests(self) -> int:
+        return max(0, self.running - self.context_requests)
 
     @property
     def blocks_free(self) -> int:
@@ -127,6 +135,9 @@ class Scheduler:
         self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
         self._guessed_tokens = 0
         self._accepted_tokens = 0
+        self._steps = 0
+        self._context = (0, 0)  # requests with a prompt to compute in the last step, and its tokens
+        self._paused = 0
         self._recomputed = 0
         self._swapped = 0
         self._queried_tokens = 0
@@ -140,6 +151,7 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         host, counters = self.blocks.host, self.blocks.counters
+        context = self._context if self._running else (0, 0)
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -163,6 +175,10 @@ class Scheduler:
             moves_in=counters.moves_in,
             guessed_tokens=self._guessed_tokens,
             accepted_tokens=self._accepted_tokens,
+            paused=self._paused,
+            steps=self._steps,
+            context_requests=context[0],
+            context_tokens=context[1],
         )
 
     @property
@@ -232,9 +248,12 @@ class Scheduler:
         draft.budget -= kept
         left = draft.budget
         self._extend_all(feeding, draft)
+        generating = len(self._running) - len({group.key for group, _ in feeding} & self._running.keys())
         if self._recomputed + self._swapped == preempted:
             self._admit(draft)
-        draft.fed = max(0, left - draft.budget) if decodes else None
+        fed = max(0, left - draft.budget)
+        self._context = len(self._running) - generating, fed
+        draft.fed = fed if decodes else None
         draft.budget += kept  # guesses are no prompts
         if self._guess:
             self._speculate(draft, self._guess)
@@ -284,6 +303,7 @@ class Scheduler:
         """Book a step that ran, the oldest in flight: the hidden state of each chunk that embeds, then the log
         probabilities of each token of a prompt that is scored, then what each draw gave, in the plan's order."""
         self._in_flight -= 1
+        self._steps += 1
         if self._pace:
             before, self._committed = self._committed, self._clock()
             if plan.fed is not None:
@@ -378,6 +398,7 @@ class Scheduler:
         assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
+        assert self._paused == sum(group.preemptions > 0 for group in self._waiting)
         self.slots.check(group.request for group in self.running)
         self.blocks.check([*(sequence.blocks for sequence in self._sequences()), *self.pins.tables])
         if self.blocks.host:
@@ -528,6 +549,7 @@ class Scheduler:
         if last and last.rank > group.rank:
             self._running = {one.key: one for one in sorted(self.running, key=_order)}
         if group.preemptions:
+            self._paused -= 1
             group.preempted_seconds += self._clock() - group.preempted_at
         if group.swapped:
             self._bring_back(group, draft)
@@ -636,6 +658,7 @@ class Scheduler:
             self._restart(group)
             self._recomputed += 1
         group.preemptions += 1
+        self._paused += 1
         group.preempted_at = self._clock()
         insort(self._waiting, group, key=_order)
 
@@ -813,6 +836,7 @@ class Scheduler:
         else:
             self._waiting.remove(group)
             self.departed += group.preemptions == 0
+            self._paused -= group.preemptions > 0
 
     def _leave(self, group: Group) -> None:
         """It runs no longer."""

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 import urllib.request
 from pathlib import Path
 
@@ -91,6 +92,10 @@ HISTOGRAMS = (
     *("vllm:time_to_first_token_seconds", "vllm:time_per_output_token_seconds", "vllm:e2e_request_latency_seconds"),
     *("vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_params_n"),
 )
+TRT_HISTOGRAMS = {
+    "nv_llm_input_token_len": ("total_input_tokens", 12),
+    "nv_llm_output_token_len": ("total_output_tokens", 24),
+}
 
 
 def samples(server, model):
@@ -118,6 +123,9 @@ def test_the_metrics_of_the_vllm_backend_count_each_request(server):
         assert grown[f"{name}_sum",] > 0
     assert [grown[f"{name}_sum",] for name in HISTOGRAMS[3:]] == [12, 24, 4]
     assert [grown["vllm:request_params_n_bucket", most] for most in ("1", "2")] == [2, 3]
+    for name, (label, total) in TRT_HISTOGRAMS.items():
+        assert [grown[f"{name}_{what}", label] for what in ("count", "sum")] == [3, total]
+        assert [grown[f"{name}_bucket", label, most] for most in ("10", "1000")] == [2 + (total == 12), 3]
     buckets = {float(le) for name, *le in after if name == "vllm:request_prompt_tokens_bucket" for le in le}
     assert buckets == {1, 2, 5, 10, 20, 50, 100, 200, float("inf")}
 
@@ -126,8 +134,15 @@ def test_the_gauges_of_tensorrt_llm(server):
     now = samples(server, "of_paged")
     kinds = ("max", "used", "free", "tokens_per", "reused", "fraction")
     assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0, 0]
-    kinds = ("max", "active", "scheduled", "waiting")
-    assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0]
+    kinds = ("max", "active", "scheduled", "waiting", "context")
+    assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0, 0]
+    kinds = ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")
+    assert [now["nv_trt_llm_inflight_batcher_metrics", kind] for kind in kinds] == [0, 0, 0, 0]
+    kinds = ("gpu", "pinned")
+    assert [now["nv_trt_llm_runtime_memory_metrics", kind] for kind in kinds] == [0, 0]
+    assert now["nv_trt_llm_runtime_memory_metrics", "cpu"] > 1e8
+    assert now["nv_trt_llm_general_metrics", "iteration_counter"] >= 0
+    assert abs(now["nv_trt_llm_general_metrics", "timestamp"] - time.time()) < 3600
 
 
 @pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
