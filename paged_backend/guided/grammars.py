@@ -221,8 +221,8 @@ class Grammars:
 
     def _setup(self) -> grammar.Setup:
         tokenizer = self._made()
-        added = self._source.get_added_vocab().values()
-        special = [tokenizer.decode_bytes([one]) for one in sorted(added) if tokenizer.is_special_token(one)]
+        added = sorted(one for one in self._source.get_added_vocab().values() if one < tokenizer.vocab_size)
+        special = [tokenizer.decode_bytes([one]) for one in added if tokenizer.is_special_token(one)]
         texts = tuple(text.decode(errors="replace") for text in special)
         return grammar.Setup(tokenizer.vocab_size, texts, self._any_whitespace)
 

@@ -160,6 +160,23 @@ def test_stop_ends_a_request_with_what_there_is(server):
     idle(server)
 
 
+def test_a_plain_call_that_its_client_calls_off_ends(server):
+    before = metrics(server)
+    long = inputs(text_input=["The sea"], sampling_param_max_tokens=[2000])
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        answers = queue.Queue()
+        call = client.async_infer(
+            LLMAPI, long, lambda result, error: answers.put(error), parameters={"ignore_eos": True}
+        )  # fmt: skip
+        tokens = "paged_generation_tokens_total"
+        until(lambda: metrics(server)[tokens] > before[tokens], "a token")
+        call.cancel()
+        assert answers.get(timeout=WAIT).status() == "StatusCode.CANCELLED"
+    ended = "paged_requests_finished_total{cancelled}"
+    until(lambda: metrics(server)[ended] == before[ended] + 1, "a cancellation")
+    idle(server)
+
+
 def test_what_its_own_test_tries(served, client):
     """A stop before there is such a request, and after it has ended, harms nobody."""
     short = {"text_input": ["The sea"], "sampling_param_max_tokens": [8]}
