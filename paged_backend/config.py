@@ -149,6 +149,24 @@ class EngineConfig:
         " `UNAVAILABLE`. 0: no limit",
         0,
     )
+    first_response_ms: int | None = option(
+        _whole(0),
+        "a streaming request that has no token by then gets an empty response: only from then on does Triton notice"
+        " that a client over HTTP has left. `null`: never, for clients that take the first response for a token",
+        1000,
+        optional=True,
+    )
+    max_response_mib: int = option(
+        _whole(1, 1 << 20),
+        "MiB that one request may be answered with; Triton keeps what a client does not read in memory. What would go"
+        " beyond ends the request with `UNAVAILABLE`",
+        64,
+    )
+    stall_timeout: int = option(
+        _whole(1),
+        "seconds that a step, or an answer on its way to the server, may take before the model counts as not ready",
+        60,
+    )
     max_num_batched_tokens: int = option(
         _whole(1), "tokens in one step at the most, or `max_num_seqs` if that is more; a longer prompt is chunked", 512
     )

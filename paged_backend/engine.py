@@ -37,6 +37,7 @@ log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # copied at a time for the disk, while the engine is idle: a request that comes waits no longer
 SPILL_SECONDS = 0.05  # between two looks at a disk that is busy
+STOP_SECONDS = 20  # for the step in hand, when the engine stops
 FLUSH_SECONDS = 10  # for what is cached and not on disk yet, when the engine stops
 
 
@@ -64,6 +65,13 @@ class Die:
 
 class Show:
     """Emit how many requests wait and run."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Emit which of these requests nobody here knows."""
+
+    keys: tuple[int, ...]
 
 
 class Look:
@@ -121,6 +129,13 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """Requests that the engine does not know, and whose end it has not told."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class EngineDied:
     reason: str
 
@@ -147,7 +162,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        emit: Callable[[StepOutput | PoolMap | EngineDied], None],
+        emit: Callable[[StepOutput | PoolMap | Lost | EngineDied], None],
         disk: DiskTier | None = None,
         *,
         adapters: Adapters | None = None,
@@ -167,10 +182,11 @@ class Engine:
         self._dropped = 0  # of them, before they came to the scheduler
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
         self._inbox: SimpleQueue[
-            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Show | Look | Die | None
+            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Show | Audit | Look | Die | None
         ] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
+        self._turn_began: float | None = None  # time.monotonic(), while a turn of the loop is under way
 
     def start(self) -> None:
         self._thread.start()
@@ -182,7 +198,10 @@ class Engine:
         if self._fetcher:
             self._fetcher.shutdown()
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("the step in hand has not ended in %g s; it is left to the end of the process", STOP_SECONDS)
+            self._dead = True
         if self._disk:
             deadline = time.monotonic() + FLUSH_SECONDS
             while not self._spilled and not self._dead and (left := deadline - time.monotonic()) > 0:
@@ -193,6 +212,12 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._dead
+
+    @property
+    def seconds_in_turn(self) -> float:
+        """How long the turn of the loop that is under way has taken; 0 between two."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def waiting(self) -> int:
@@ -254,6 +279,10 @@ class Engine:
         """Have it emitted that a request waits which is not delivered yet."""
         self._inbox.put(Show())
 
+    def audit(self, keys: tuple[int, ...]) -> None:
+        """Have it told which of these requests nobody here knows, after all that was told before."""
+        self._inbox.put(Audit(keys))
+
     def look(self) -> None:
         """Have a map of the pool emitted: one for all who ask between two steps."""
         self._inbox.put(Look())
@@ -261,7 +290,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._receive():
+                self._turn_began = time.monotonic()
                 self._step()
+                self._turn_began = None
             self._settle()
         except Exception as error:  # whatever it was: no request may be left without an answer
             self._dead = True
@@ -293,6 +324,8 @@ class Engine:
                 raise RunnerDied(message.reason)
             elif isinstance(message, Show):
                 changed |= bool(self._expected)
+            elif isinstance(message, Audit):
+                self._emit(Lost(tuple(key for key in message.keys if not self._knows(key))))
             elif isinstance(message, Look):
                 looked = True
             else:
@@ -325,6 +358,9 @@ class Engine:
             return False
         self._scheduler.add(request)
         return True
+
+    def _knows(self, key: int) -> bool:
+        return key in self._expected or self._scheduler.knows(key)
 
     def _drop(self, message: Abort) -> bool:
         if message.key in self._expected:

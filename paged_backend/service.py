@@ -70,7 +70,13 @@ class Service:
         self._max_queue_size = config.max_queue_size
         self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
-        self._responder = Responder(metrics, self._sessions)
+        self._stall_timeout = config.stall_timeout
+        self._responder = Responder(
+            metrics,
+            self._sessions,
+            first_response=None if config.first_response_ms is None else config.first_response_ms / 1e3,
+            max_response_mib=config.max_response_mib,
+        )
         eos = self._assembly.loaded.spec.eos_ids
         self._grammars = Grammars(
             self._tokenizer,
@@ -92,7 +98,19 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self._engine.alive
+        """Whether what is asked now will be answered, as far as one can tell: both threads live and get on."""
+        return self._trouble() is None
+
+    def _trouble(self) -> str | None:
+        if not (self._engine.alive and self._responder.alive):
+            return "the engine has stopped; reload the model"
+        for what, seconds in (
+            ("a step", self._engine.seconds_in_turn),
+            ("an answer to the server", self._responder.seconds_in_turn),
+        ):
+            if seconds > self._stall_timeout:
+                return f"{what} has taken {seconds:.0f} s, more than stall_timeout={self._stall_timeout}"
+        return None
 
     def _listen(self, model: str) -> Listener | None:
         """For models in front of this one."""
@@ -129,8 +147,8 @@ class Service:
 
     def _take(self, channel: Channel, arrived: float) -> None:
         try:
-            if not self.ready:
-                raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
+            if trouble := self._trouble():
+                raise RequestError(ErrorCode.UNAVAILABLE, trouble)
             received = channel.received()
             if question := wire.question(*received):
                 self._answer(question, channel, wire.request_id(received[1], received[-1]))

@@ -22,7 +22,7 @@ from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Lo
 from paged_backend.sampling.masks import Guide
 from paged_backend.sampling_params import SamplingParams
 
-WAIT = 120  # seconds after which a step that never comes fails the test
+WAIT = 60  # seconds after which a step that never comes fails the test
 
 
 @dataclass

@@ -10,6 +10,7 @@ from threading import Event, Semaphore
 
 import pytest
 
+from paged_backend import engine as engine_module
 from paged_backend.engine import Engine
 from paged_backend.execution.runner import Runner
 from paged_backend.frontend import responder
@@ -404,3 +405,85 @@ def test_what_to_stop_needs_a_name_and_nothing_else(serve):
     service = serve()
     assert "INVALID_ARGUMENT: stop_request: has no request id" in stop(service, "").answer()
     assert "text_input: means nothing beside stop_request" in stop(service, "one", text_input="x").answer()
+
+
+def test_a_stream_that_waits_gets_an_empty_response_so_that_the_server_sees_its_client_leave(serve, gate, clock):
+    service = serve(first_response_ms=5000)
+    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
+    service.submit(caller)
+    gate.wait()
+    assert caller.empty()
+    clock.ahead += 6
+    outputs, error, last = caller.get(timeout=WAIT)
+    assert (outputs["text_output"], outputs["num_output_tokens"], error, last) == ([b""], [0], None, False)
+    gate.open()
+    rest = caller.all()
+    assert sum(part["num_output_tokens"][0] for part in rest) == 2
+
+
+def test_a_stream_that_is_answered_in_time_gets_no_empty_response(serve, gate, clock):
+    service = serve(first_response_ms=5000)
+    gate.open()
+    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
+    service.submit(caller)
+    assert all(part["num_output_tokens"][0] for part in caller.all())
+
+
+def test_a_request_that_the_engine_loses_ends_with_an_error(serve, gate, clock, monkeypatch):
+    """Whatever the bug: here the scheduler forgets it."""
+    service = serve()
+    scheduler = service._assembly.scheduler
+    lost, kept = ask(service), ask(service, "efgh")
+    gate.wait()
+    scheduler.abort(0)
+    clock.ahead += responder.AUDIT_SECONDS + 1
+    gate.open()
+    assert "INTERNAL: the engine has lost the request" in lost.answer()
+    assert finish(kept) == ("length", 9)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_has_a_largest_size(serve, gate, streams):
+    """As Triton keeps what a client does not read. 1,680 tokens with 20 of the likeliest each are 2 MB."""
+    service = serve(max_response_mib=1, num_gpu_blocks_override=512)
+    gate.open()
+    big = {"max_tokens": 240, "logprobs": 20, "n": 7, "temperature": 1, "ignore_eos": True}
+    inputs = {"text_input": "abcd", "stream": streams, "return_logprobs": True, **TOLD}
+    caller = Caller(**inputs, sampling_parameters=json.dumps(big))
+    service.submit(caller)
+    error = None
+    while error is None:
+        _, error, last = caller.get(timeout=WAIT)
+    assert last
+    assert "UNAVAILABLE: its answer is larger than max_response_mib=1" in error
+    assert finish(ask(service)) == ("length", 9)
+
+
+def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch):
+    service = serve(stall_timeout=1)
+    assert service.ready
+    stuck = ask(service)
+    gate.wait()
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+        assert not service.ready
+        assert "a step has taken 2 s, more than stall_timeout=1" in ask(service).answer()
+    assert service.ready
+    gate.open()
+    assert finish(stuck) == ("length", 9)
+
+
+def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch):
+    service = serve()
+    gate.open()
+    fails = iter([True])
+
+    def show(self, stats):
+        if next(fails, False):
+            raise RuntimeError("metrics are gone")
+
+    monkeypatch.setattr("paged_backend.frontend.metrics.Metrics.show", show)
+    assert finish(ask(service)) == ("length", 9)
+    assert finish(ask(service)) == ("length", 9)
+    assert service.ready

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from paged_backend.engine import EngineDied, PoolMap, StepOutput
+import numpy as np
+
+from paged_backend.engine import EngineDied, Lost, PoolMap, StepOutput
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel
@@ -33,12 +35,15 @@ POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
 POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
 GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
+AUDIT_SECONDS = 2.0  # between two questions to the engine, while streams are open, whether it still has them
+RESPONSE_BYTES = 1024  # that a response takes in the server beside its tensors
 
 
 class Aborts(Protocol):
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def expire(self, key: int) -> None: ...
+    def audit(self, keys: tuple[int, ...]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,16 +68,32 @@ class Cancel:
     request_id: str
 
 
+_Message = Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | None
+
+
 class Responder:
     """A thread between the engine and the clients. `open` and `emit` may be called from any thread."""
 
-    def __init__(self, metrics: Metrics, sessions: Sessions):
+    def __init__(
+        self,
+        metrics: Metrics,
+        sessions: Sessions,
+        *,
+        first_response: float | None = None,
+        max_response_mib: int = 64,
+    ):
+        """first_response: seconds after which a streaming request without a token gets an empty response; None: never.
+        max_response_mib: of one request."""
+        self._first_response = first_response
+        self._max_response_mib = max_response_mib
+        self._unanswered: deque[Stream] = deque()  # that an empty response may be for, by arrival
+        self._next_audit = 0.0
+        self._turn_began: float | None = None  # time.monotonic(), while messages are being worked off
+        self._stopping = False
         self._metrics = metrics
         self._sessions = sessions
         self._engine: Aborts | None = None
-        self._inbox: SimpleQueue[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None] = (
-            SimpleQueue()
-        )
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._died: RequestError | None = None
         self._streams: dict[int, Stream] = {}
         self._lookers: list[Channel] = []  # those who wait for a map of the pool
@@ -92,6 +113,16 @@ class Responder:
         self._inbox.put(None)
         self._thread.join()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def seconds_in_turn(self) -> float:
+        """How long the messages at hand, and sending what came of them, have taken; 0 while there are none."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def open(self, stream: Stream) -> None:
         """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
         self._inbox.put(stream)
@@ -108,37 +139,48 @@ class Responder:
         """Answer with the next map of the pool. Must come before the engine is asked for it."""
         self._inbox.put(Look(channel))
 
-    def emit(self, output: StepOutput | PoolMap | EngineDied) -> None:
+    def emit(self, output: StepOutput | PoolMap | Lost | EngineDied) -> None:
         self._inbox.put(output)
 
     def _run(self) -> None:
-        running = True
-        while running:
-            touched: dict[int, Stream] = {}
-            for message in self._collect():
-                if message is None:
-                    running = False
-                elif isinstance(message, StepOutput):
-                    self._book(message, touched)
-                else:
-                    self._take(message, touched)
-            if self._stats and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
-                self._show()
-            for stream in touched.values():
-                try:  # as `_guarded` does, without a call more for each stream
-                    self._deliver(stream)
-                except Exception as error:
-                    self._give_up(stream, error)
-            self._poll()
-            self._metrics.show_sessions(len(self._sessions))
+        while not self._stopping:
+            messages = self._collect()
+            self._turn_began = time.monotonic()
+            try:
+                self._turn(messages)
+            except Exception:  # no stream's: those that are open are served on
+                log.exception("something between the streams went wrong")
+            self._turn_began = None
+
+    def _turn(self, messages: list[_Message]) -> None:
+        touched: dict[int, Stream] = {}
+        for message in messages:
+            if message is None:
+                self._stopping = True
+            elif isinstance(message, StepOutput):
+                self._book(message, touched)
+            else:
+                self._take(message, touched)
+        if self._stats and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
+            self._show()
+        for stream in touched.values():
+            try:  # as `_guarded` does, without a call more for each stream
+                self._deliver(stream)
+            except Exception as error:
+                self._give_up(stream, error)
+        self._greet()
+        self._poll()
+        self._metrics.show_sessions(len(self._sessions))
 
     def _take(
-        self, message: Stream | Look | PoolMap | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+        self, message: Stream | Look | PoolMap | Lost | Refused | Cancel | EngineDied, touched: dict[int, Stream]
     ) -> None:
         """Anything but a step."""
         if isinstance(message, Stream):
             self._streams[message.request.key] = message
             self._to_ask.append(message.request.key)
+            if message.call.stream and self._first_response is not None:
+                self._unanswered.append(message)
             self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
             if self._died:  # after it was asked whether it lives
                 message.error = self._died
@@ -153,6 +195,8 @@ class Responder:
             self._metrics.ended(message.outcome)
         elif isinstance(message, Cancel):
             self._cancel_all(message)
+        elif isinstance(message, Lost):
+            touched |= self._fail_lost(message.keys)
         else:
             touched |= self._fail_all(message.reason)
 
@@ -165,9 +209,9 @@ class Responder:
         self._stats, self._generated = None, 0
         self._next_show = time.monotonic() + SHOW_SECONDS
 
-    def _collect(self) -> list[Stream | Look | StepOutput | PoolMap | EngineDied | Refused | Cancel | None]:
-        """All that has piled up; waits for the next message, but not past the next poll, nor past the end of a
-        session, nor past the time when the metrics are to be updated."""
+    def _collect(self) -> list[_Message]:
+        """All that has piled up; waits for the next message, but not past the next poll, which comes while streams are
+        open, nor past the end of a session, nor past the time when the metrics are to be updated."""
         messages = []
         try:
             now = time.monotonic()
@@ -205,6 +249,14 @@ class Responder:
             touched[delta.key] = stream
             if sample.finish and not delta.last:
                 self._end(delta.key, delta.sample)
+
+    def _fail_lost(self, keys: tuple[int, ...]) -> dict[int, Stream]:
+        """Streams that nobody works for: whatever went wrong, their clients must not wait for ever."""
+        lost = {key: self._streams[key] for key in keys if key in self._streams and not self._streams[key].ended}
+        for key, stream in lost.items():
+            log.error("request %d: the engine has lost it", key)
+            stream.error = RequestError(ErrorCode.INTERNAL, "the engine has lost the request; send it again")
+        return lost
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:
         self._died = RequestError(ErrorCode.INTERNAL, reason)
@@ -272,22 +324,40 @@ class Responder:
         except Exception:
             log.exception("request %d: its error could not be sent", stream.request.key)
 
-    def _deliver(self, stream: Stream) -> None:
+    def _greet(self) -> None:
+        """Send an empty response on streams that have waited long for their first token."""
+        unanswered = self._unanswered
+        while unanswered:
+            stream = unanswered[0]
+            open_still = not stream.sent and stream.request.key in self._streams
+            if open_still and time.monotonic() < stream.arrived + (self._first_response or 0.0):
+                return
+            unanswered.popleft()
+            if open_still:
+                self._guarded(stream, lambda stream: self._deliver(stream, anyway=True))
+
+    def _deliver(self, stream: Stream, *, anyway: bool = False) -> None:
+        """Send what there is to send. anyway: be it nothing."""
         if stream.request.key not in self._streams:  # closed, or dropped
             return
+        if not stream.ended:
+            if not stream.call.stream:
+                return
+            for sample in stream.samples:
+                sample.speak()
+            if not (anyway or any([sample.text for sample in stream.samples])):
+                return
+        outputs = self._outputs(stream) if not stream.error else {}
         if stream.error:
             self._close(stream, _OUTCOMES.get(stream.error.code, "error"))
             stream.channel.fail(stream.error)
-        elif stream.finished:
+            return
+        if stream.finished:
             self._close(stream, _outcome(stream))
-            self._send(stream)
-        elif stream.call.stream:
-            for sample in stream.samples:
-                sample.speak()
-            if any([sample.text for sample in stream.samples]):
-                self._send(stream)
+        stream.channel.send(outputs, final=stream.finished)
 
-    def _send(self, stream: Stream) -> None:
+    def _outputs(self, stream: Stream) -> dict[str, np.ndarray]:
+        """What was not sent yet. Where that would be more than one request may get, it has an error instead."""
         call, logprobs = stream.call, stream.request.sampling.logprobs is not None
         outputs = wire.write(
             call,
@@ -300,7 +370,14 @@ class Responder:
             receipt=stream.receipt() if stream.finished and call.return_receipt else None,
         )
         stream.sent, stream.prompt_logprobs, stream.prompt_offsets = True, None, None
-        stream.channel.send(outputs, final=stream.finished)
+        stream.sent_bytes += RESPONSE_BYTES + sum(map(_nbytes, outputs.values()))
+        if stream.sent_bytes > self._max_response_mib << 20:
+            reason = (
+                f"its answer is larger than max_response_mib={self._max_response_mib}; ask for fewer tokens, or less"
+            )
+            stream.error = RequestError(ErrorCode.UNAVAILABLE, f"{reason} of each")
+            self._abort(stream.request.key)
+        return outputs
 
     def _close(self, stream: Stream, outcome: str) -> None:
         """Forget the stream, and book what it took."""
@@ -326,6 +403,10 @@ class Responder:
         if now < self._next_poll:
             return
         self._sessions.expire()
+        if self._streams and now >= self._next_audit and not self._died:
+            self._next_audit = now + AUDIT_SECONDS
+            assert self._engine is not None
+            self._engine.audit(tuple(self._streams))
         for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
             self._guarded(stream, self._expire)
         asked = self._ask_some()
@@ -401,6 +482,10 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
 
 
 _OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.DEADLINE_EXCEEDED: "timeout"}  # of errors
+
+
+def _nbytes(tensor: np.ndarray) -> int:
+    return sum(map(len, tensor)) if tensor.dtype == np.object_ else tensor.nbytes
 
 
 def _outcome(stream: Stream) -> str:

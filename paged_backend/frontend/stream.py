@@ -132,6 +132,7 @@ class Stream:
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds of waiting before the first token
     finished: bool = field(default=False, init=False)  # whether every sample is
     sent: bool = field(default=False, init=False)  # whether any response is
+    sent_bytes: int = field(default=0, init=False)
     prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
     deadline: float = field(init=False)  # by time.monotonic()
     cut: FinishReason | None = field(default=None, init=False)  # why the engine was asked to end it with what it has

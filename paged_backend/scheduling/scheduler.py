@@ -195,6 +195,10 @@ class Scheduler:
     def add(self, request: GenerateRequest) -> None:
         insort(self._waiting, Group.of(request), key=_order)
 
+    def knows(self, key: int) -> bool:
+        """Whether a request waits or runs."""
+        return self._find(key) is not None
+
     def abort(self, key: int) -> bool:
         """Drop a request wherever it is; its blocks are free at once. False where it had ended already."""
         group = self._find(key)
