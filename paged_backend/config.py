@@ -149,12 +149,11 @@ class EngineConfig:
         " `UNAVAILABLE`. 0: no limit",
         0,
     )
-    first_response_ms: int | None = option(
-        _whole(0),
+    first_response_ms: int = option(
+        _whole(-1),
         "a streaming request that has no token by then gets an empty response: only from then on does Triton notice"
-        " that a client over HTTP has left. `null`: never, for clients that take the first response for a token",
+        " that a client over HTTP has left. -1: never, for clients that take the first response for a token",
         1000,
-        optional=True,
     )
     max_response_mib: int = option(
         _whole(1, 1 << 20),

@@ -74,7 +74,7 @@ class Service:
         self._responder = Responder(
             metrics,
             self._sessions,
-            first_response=None if config.first_response_ms is None else config.first_response_ms / 1e3,
+            first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
         )
         eos = self._assembly.loaded.spec.eos_ids

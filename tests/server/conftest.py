@@ -39,16 +39,17 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def server(demo_model) -> Iterator[TritonServer]:
     """fp32, so that tokens are those of `generate`; a pool that one prompt near max_model_len almost fills, so that
-    the next one has to wait."""
-    options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32}
+    the next one has to wait. The first response is the first token's, however busy the machine."""
+    options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
     with TritonServer(demo_model, options) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny) -> Iterator[TritonServer]:
-    """A random model whose steps take milliseconds, with a pool of 24 blocks."""
+    """A random model whose steps take milliseconds, with a pool of 24 blocks. Streams begin with an empty response."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
+    options |= {"first_response_ms": 0}
     with TritonServer(tiny[0], options) as running:
         yield running
 

@@ -66,6 +66,25 @@ def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
     idle(server)
 
 
+def test_a_client_that_goes_away_over_http_before_the_first_token_is_noticed(tiny_server):
+    """It waits for the pool, which another has; the server has had an empty response to write."""
+    before = cancelled(tiny_server)
+    body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
+    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with raw_stream(tiny_server) as first:
+        inputs = {"text_input": "a" * 60, "stream": True}
+        first.send(**inputs, sampling_parameters={"max_tokens": 36, "ignore_eos": True})
+        assert first.next().text == ""
+        with socket.create_connection(("localhost", tiny_server.http_port)) as connection:
+            connection.sendall(head.encode() + body)
+            reply = b""
+            while b'"text_output":""' not in reply:
+                reply += connection.recv(4096)
+        until(lambda: cancelled(tiny_server) == before + 1, "the cancellation")
+        first.all()
+    idle(tiny_server)
+
+
 def test_a_cancelled_stream_changes_nothing_for_the_others(server):
     body = {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 24}
     expected = json.loads(post(server, body | {"exclude_input_in_output": True})[1])["text_output"]
