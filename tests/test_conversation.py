@@ -12,12 +12,12 @@ from paged_backend.errors import RequestError
 from paged_backend.frontend import templates
 from paged_backend.frontend.conversation import (
     MAX_MESSAGES,
-    MAX_MESSAGES_CHARS,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     MAX_TOOLS_CHARS,
 )
 from paged_backend.frontend.templates import check_template, render
+from paged_backend.frontend.wire import MAX_JSON_CHARS
 from tests.callers import Caller, serving
 from tests.test_wire import read, refusal, text
 
@@ -76,12 +76,15 @@ def test_what_is_no_call_is_refused(turn, reason):
     assert reason in refusal(**sent([turn]))
 
 
-def test_longer_conversations_than_may_be_are_refused_before_they_are_parsed():
+def test_more_than_may_be_is_refused():
     limit = f'messages="{MAX_MESSAGES + 1} messages": must be at most {MAX_MESSAGES}'
     assert limit in refusal(**sent([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)))
-    large = text("[" * (MAX_MESSAGES_CHARS + 1))
-    assert f"must be at most {MAX_MESSAGES_CHARS}" in refusal(messages=large)
-    assert f"must be at most {MAX_TOOLS_CHARS}" in refusal(**sent(TURNS) | {"tools": large})
+    large = text("[" * (MAX_JSON_CHARS + 1))  # which would be no JSON
+    limit = f'="{MAX_JSON_CHARS + 1} characters": must be at most {MAX_JSON_CHARS}'
+    assert f"messages{limit}" in refusal(messages=large)
+    assert f"tools{limit}" in refusal(**sent(TURNS) | {"tools": large})
+    assert f"sampling_parameters{limit}" in refusal(text_input=text("x"), sampling_parameters=large)
+    assert f"embedding_request{limit}" in refusal(embedding_request=large)
 
 
 def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path, monkeypatch):

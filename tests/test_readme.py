@@ -1,4 +1,4 @@
-"""What the README claims of us names tests, and those are there."""
+"""What the README claims of us names tests, and what the documents point to: all of it is there."""
 
 import ast
 import re
@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from paged_backend.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARISON = "## Beside other backends"
@@ -39,3 +41,21 @@ def test_each_cell_of_ours_names_a_test_that_is_there(row):
     assert ours == "no" or LINK.search(ours), "neither a test nor a no"
     for name, file in LINK.findall(ours):
         assert name in _tests(file), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("document", ["README.md", "SECURITY.md", "docs/operations.md", "kernels/README.md"])
+def test_links_lead_somewhere(document):
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+
+
+def test_options_that_matter_for_security_are_options_with_these_defaults():
+    table = (ROOT / "SECURITY.md").read_text().partition("## What to set")[2].partition("\n\nThe limits")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
+    ]
+    options = {name: row[1] for row in rows[1:] for name in re.findall(r"`([a-z_]+)`", row[0])}
+    defaults = {name: getattr(EngineConfig, name) for name in options if name != "cache_salt"}
+    for name in ("trust_remote_code", "max_queue_size", "structured_outputs_timeout", "max_sessions", "max_loras"):
+        assert str(defaults[name]).lower() in options[name]

@@ -11,7 +11,6 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 MAX_MESSAGES = 2048  # of a conversation: templates may compare each with each
-MAX_MESSAGES_CHARS = 8 << 20  # as JSON
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOLS_CHARS = 1 << 20

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError, invalid
-from paged_backend.frontend.conversation import MAX_MESSAGES_CHARS, MAX_TOOLS_CHARS, check_messages, check_tools
+from paged_backend.frontend.conversation import check_messages, check_tools
 from paged_backend.frontend.embedding import EmbeddingCall
 from paged_backend.request import Logprobs
 from paged_backend.sampling_params import PARAMETER_NAMES
@@ -105,6 +105,7 @@ MAX_SEQUENCE_ID_BYTES = 128
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 _PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
 MAX_REQUEST_ID_BYTES = 256
+MAX_JSON_CHARS = 8 << 20  # of one input
 # Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
 _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
@@ -349,14 +350,10 @@ def _decoded(name: str, value: bytes | str) -> str:
         ) from None
 
 
-def _short(name: str, text: str, most: int) -> str:
-    """Raises RequestError for a text that is too long to be parsed while others wait."""
-    if len(text) > most:
-        raise invalid(name, f"{len(text)} characters", f"must be at most {most}")
-    return text
-
-
 def _json(name: str, text: str) -> Any:
+    """Raises RequestError for what is none, or is too long to be parsed while others wait."""
+    if len(text) > MAX_JSON_CHARS:
+        raise invalid(name, f"{len(text)} characters", f"must be at most {MAX_JSON_CHARS}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -398,7 +395,7 @@ def _prompt(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
     if messages is None:
         return prompt, None, ids
-    return None, check_messages(_json("messages", _short("messages", messages, MAX_MESSAGES_CHARS))), None
+    return None, check_messages(_json("messages", messages)), None
 
 
 def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, Any]] | None:
@@ -407,7 +404,7 @@ def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, A
         return None
     if not chat:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: have a meaning with messages only")
-    return check_tools(_json("tools", _short("tools", text, MAX_TOOLS_CHARS)))
+    return check_tools(_json("tools", text))
 
 
 def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None) -> EmbeddingCall | None:
