@@ -63,7 +63,7 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "stopped" in script:
         yield {"num_stopped": script["stopped"]}
         return
-    say = script["say"]
+    say = script.get("say", ["ok"])
     ends = not script.keys() & {"fail", "cut", "hold", "vanish"}
     for number, text in enumerate(say, 1):
         last = ends and number == len(say)
@@ -135,7 +135,7 @@ class HttpHandler(BaseHTTPRequestHandler):
         if self.path != "/v2/models/paged_llm/generate_stream":
             return self.whole(404, "application/json", '{"error":"Request for unknown model: is not found"}')
         script = self.seen.script(inputs, inputs.pop("id", ""))
-        if "fail" in script and not script["say"]:
+        if "fail" in script and not script.get("say", ["ok"]):
             return self.whole(400, "text/event-stream", f"data: {json.dumps({'error': script['fail']})}\n\n")
         try:
             self.stream(script)

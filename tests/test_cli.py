@@ -12,7 +12,7 @@ import pytest
 
 from client import cli, session
 from client.cli import main
-from client.types import Completion
+from client.types import Completion, PagedError
 from paged_backend.serving import launch
 from tests.fake_servers import SERVERS, WAIT
 
@@ -119,6 +119,28 @@ def test_values_are_json_where_they_parse_as_json():
         "h": "",
         "i": "[1",
     }
+
+
+class TestProbe:
+    def test_a_token_is_asked_for_before_all_others(self, fake):
+        assert main(["probe", *fake.flags]) == 0
+        assert sampling(fake) == {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "priority": -(2**31)}
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (PagedError("UNAVAILABLE", "9 requests wait, which is max_queue_size; send it again later"), 0),
+            (PagedError("UNAVAILABLE", "the engine has stopped; reload the model"), 1),
+            (PagedError("DEADLINE_EXCEEDED", "no answer within 10 s"), 1),
+        ],
+        ids=str,
+    )
+    def test_only_a_full_queue_is_a_sign_of_life_beside_a_token(self, error, code, monkeypatch):
+        def fails(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(cli.Client, "generate", fails)
+        assert main(["probe"]) == code
 
 
 class TestGenerate:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from client.cli import build_parser
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -54,11 +56,13 @@ def test_shared_memory_is_larger_than_dockers_default(service):
     assert service["shm_size"] == "1g"
 
 
-def test_health_is_the_models_readiness(service):
-    command, *arguments = service["healthcheck"]["test"]
-    assert command == "CMD"
-    assert "--fail" in arguments, "curl gives 0 for an HTTP error without it"
-    assert arguments[-1].endswith("/v2/models/paged_llm/ready")
+def test_health_is_a_token(service):
+    check = service["healthcheck"]
+    command, program, *arguments = check["test"]
+    assert (command, program) == ("CMD", "paged")
+    args = build_parser().parse_args(arguments)
+    assert args.command == "probe"
+    assert args.timeout < int(check["timeout"].rstrip("s"))
 
 
 def test_the_model_is_mounted_where_the_engine_looks_for_it(service):

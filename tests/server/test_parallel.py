@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from client.cli import main
 from paged_backend.serving.tritonserver import TritonServer
 from tests.server.conftest import raw_stream, until
 
@@ -36,6 +37,7 @@ def test_two_processes_answer_as_one_and_open_streams_end_with_either(tiny, tiny
     monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
     with server:
         (rank,) = ranks(server)
+        assert main(["probe", "--url", server.grpc_url]) == 0
         with raw_stream(server) as stream:
             stream.send(**request)
             assert stream.all()[0].text == expected
@@ -47,6 +49,7 @@ def test_two_processes_answer_as_one_and_open_streams_end_with_either(tiny, tiny
             assert "INTERNAL: the engine died: RunnerDied: rank 1 of 2 is gone" in str(error)
             stream.send(**request)
             assert "UNAVAILABLE: the engine has stopped" in str(stream.next().error)
+        assert main(["probe", "--url", server.grpc_url]) == 1
 
 
 @pytest.mark.nightly
