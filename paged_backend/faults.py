@@ -15,12 +15,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from paged_backend.config import ConfigError
+from paged_backend.execution.runner import Runner, RunnerDied
 from paged_backend.frontend.channel import Channel
 
 if TYPE_CHECKING:
     from paged_backend.assembly import Assembly
+    from paged_backend.execution.batch import PackedBatch
+    from paged_backend.execution.graphs import Forwarded
     from paged_backend.request import TokenDelta
     from paged_backend.service import Service
 
@@ -122,9 +126,55 @@ def _last_response(when: int, service: Service, instead: Callable[[Channel, Send
     service.take = watch  # type: ignore[method-assign]
 
 
+def _nan_row(when: int, service: Service, assembly: Assembly) -> None:
+    """The logits of one row are no numbers: of the first that draws in a step, counted in steps."""
+
+    def poison(step: Callable[[], Forwarded]) -> Forwarded:
+        forwarded = step()
+        row = 0 if forwarded.draw_rows is None else forwarded.draw_rows[:1]
+        forwarded.logits[row] = float("nan")
+        return forwarded
+
+    _step(when, assembly, poison)
+
+
+def _out_of_memory(when: int, service: Service, assembly: Assembly) -> None:
+    """A step finds no memory on the device."""
+
+    def fail(step: Callable[[], Forwarded]) -> Forwarded:
+        raise torch.OutOfMemoryError("on purpose")
+
+    _step(when, assembly, fail)
+
+
+def _dead_engine(when: int, service: Service, assembly: Assembly) -> None:
+    """No further step can be run."""
+
+    def die(step: Callable[[], Forwarded]) -> Forwarded:
+        raise RunnerDied("on purpose")
+
+    _step(when, assembly, die)
+
+
+def _step(when: int, assembly: Assembly, instead: Callable[[Callable[[], Forwarded]], Forwarded]) -> None:
+    """Have `instead` compute one step."""
+    runner, count = assembly.runner, itertools.count(1)
+    if not isinstance(runner, Runner):
+        raise ConfigError(f"{VARIABLE}: faults of steps need tensor_parallel_size=1")
+    run = runner._run
+
+    def runs(packed: PackedBatch) -> Forwarded:
+        return instead(lambda: run(packed)) if next(count) == when else run(packed)
+
+    runner._run = runs  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
     "leak_block": _leak_block,
     "wrong_token": _wrong_token,
     "drop_final": _drop_final,
     "double_final": _double_final,
+    "nan_row": _nan_row,
+    "out_of_memory": _out_of_memory,
+    "dead_engine": _dead_engine,
 }

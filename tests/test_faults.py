@@ -7,6 +7,7 @@ import pytest
 from paged_backend import faults
 from paged_backend.config import ConfigError
 from tests.callers import serving
+from tests.in_process import WAIT
 
 ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reason": True,
          "sampling_parameters": '{"max_tokens": 6, "temperature": 0, "ignore_eos": true}'}  # fmt: skip
@@ -16,9 +17,9 @@ ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reaso
 def faulty(tiny, monkeypatch):
     """A service with faults."""
 
-    def make(**asked):
+    def make(async_scheduling=False, **asked):
         monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
-        return serving(tiny[0])
+        return serving(tiny[0], async_scheduling=async_scheduling)
 
     return make
 
@@ -53,6 +54,57 @@ def test_a_last_response_is_kept_back_or_comes_twice(faulty):
         silent = calls.call(**ASKED)
         calls.ask(**ASKED)  # once it is answered, the one before is over as well
         assert silent.empty()
+
+
+def ends(caller):
+    """All tokens of a request, and its error."""
+    found, error, last = [], None, False
+    while not last:
+        outputs, error, last = caller.get(timeout=WAIT)
+        found += outputs.get("token_ids", [])
+    return found, error
+
+
+PROMPTS = [chr(65 + index) * (3 + 4 * index) for index in range(8)]
+
+
+def ask_all(calls):
+    return [calls.call(**ASKED | {"text_input": prompt, "stream": True}) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("nan_row", "INTERNAL: the model's numbers for this request are not finite"),
+        ("out_of_memory", "INTERNAL: the step failed: OutOfMemoryError: on purpose"),
+    ],
+)
+def test_a_step_that_goes_wrong_ends_its_own_requests_alone(tiny, faulty, fault, reason, overlap):
+    with serving(tiny[0]) as calls:
+        right = [ends(caller)[0] for caller in ask_all(calls)]
+    with faulty(**{fault: 4}, async_scheduling=overlap) as calls:
+        ended = [ends(caller) for caller in ask_all(calls)]
+        failed = [error for _, error in ended if error]
+        assert failed and all(reason in error for error in failed)
+        assert len(failed) == 1 or fault != "nan_row"
+        for (found, error), expected in zip(ended, right, strict=True):
+            assert found == expected[: len(found)] if error else found == expected
+        assert [ends(caller)[0] for caller in ask_all(calls)] == right  # and everybody after
+        scheduler = calls.service._assembly.scheduler
+        scheduler.check()
+        assert scheduler.blocks.num_used == 0
+        assert calls.service.ready
+
+
+def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
+    with faulty(dead_engine=4) as calls:
+        callers = ask_all(calls)
+        errors = [ends(caller)[1] for caller in callers]
+        assert any(errors)
+        assert all("INTERNAL: the engine died: RunnerDied: on purpose" in error for error in errors if error)
+        assert not calls.service.ready
+        assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
 
 
 def test_without_faults_nothing_is_wrapped(tiny):
