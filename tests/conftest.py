@@ -9,6 +9,21 @@ from transformers import LlamaConfig
 
 from tests.in_process import TINY, save_tiny
 
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figures(pytestconfig, request):
+    """Call it with what a test has counted: it is told at the end of the run."""
+    return lambda text: pytestconfig.stash.setdefault(FIGURES, []).append(f"{request.node.name}: {text}")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if told := config.stash.get(FIGURES, []):
+        terminalreporter.section("figures")
+        for line in told:
+            terminalreporter.line(line)
+
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
 def planning(request, monkeypatch):

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from paged_backend.request import GenerateRequest
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
+from paged_backend.scheduling.content import Entry, Key, extend_chain, new_chain
 from paged_backend.scheduling.plan import Drawn, Plan, reached
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
@@ -29,13 +30,14 @@ def candidates(digest: bytes, vocab: int) -> list[Candidate]:
     return [Candidate(token, chance) for chance, token in sorted(chances, reverse=True)]
 
 
-def start(salt: str) -> bytes:
-    return salt.encode()
+def start(request: GenerateRequest) -> bytes:
+    """What the keys and values of a request's first token depend on, beside that token."""
+    return repr((request.sampling.cache_salt, request.adapter and request.adapter.digest)).encode()
 
 
 def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
     """What a sample must be, whatever else runs."""
-    digest = start(request.sampling.cache_salt)
+    digest = start(request)
     for token in request.prompt_token_ids:
         digest = extend(digest, token)
     tokens: list[int] = []
@@ -49,7 +51,7 @@ def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
 
 def alone_with_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ...]]:
     """What the outputs of a beam search must be."""
-    digest = start(request.sampling.cache_salt)
+    digest = start(request)
     for token in request.prompt_token_ids:
         digest = extend(digest, token)
     search, live = BeamSearch(request.sampling, request.stop_ids), [((), digest)]
@@ -69,6 +71,7 @@ class ShadowStore:
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
+        self.disk: dict[Key, tuple[Entry, list[bytes | None]]] = {}
 
     def run(self, plan: Plan) -> list[Drawn]:
         self._copy(plan)
@@ -90,6 +93,36 @@ class ShadowStore:
             self._read(chunk.sequence, chunk.start + chunk.length)
         self._last = drawn
         return drawn
+
+    def spill(self, most: int) -> int:
+        """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
+        plan = Plan((), outs=self._blocks.spill(lambda key: key not in self.disk, most))
+        self._copy(plan)
+        for move in plan.outs:
+            if move.entry:
+                self.disk[move.entry.key] = move.entry, self.host[self._span(move.target)]
+        self._blocks.finish_outs(plan.outs)
+        return len(plan.outs)
+
+    def fetch(self, request: GenerateRequest) -> int:
+        """As the engine does before a request comes to the scheduler: what the disk has of its prefix, and nobody else,
+        goes to the host. How many blocks."""
+        blocks, host = self._blocks, self._blocks.host
+        assert host
+        size, tokens, chain, found = blocks.block_size, request.prompt_token_ids, new_chain(request.root), 0
+        for count in range(1, (len(tokens) - 1) // size + 1):
+            extend_chain(chain, tokens, count, size)
+            key = chain[-1].key
+            if not blocks.index.has_key(key) and not host.index.has_key(key):
+                if key not in self.disk:
+                    break
+                entry, content = self.disk[key]
+                block = host.keep(entry)
+                if block is None:
+                    break
+                self.host[self._span(block)] = content
+                found += 1
+        return found
 
     def _token(self, sequence: Sequence, position: int) -> int:
         """A token, or what stands for one that is not committed yet."""
@@ -122,7 +155,7 @@ class ShadowStore:
 
     def _read(self, sequence: Sequence, length: int) -> bytes:
         """Read the first `length` tokens through the block table, and be sure that they are this sequence's."""
-        digest = start(sequence.request.sampling.cache_salt)
+        digest = start(sequence.request)
         for position in range(length):
             digest = extend(digest, self._token(sequence, position))
             assert self.slots[self._slot(sequence, position)] == digest, (sequence.key, sequence.index, position)

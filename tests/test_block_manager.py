@@ -1,84 +1,73 @@
-"""The block manager against a naive model of it: a set of free blocks and a dict of tables."""
+"""The block manager against a model of it, by rules that are applied in any order."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import nullcontext
+from itertools import count
+from math import inf
+from multiprocessing import get_context
 from pathlib import Path
+from random import SystemRandom
+from time import monotonic
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import new_chain, root_key
+from tests.pool_machine import RULES, STATES, colliding_keys, play, play_seeds
+from tests.pool_state import PART
 
 
-class Blocks(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 4, 16]))
-    def start(self, num_blocks, block_size):
-        self.blocks = BlockManager(num_blocks, block_size)
-        self.free = set(range(num_blocks))
-        self.tables: dict[int, list[int]] = {}
-        self.next = 0
-
-    @rule(tokens=st.integers(0, 60))
-    def admit(self, tokens):
-        self.tables[self.next] = []
-        self.grow(self.next, tokens)
-        self.next += 1
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data(), more=st.integers(0, 20))
-    def append(self, data, more):
-        key = data.draw(st.sampled_from(sorted(self.tables)))
-        self.grow(key, len(self.tables[key]) * self.blocks.block_size + more)
-
-    def grow(self, key, tokens):
-        table = self.tables[key]
-        before, needed = list(table), -(-tokens // self.blocks.block_size) - len(table)
-        if self.blocks.grow(table, tokens):
-            new = table[len(before) :]
-            assert table[: len(before)] == before
-            assert len(new) == max(0, needed)
-            assert set(new) <= self.free
-            self.free -= set(new)
-        else:
-            assert needed > len(self.free)
-            assert table == before
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def release(self, data):
-        table = self.tables.pop(data.draw(st.sampled_from(sorted(self.tables))))
-        self.free |= set(table)
-        self.blocks.release(table)
-        assert table == []
-
-    @precondition(lambda self: self.free)
-    @rule(data=st.data())
-    def release_of_a_free_block_raises(self, data):
-        block = data.draw(st.sampled_from(sorted(self.free)))
-        with pytest.raises(ValueError, match=f"block {block}"):
-            self.blocks.release([block])
-
-    @invariant()
-    def conserved(self):
-        assert self.blocks.num_free == len(self.free)
-        assert self.blocks.num_free + self.blocks.num_used == self.blocks.num_blocks
-        self.blocks.check(self.tables.values())
-        assert self.blocks.states() == naive_states(self.blocks)
-
-    def teardown(self):
-        if hasattr(self, "blocks"):
-            for table in self.tables.values():
-                self.blocks.release(table)
-            self.blocks.check([])
-            assert self.blocks.num_used == 0
+def assert_all_happened(seen):
+    """A rule that never applies, or a state that is never met, would prove nothing."""
+    assert [name for name in (*RULES, *STATES) if not seen[name]] == []
 
 
-Blocks.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
-TestBlocks = Blocks.TestCase
+def test_whatever_hypothesis_thinks_of(figures):
+    seen, steps = Counter(), 0
+
+    @settings(max_examples=900, deadline=None)
+    @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.booleans())
+    def run(parts, cut):
+        nonlocal steps
+        with colliding_keys() if cut else nullcontext():
+            steps += play(parts, seen, cut=cut)
+
+    run()
+    assert_all_happened(seen)
+    figures(f"{steps:,} steps of the block manager, chosen by hypothesis")
+    assert steps >= 200_000
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first", "limit"),
+    [
+        (2_000_000, lambda: 0, None),
+        pytest.param(50_000_000, lambda: SystemRandom().randrange(2**48), 3600, marks=pytest.mark.nightly),
+    ],
+    ids=["2 million", "50 million"],
+)
+def test_whatever_comes(wanted, first, limit, figures):
+    """At night with seeds that nobody has tried, for so many seconds at most."""
+    first, seen, steps = first(), Counter(), 0
+    until = monotonic() + limit if limit else inf
+    batches = (range(start, start + 20) for start in count(first, 20))
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        running = {processes.submit(play_seeds, next(batches)) for _ in range(4)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for batch in done:
+                more, happened = batch.result()
+                steps, seen = steps + more, seen + happened
+                if steps < wanted and monotonic() < until:
+                    running.add(processes.submit(play_seeds, next(batches)))
+    assert_all_happened(seen)
+    figures(f"{steps:,} steps of the block manager, seeds from {first}")
 
 
 def test_a_released_block_of_no_pool_is_named():

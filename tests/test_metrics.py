@@ -3,7 +3,7 @@
 from unittest.mock import Mock
 
 from paged_backend.frontend.metrics import Metrics, token_buckets
-from tests.test_memory import scheduler
+from tests.storm import scheduler
 
 
 def update_all(metrics):

@@ -1,0 +1,105 @@
+"""One pool of blocks as it must be: sets and dicts in which everything is looked for one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    """What a full block holds. Keys are the model's own, salt and all tokens up to the block's end, or those of the
+    block manager, where what it does with keys that collide is looked at."""
+
+    key: Hashable
+    parent: Hashable
+    tokens: tuple[int, ...]
+
+
+class PoolModel:
+    def __init__(self, count: int, *, caching: bool):
+        self.caching = caching
+        self.free = set(range(count))
+        self.cached: dict[int, None] = {}  # the first is the next to be evicted
+        self.holders = [0] * count
+        self.moving = [0] * count  # of the holders, copies and moves
+        self.known: dict[int, Content] = {}
+        self.digests: dict[int, list[int]] = {}  # what the slots of a known block must hold
+        self._by_key: dict[Hashable, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        return len(self.free) + len(self.cached)
+
+    @property
+    def states(self) -> str:
+        marks = [".", *"123456789"]
+        marks = [marks[count] if count < 10 else "+" for count in self.holders]
+        for block in self.cached:
+            marks[block] = "c"
+        return "".join(marks)
+
+    def hold(self, block: int) -> None:
+        assert block not in self.free, "a free block is held"
+        self.cached.pop(block, None)
+        self.holders[block] += 1
+
+    def drop(self, block: int) -> None:
+        self.holders[block] -= 1
+        assert self.holders[block] >= self.moving[block] >= 0
+        if not self.holders[block]:
+            if block in self.known:
+                self.cached[block] = None
+            else:
+                self.free.add(block)
+
+    def lock(self, block: int) -> None:
+        self.hold(block)
+        self.moving[block] += 1
+
+    def unlock(self, block: int) -> None:
+        self.moving[block] -= 1
+        self.drop(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self.holders[block] - self.moving[block] > 1
+
+    def take(self, block: int) -> bool:
+        """Somebody was given a block: a free one, or if there is none the one that nobody has used for longest. True
+        where that one has to be forgotten first."""
+        assert block in self.free if self.free else block == next(iter(self.cached)), f"block {block} was not next"
+        evicted = not self.free
+        self.free.discard(block)
+        self.cached.pop(block, None)
+        self.holders[block] = 1
+        return evicted
+
+    def find(self, content: Content) -> int | None:
+        block = self._by_key.get(content.key)
+        return block if block is not None and self.known[block] == content else None
+
+    def has_key(self, content: Content) -> bool:
+        return content.key in self._by_key
+
+    def collides(self, content: Content) -> bool:
+        return self.has_key(content) and self.find(content) is None
+
+    def know(self, block: int, content: Content, digests: list[int]) -> bool:
+        if block in self.known or content.key in self._by_key:
+            return False
+        self.known[block], self.digests[block], self._by_key[content.key] = content, digests, block
+        return True
+
+    def forget(self, block: int) -> tuple[Content, list[int]]:
+        content = self.known.pop(block)
+        del self._by_key[content.key]
+        return content, self.digests.pop(block)
+
+    def most_common(self, parent: Hashable, tokens: tuple[int, ...]) -> int:
+        """With how many of these tokens a block after `parent` begins, at the most."""
+        return max((common(one.tokens, tokens) for one in self.known.values() if one.parent == parent), default=0)
+
+
+def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
