@@ -289,6 +289,19 @@ def test_numbers_that_cannot_be_are_refused_before_memory_is_taken(model, monkey
         load(model, load_format=load_format)
 
 
+def test_any_value_in_config_json_is_refused_or_loads(model):
+    """What is no ConfigError would be told without a file's name, or end the process."""
+    given, outcomes = json.loads((model / CONFIG_JSON).read_text()), set()
+    for field in given:
+        for value in (None, -1, 0, 7, 1e308, 10**18, "x", [], [10**9], {}):
+            (model / CONFIG_JSON).write_text(json.dumps(given | {field: value}))
+            try:
+                outcomes.add(type(load(model, max_model_len=16)).__name__)
+            except ConfigError:
+                outcomes.add("refused")
+    assert outcomes == {"refused", "LlamaForCausalLM"}
+
+
 def test_a_text_too_large_is_not_read(model, monkeypatch):
     monkeypatch.setitem(model_files.MAX_BYTES, ".json", 5000)
     (model / TOKENIZER_JSON).write_bytes(b"[" * 5001)

@@ -206,8 +206,8 @@ def check_sizes(place: Path, config: PretrainedConfig, held: Held | None, *, dty
     """Raises ConfigError for a configuration that has no layers, or describes more weights than the files hold, or,
     where there are no files (held is None), than the memory has room for."""
     text, name = config.get_text_config(), place / CONFIG if place.suffix != GGUF else place
-    quantized = getattr(config, "quantization_config", None) is not None or place.suffix == GGUF
-    most = 2**31 - 1 if held is None else 8 * held.num_bytes if quantized else held.num_elements
+    packed = getattr(config, "quantization_config", None) is not None and place.suffix != GGUF  # several in an element
+    most = 2**31 - 1 if held is None else 8 * held.num_bytes if packed else held.num_elements
     layers = MAX_LAYERS if held is None else held.num_tensors
     _check_number(name, text, "num_hidden_layers", layers)
     _check_number(name, text, "max_position_embeddings", MAX_POSITIONS)
@@ -218,7 +218,7 @@ def check_sizes(place: Path, config: PretrainedConfig, held: Held | None, *, dty
         room = available_memory()
         if described * dtype.itemsize > room:
             raise ConfigError(f"{name}: describes {described} weights in {dtype}; there are {room} bytes of memory")
-    elif described > SLACK * most:
+    elif described > (most if packed else SLACK * most):
         raise ConfigError(f"{name}: describes {described} weights; the files hold {held.num_elements}")
 
 
