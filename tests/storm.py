@@ -111,30 +111,13 @@ class Storm:
 
     def arrive(self) -> None:
         self.left -= 1
-        rnd, most = self.rnd, self.num_blocks * self.size
-        n = rnd.randint(1, min(3, self.sched.max_num_seqs))
-        prompt = [rnd.randrange(2) for _ in range(rnd.randint(1, rnd.choice([most, 1 + most // 3])))]
-        if self.past and rnd.random() < 0.5:
-            known = rnd.choice(self.past)[: len(prompt) - 1]
-            prompt[: len(known)] = known
-        self.past.append(prompt)
-        longest = max(0, most - len(prompt) + 1)
+        prompt, n = self.prompt(), self.rnd.randint(1, min(3, self.sched.max_num_seqs))
+        longest = max(0, self.num_blocks * self.size - len(prompt) + 1)
         while longest and blocks_at_most(len(prompt), longest, n, self.size) > self.num_blocks:
             longest -= 1
         if not longest:
             return
-        max_tokens, stops = (
-            rnd.randint(1, rnd.choice([longest, min(longest, 6)])),
-            {self.vocab - 1} if rnd.random() < 0.3 else set(),
-        )
-        choice = {"n": n, "cache_salt": rnd.choice(["", "tenant"]), "priority": rnd.choice([0, 0, 0, -1, 5])}
-        if n > 1 and rnd.random() < 0.5:
-            choice |= {"beam_width": n, "n": rnd.randint(1, n), "early_stopping": rnd.choice([True, False])}
-        if n == 1 and self.pinned:
-            choice["session"] = rnd.choice([None, "a", "b"])
-        if self.loras:
-            choice["adapter"] = rnd.choice([None, *ADAPTERS])
-        one = request(25 - self.left, prompt, max_tokens, stops, seed=rnd.randrange(100), **choice)
+        one = request(25 - self.left, prompt, **self.options(n, longest))
         self.requests[one.key] = one
         self.outputs |= {(one.key, index): [] for index in range(one.sampling.n)}
         if self.disk:
@@ -142,35 +125,67 @@ class Storm:
         self.sched.add(one)
         self.did("add")
 
+    def prompt(self) -> list[int]:
+        """Half of them begin as one that was there before."""
+        rnd, most = self.rnd, self.num_blocks * self.size
+        prompt = [rnd.randrange(2) for _ in range(rnd.randint(1, rnd.choice([most, 1 + most // 3])))]
+        if self.past and rnd.random() < 0.5:
+            known = rnd.choice(self.past)[: len(prompt) - 1]
+            prompt[: len(known)] = known
+        self.past.append(prompt)
+        return prompt
+
+    def options(self, n: int, longest: int) -> dict:
+        rnd = self.rnd
+        choice = {
+            "n": n,
+            "max_tokens": rnd.randint(1, rnd.choice([longest, min(longest, 6)])),
+            "stop_ids": {self.vocab - 1} if rnd.random() < 0.3 else set(),
+            "seed": rnd.randrange(100),
+            "cache_salt": rnd.choice(["", "tenant"]),
+            "priority": rnd.choice([0, 0, 0, -1, 5]),
+        }
+        if n > 1 and rnd.random() < 0.5:
+            choice |= {"beam_width": n, "n": rnd.randint(1, n), "early_stopping": rnd.choice([True, False])}
+        if n == 1 and self.pinned:
+            choice["session"] = rnd.choice([None, "a", "b"])
+        if self.loras:
+            choice["adapter"] = rnd.choice([None, *ADAPTERS])
+        return choice
+
     def disturb(self) -> None:
-        rnd, sched = self.rnd, self.sched
+        rnd = self.rnd
         if self.requests and rnd.random() < 0.05:
-            key = rnd.choice(sorted(self.requests))
-            waits = not any(group.key == key for group in sched.running)
-            assert sched.abort(key)
-            self.did("abort of one that waits" if waits else "abort of one that runs")
-            self.seen["abort in flight"] += any(
-                chunk.sequence.key == key for plan, _ in self.flights for chunk in plan.chunks
-            )
-            self.forget(key)
+            self.abort(rnd.choice(sorted(self.requests)))
         if self.outputs and rnd.random() < 0.05:
-            owner = rnd.choice(sorted(self.outputs))
-            assert sched.end(*owner)
-            del self.outputs[owner]
-            self.gone.append(owner)
-            self.did("end of a sample")
-            self.requests = {key: one for key, one in self.requests.items() if any(key == k for k, _ in self.outputs)}
+            self.end(rnd.choice(sorted(self.outputs)))
         if rnd.random() < 0.02:
             self.nobody_twice()
         if self.pinned and rnd.random() < 0.02:
-            sched.pins.drop(rnd.choice("ab"))
+            self.sched.pins.drop(rnd.choice("ab"))
             self.did("end of a session")
         if rnd.random() < 0.02:
-            sched.blocks.forget()
+            self.sched.blocks.forget()
             self.did("reset")
         if self.disk and not self.flights and rnd.random() < 0.3:
             self.seen["blocks to disk"] += self.store.spill(most=rnd.randint(1, 4))
             self.did("spill")
+
+    def abort(self, key: int) -> None:
+        flying = {chunk.sequence.key for plan, _ in self.flights for chunk in plan.chunks}
+        runs = any(group.key == key for group in self.sched.running)
+        assert self.sched.abort(key)
+        self.did("abort of one that runs" if runs else "abort of one that waits")
+        self.seen["abort in flight"] += key in flying
+        self.forget(key)
+
+    def end(self, owner: tuple[int, int]) -> None:
+        assert self.sched.end(*owner)
+        self.did("end of a sample")
+        del self.outputs[owner]
+        self.gone.append(owner)
+        if not any(key == owner[0] for key, _ in self.outputs):
+            del self.requests[owner[0]]
 
     def nobody_twice(self) -> None:
         """Who has ended, or never was, cannot be ended."""
@@ -184,35 +199,44 @@ class Storm:
 
     def step(self) -> bool:
         """False: nothing is left to do."""
-        sched, rnd = self.sched, self.rnd
-        plan = sched.schedule()
+        plan = self.sched.schedule()
         self.did("step")
         if plan is None:
-            before = pickle.dumps(sched.blocks)
-            assert sched.schedule() is None
-            assert pickle.dumps(sched.blocks) == before, "whoever finds no room has changed something"
-            self.seen["nobody finds room"] += sched.has_work
-        if plan is None and not self.flights:
-            assert not sched.has_work
-            return self.left > 0
-        fails = None
+            self.nothing_changes()
+            if not self.flights:
+                assert not self.sched.has_work
+                return self.left > 0
+        fails = self.rnd.choice(["at once", "later"]) if plan and self.rnd.random() < 0.02 else None
         if plan is not None:
-            assert plan.num_tokens <= sched.max_num_batched_tokens
-            fails = rnd.choice(["at once", "later"]) if rnd.random() < 0.02 else None
-            drawn = self.store.run(plan) if fails != "at once" else None
-            if drawn and rnd.random() < 0.01:
-                drawn = self.lose(plan, drawn)
-            self.flights.append((plan, None if fails else drawn))
+            assert plan.num_tokens <= self.sched.max_num_batched_tokens
+            self.launch(plan, fails)
         kept = 1 if self.overlap and plan is not None and fails != "at once" else 0
-        while len(self.flights) > kept or (self.flights and sched.wants_results):
+        while len(self.flights) > kept or (self.flights and self.sched.wants_results):
             self.settle()
         if not self.flights:
-            held = [one for group in sched.running for one in group.sequences]
-            fits = sched.blocks.blocks_for
-            assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
-            only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
-            assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
+            self.count_blocks()
         return True
+
+    def nothing_changes(self) -> None:
+        """Whoever waits and finds no room leaves the pool as it is, byte for byte."""
+        before = pickle.dumps(self.sched.blocks)
+        assert self.sched.schedule() is None
+        assert pickle.dumps(self.sched.blocks) == before
+        self.seen["nobody finds room"] += self.sched.has_work
+
+    def launch(self, plan: Plan, fails: str | None) -> None:
+        drawn = None if fails == "at once" else self.store.run(plan)
+        if drawn and self.rnd.random() < 0.01:
+            drawn = self.lose(plan, drawn)
+        self.flights.append((plan, None if fails else drawn))
+
+    def count_blocks(self) -> None:
+        """Between steps tables are as long as their tokens need, and the pool holds nothing else."""
+        sched, fits = self.sched, self.sched.blocks.blocks_for
+        held = [one for group in sched.running for one in group.sequences]
+        assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
+        only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
+        assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
     def lose(self, plan: Plan, drawn: list[Drawn]) -> list[Drawn]:
         """The same, but for the logits of one row, which are no numbers."""

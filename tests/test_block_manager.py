@@ -31,7 +31,7 @@ def assert_all_happened(seen):
 def test_whatever_hypothesis_thinks_of(figures):
     seen, steps = Counter(), 0
 
-    @settings(max_examples=900, deadline=None)
+    @settings(max_examples=1000, deadline=None)
     @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.booleans())
     def run(parts, cut):
         nonlocal steps

@@ -1,6 +1,7 @@
 """What blocks hold: each full block is known by a key, a BLAKE2b chain over the tenant's salt and the adapter that
 computed it, the key of the block before it, and its own token ids. Equal keys mean equal tokens from the first on, so
-whoever asks for the same prefix finds the blocks.
+whoever asks for the same prefix finds the blocks. The tokens of each block are compared as well; that the blocks before
+it hold the same, its parent's key says alone, of 32 bytes.
 
     salt -> k1 = H(salt, [t0..t15]) -> k2 = H(k1, [t16..t31]) -> ...
 """
