@@ -118,6 +118,7 @@ def _put_together(
         block_size=blocks.block_size,
         max_num_seqs=config.max_num_seqs,
         embedding=spec.embedding,
+        caps=config.caps,
     )
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:

@@ -10,12 +10,14 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from paged_backend import vllm_options
+from paged_backend.limits import Caps
+from paged_backend.options import Check, option, whole
 
 log = logging.getLogger("paged_llm")
 
@@ -37,25 +39,12 @@ class ConfigError(ValueError):
     """An engine option that cannot be used; the message names the option, its value and the limit."""
 
 
-Check = Callable[[Any], str | None]  # None, or what the value must be
-
-
 def _text(value: Any) -> str | None:
     return None if isinstance(value, str) and value else "must be a non-empty string"
 
 
 def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
-
-
-def _whole(low: int, high: int | None = None) -> Check:
-    limit = f"must be a whole number of at least {low}" if high is None else f"must be a whole number {low}..{high}"
-
-    def check(value: Any) -> str | None:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return None if whole and value >= low and (high is None or value <= high) else limit
-
-    return check
 
 
 def _fraction(value: Any) -> str | None:
@@ -82,12 +71,8 @@ def _power_of_two(value: Any) -> str | None:
     return None if type(value) is int and value in sizes else f"must be one of {sizes}"
 
 
-def option(check: Check, help: str, default: Any = MISSING, *, optional: bool = False) -> Any:
-    return field(default=default, metadata={"check": check, "help": help, "optional": optional})
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Caps):
     """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
 
     model: str = option(
@@ -122,12 +107,12 @@ class EngineConfig:
     )
     device: str = option(_one_of("auto", "cpu", "cuda"), "`auto`: a GPU where there is one", "auto")
     tensor_parallel_size: int = option(
-        _whole(1, 64),
+        whole(1, 64),
         "GPUs of this machine that share the model, each in a process of its own with its part of every layer and of"
         " the keys and values",
         1,
     )
-    seed: int = option(_whole(0, 2**63 - 1), "seeds dummy weights and the requests that bring no seed of their own", 0)
+    seed: int = option(whole(0, 2**63 - 1), "seeds dummy weights and the requests that bring no seed of their own", 0)
     compile_level: int = option(
         _one_of(0, 1),
         "1: what lies between the attentions goes through torch.compile (on a CPU through g++) while the model loads;"
@@ -136,38 +121,52 @@ class EngineConfig:
     )
     block_size: int = option(_power_of_two, "tokens per block", 16)
     max_model_len: int | None = option(
-        _whole(2),
+        whole(2),
         "longest prompt plus output; default, and most: the model's own limit, and with rope types `dynamic` and"
         " `longrope` the original length, past which they would change the angles of all positions",
         None,
         optional=True,
     )
-    max_num_seqs: int = option(_whole(1, 65536), "sequences in one step at the most", 64)
+    max_num_seqs: int = option(whole(1, 65536), "sequences in one step at the most", 64)
     max_queue_size: int = option(
-        _whole(0),
+        whole(0),
         "requests that may wait to be let in, those that have just come included; one more is refused at once, with"
+        " `UNAVAILABLE`. 0: no limit. More than the default is work for a client that can wait for minutes, and who"
+        " sends it sets this on purpose",
+        4096,
+    )
+    max_tenant_requests: int = option(
+        whole(0),
+        "requests of one `cache_salt` that may be open, those without one together; one more is refused at once, with"
         " `UNAVAILABLE`. 0: no limit",
         0,
     )
+    max_prompt_chars: int | None = option(
+        whole(1),
+        "characters of a prompt, before it is tokenized; default: `max_model_len` times the longest token, which no"
+        " prompt that fits exceeds",
+        None,
+        optional=True,
+    )
     first_response_ms: int = option(
-        _whole(-1),
+        whole(-1),
         "a streaming request that has no token by then gets an empty response: only from then on does Triton notice"
         " that a client over HTTP has left. -1: never, for clients that take the first response for a token",
         1000,
     )
     max_response_mib: int = option(
-        _whole(1, 1 << 20),
+        whole(1, 1 << 20),
         "MiB that one request may be answered with; Triton keeps what a client does not read in memory. What would go"
         " beyond ends the request with `UNAVAILABLE`",
         64,
     )
     stall_timeout: int = option(
-        _whole(1),
+        whole(1),
         "seconds that a step, or an answer on its way to the server, may take before the model counts as not ready",
         60,
     )
     max_num_batched_tokens: int = option(
-        _whole(1), "tokens in one step at the most, or `max_num_seqs` if that is more; a longer prompt is chunked", 512
+        whole(1), "tokens in one step at the most, or `max_num_seqs` if that is more; a longer prompt is chunked", 512
     )
     target_step_ms: float | None = option(
         _above_zero,
@@ -188,7 +187,7 @@ class EngineConfig:
         _flag, "launch every decode step anew, instead of recording it as a CUDA graph when the model is loaded", False
     )
     num_speculative_tokens: int = option(
-        _whole(0, 32),
+        whole(0, 32),
         "guesses of a sequence's next tokens that one step checks; the output stays the same. 0: none. With guesses,"
         " steps are planned one after the other",
         0,
@@ -199,18 +198,18 @@ class EngineConfig:
         None,
         optional=True,
     )
-    prompt_lookup_min: int = option(_whole(1, 32), "latest tokens that must have occurred before, at least", 2)
-    prompt_lookup_max: int = option(_whole(1, 32), "and at the most", 4)
+    prompt_lookup_min: int = option(whole(1, 32), "latest tokens that must have occurred before, at least", 2)
+    prompt_lookup_max: int = option(whole(1, 32), "and at the most", 4)
     gpu_memory_utilization: float = option(_fraction, "share of the GPU's memory that weights and pool may take", 0.9)
     kv_cache_memory_bytes: int | None = option(
-        _whole(1),
+        whole(1),
         "bytes for the pool, on each GPU; default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of what"
         " is available but 4 GiB at the most",
         None,
         optional=True,
     )
     num_gpu_blocks_override: int | None = option(
-        _whole(1), "blocks in the pool, whatever memory there is", None, optional=True
+        whole(1), "blocks in the pool, whatever memory there is", None, optional=True
     )
     enable_prefix_caching: bool = option(_flag, "keep the blocks of ended requests for others of the same prefix", True)
     kv_cache_dtype: str = option(
@@ -250,10 +249,10 @@ class EngineConfig:
     enable_lora: bool = option(
         _flag, "serve LoRA adapters, which the file `multi_lora.json` beside this one lists: `{name: directory}`", False
     )
-    max_loras: int = option(_whole(1, 1024), "adapters on the device at the same time, and so in one step", 1)
-    max_lora_rank: int = option(_whole(1, 512), "the highest rank of an adapter; memory is taken for it", 16)
+    max_loras: int = option(whole(1, 1024), "adapters on the device at the same time, and so in one step", 1)
+    max_lora_rank: int = option(whole(1, 512), "the highest rank of an adapter; memory is taken for it", 16)
     max_cpu_loras: int | None = option(
-        _whole(1), "adapters that are kept in the host's memory; default: `max_loras`", None, optional=True
+        whole(1), "adapters that are kept in the host's memory; default: `max_loras`", None, optional=True
     )
 
     structured_outputs_timeout: float = option(
@@ -264,7 +263,7 @@ class EngineConfig:
     )
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
-    max_sessions: int = option(_whole(1), "sessions that may be open at the same time", 1024)
+    max_sessions: int = option(whole(1), "sessions that may be open at the same time", 1024)
     session_memory: float = option(
         _fraction,
         "share of the pool that sessions may keep between their turns; past it the longest idle one lets go first",
@@ -326,6 +325,10 @@ class EngineConfig:
                 f"disk_cache_dir={json.dumps(self.disk_cache_dir)}: files hold whole blocks, and with"
                 f" tensor_parallel_size={self.tensor_parallel_size} no process has one; leave one of them out"
             )
+
+    @property
+    def caps(self) -> Caps:
+        return Caps(**{spec.name: getattr(self, spec.name) for spec in fields(Caps)})
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

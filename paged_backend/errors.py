@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
+
+SHOWN_CHARS = 80  # of a name or a value in an error
 
 
 class ErrorCode(Enum):
@@ -29,8 +33,29 @@ class RequestError(Exception):
         self.verbatim = verbatim
 
 
-class QueueFull(RequestError):
+class NoPlace(RequestError):
+    """As many requests are there as may. `outcome` is what it counts as."""
+
+    outcome = "refused"
+
+
+class TenantFull(NoPlace):
+    """As many requests of the tenant are open as may."""
+
+    outcome = "tenant_full"
+
+    def __init__(self, most: int):
+        super().__init__(
+            ErrorCode.UNAVAILABLE,
+            f"{most} requests of this cache_salt are open, which is max_tenant_requests; send it again when one has"
+            " ended",
+        )
+
+
+class QueueFull(NoPlace):
     """As many requests wait as may."""
+
+    outcome = "queue_full"
 
     def __init__(self, waiting: int):
         super().__init__(
@@ -39,9 +64,25 @@ class QueueFull(RequestError):
 
 
 def invalid(field_name: str, value: Any, limit: str) -> RequestError:
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{field_name}={shown}: {limit}")
+    """Of a name or a value that is long, its beginning."""
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_short(field_name)}={_short(_shown(value))}: {limit}")
+
+
+def _shown(value: Any) -> str:
+    """As JSON, as far as it is read."""
+    try:
+        return json.dumps(value[:SHOWN_CHARS] if isinstance(value, str) else value, default=str)
+    except (ValueError, RecursionError):  # a number of too many digits, or brackets in brackets
+        return f"({type(value).__name__})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Which of them was meant, if any. What is long was none, and would take long to compare."""
+    return next(iter(difflib.get_close_matches(name[:SHOWN_CHARS], known, 1, cutoff)), None)
 
 
 def is_text(value: Any) -> bool:

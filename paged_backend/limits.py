@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from paged_backend.errors import invalid
+from paged_backend.options import option, whole
 
 
 @dataclass(frozen=True)
@@ -14,9 +18,49 @@ class EmbeddingSpec:
     dimensions: Sequence[int] = ()  # to which they may be cut: what the model was trained for (Matryoshka)
 
 
+def cap(default: int, help: str, low: int = 1) -> Any:
+    return option(whole(low, 2**31 - 1), help, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """The most that a client may send of each kind. All of them are engine options."""
+
+    max_logprobs: int = cap(20, "`logprobs` and `prompt_logprobs`, at the most", 0)
+    max_stop_strings: int = cap(16, "strings in `stop`")
+    max_stop_bytes: int = cap(256, "bytes of one of them")
+    max_stop_token_ids: int = cap(256, "ids in `stop_token_ids`")
+    max_bad_words: int = cap(128, "strings in `bad_words`")
+    max_biased_words: int = cap(128, "words in `word_bias`")
+    max_word_bytes: int = cap(256, "bytes of one word in `bad_words` or `word_bias`")
+    max_token_words: int = cap(1024, "words in `stop_words_token_ids` or `bad_words_token_ids`")
+    max_token_word_ids: int = cap(64, "token ids of one of them")
+    max_allowed_token_ids: int = cap(16384, "ids in `allowed_token_ids`")
+    max_logit_biases: int = cap(1024, "tokens in `logit_bias`, those of `word_bias` among them")
+    max_structure_bytes: int = cap(65536, "bytes of a schema, an expression, a grammar, or a list of choices as JSON")
+    max_choices: int = cap(1024, "strings in `choice`")
+    max_salt_bytes: int = cap(256, "bytes of `cache_salt`")
+    max_adapter_name_bytes: int = cap(256, "bytes of `lora_name`")
+    max_request_id_bytes: int = cap(256, "bytes of a request's id")
+    max_sequence_id_bytes: int = cap(128, "bytes of `sequence_id`")
+    max_json_chars: int = cap(8 << 20, "characters of JSON, of one input")
+    max_messages: int = cap(
+        2048, "messages of a conversation, a session's earlier ones among them: templates may compare each with each"
+    )
+    max_tools: int = cap(128, "functions in `tools`")
+    max_tools_chars: int = cap(1 << 20, "characters of `tools`, without spaces between")
+    max_tool_calls: int = cap(128, "`tool_calls` of one message")
+
+    def check(self, option: str, field: str, count: int, unit: str) -> None:
+        """Raises RequestError where that is more than the option allows."""
+        most = getattr(self, option)
+        if count > most:
+            raise invalid(field, f"{count} {unit}", f"must be at most {most} {unit} ({option})")
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What the loaded model and pool allow."""
+    """What the loaded model, the pool and the operator allow."""
 
     max_model_len: int
     vocab_size: int
@@ -24,19 +68,7 @@ class Limits:
     block_size: int
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model gives none
+    caps: Caps = Caps()
 
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 256
-MAX_STOP_TOKEN_IDS = 256
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_BYTES = 256
-MAX_WORDS_OF_TOKENS = 1024
-MAX_WORD_TOKENS = 64  # of one of those
-MAX_ALLOWED_TOKEN_IDS = 16384
-MAX_LOGIT_BIASES = 1024
-MAX_BIASED_WORDS = 128
-MAX_SALT_BYTES = 256
-MAX_ADAPTER_NAME_BYTES = 256
-MAX_LOGPROBS = 20
 AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for

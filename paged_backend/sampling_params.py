@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from paged_backend.errors import ErrorCode, RequestError, invalid, is_text
+from paged_backend.errors import ErrorCode, RequestError, invalid, is_text, nearest
 from paged_backend.guided.structures import READERS as STRUCTURES
 from paged_backend.guided.structures import Structure, read_structure
-from paged_backend.limits import (
-    AS_MANY,
-    MAX_ADAPTER_NAME_BYTES,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_BYTES,
-    MAX_BAD_WORDS,
-    MAX_BIASED_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_SALT_BYTES,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_WORD_TOKENS,
-    MAX_WORDS_OF_TOKENS,
-    Limits,
-)
+from paged_backend.limits import AS_MANY, Limits
 
 _REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
     "use_beam_search": (False,),
@@ -66,8 +49,8 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    limit = f"must be {low}..{high}"
+def _whole(name: str, value: Any, low: int, high: int, why: str = "") -> int:
+    limit = f"must be {low}..{high}{why}"
     if isinstance(value, str):
         try:
             value = int(value)
@@ -110,33 +93,30 @@ def _seed(name: str, value: Any, limits: Limits) -> int | None:
     return None if value is None else _whole(name, value, -(2**63), 2**64 - 1)
 
 
-def _strings(most: int, most_bytes: int) -> Callable[[str, Any, Limits], tuple[str, ...]]:
-    """A list of so many strings; one alone, or null for none, will do."""
+def _strings(most: str, most_bytes: str) -> Callable[[str, Any, Limits], tuple[str, ...]]:
+    """A list of strings; one alone, or null for none, will do. most, most_bytes: the options that bound it."""
 
     def read(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
         strings = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(strings, list | tuple) or not all(is_text(text) and text for text in strings):
             raise invalid(name, value, "must be a non-empty string of whole characters, or a list of them")
-        if len(strings) > most:
-            raise invalid(name, f"{len(strings)} strings", f"must be at most {most} strings")
+        limits.caps.check(most, name, len(strings), "strings")
         for text in strings:
-            if len(text.encode(errors="replace")) > most_bytes:
-                raise invalid(name, text, f"must be at most {most_bytes} bytes a string")
+            limits.caps.check(most_bytes, name, len(text.encode()), "bytes")
         return tuple(strings)
 
     return read
 
 
-def _token_ids(name: str, value: Any, most: int, limits: Limits) -> frozenset[int]:
+def _token_ids(name: str, value: Any, most: str, limits: Limits) -> frozenset[int]:
     if not isinstance(value, list | tuple):
         raise invalid(name, value, "must be a list of token ids")
-    if len(value) > most:
-        raise invalid(name, f"{len(value)} ids", f"must be at most {most} ids")
+    limits.caps.check(most, name, len(value), "ids")
     return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in value)
 
 
 def _stop_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int]:
-    return _token_ids(name, [] if value is None else value, MAX_STOP_TOKEN_IDS, limits)
+    return _token_ids(name, [] if value is None else value, "max_stop_token_ids", limits)
 
 
 def _words_of_tokens(name: str, value: Any, limits: Limits) -> tuple[tuple[int, ...], ...]:
@@ -144,18 +124,18 @@ def _words_of_tokens(name: str, value: Any, limits: Limits) -> tuple[tuple[int, 
     words = [] if value is None else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, list | tuple) for word in words):
         raise invalid(name, value, "must be a list of lists of token ids")
-    if len(words) > MAX_WORDS_OF_TOKENS:
-        raise invalid(name, f"{len(words)} words", f"must be at most {MAX_WORDS_OF_TOKENS} words")
+    limits.caps.check("max_token_words", name, len(words), "words")
+    most = limits.caps.max_token_word_ids
     for word in words:
-        if not 1 <= len(word) <= MAX_WORD_TOKENS:
-            raise invalid(name, f"{len(word)} ids", f"must be 1..{MAX_WORD_TOKENS} ids a word")
+        if not 1 <= len(word) <= most:
+            raise invalid(name, f"{len(word)} ids", f"must be 1..{most} ids a word (max_token_word_ids)")
     return tuple(tuple(_whole(name, one, 0, limits.vocab_size - 1) for one in word) for word in words)
 
 
 def _allowed_token_ids(name: str, value: Any, limits: Limits) -> frozenset[int] | None:
     if value is None:
         return None
-    ids = _token_ids(name, value, MAX_ALLOWED_TOKEN_IDS, limits)
+    ids = _token_ids(name, value, "max_allowed_token_ids", limits)
     if not ids:
         raise invalid(name, value, "must have at least one id")
     return ids
@@ -169,8 +149,7 @@ def _logit_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[int, float
     biases = {} if value is None else value
     if not isinstance(biases, Mapping):
         raise invalid(name, value, 'must be an object like {"42": -100}, from token ids to numbers')
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise invalid(name, f"{len(biases)} tokens", f"must be at most {MAX_LOGIT_BIASES} tokens")
+    limits.caps.check("max_logit_biases", name, len(biases), "tokens")
     read: dict[int, float] = {}
     for key, bias in biases.items():
         token = _whole(name, key, 0, limits.vocab_size - 1)
@@ -185,13 +164,13 @@ def _word_bias(name: str, value: Any, limits: Limits) -> tuple[tuple[str, float]
     biases = {} if value is None else value
     if not isinstance(biases, Mapping):
         raise invalid(name, value, 'must be an object like {"sea": 2.5}, from words to numbers')
-    words = _strings(MAX_BIASED_WORDS, MAX_BAD_WORD_BYTES)(name, list(biases), limits)
+    words = _strings("max_biased_words", "max_word_bytes")(name, list(biases), limits)
     return tuple((word, _bias(f"{name}[{json.dumps(word)}]", biases[word], limits)) for word in words)
 
 
 def _structure(name: str, value: Any, limits: Limits) -> Structure | None:
     try:
-        return read_structure(name, value)
+        return read_structure(name, value, limits.caps)
     except ValueError as error:
         raise invalid(name, value, str(error)) from None
 
@@ -201,7 +180,7 @@ def _samples(name: str, value: Any, limits: Limits) -> int:
 
 
 def _logprobs(name: str, value: Any, limits: Limits) -> int | None:
-    return None if value is None else _whole(name, value, 0, MAX_LOGPROBS)
+    return None if value is None else _whole(name, value, 0, limits.caps.max_logprobs, " (max_logprobs)")
 
 
 def _priority(name: str, value: Any, limits: Limits) -> int:
@@ -209,8 +188,9 @@ def _priority(name: str, value: Any, limits: Limits) -> int:
 
 
 def _salt(name: str, value: Any, limits: Limits) -> str:
-    if not is_text(value) or len(value.encode()) > MAX_SALT_BYTES:
-        raise invalid(name, value, f"must be a string of whole characters, of at most {MAX_SALT_BYTES} bytes")
+    if not is_text(value):
+        raise invalid(name, value, "must be a string of whole characters")
+    limits.caps.check("max_salt_bytes", name, len(value.encode()), "bytes")
     return value
 
 
@@ -219,8 +199,11 @@ def _timeout_ms(name: str, value: Any, limits: Limits) -> int | None:
 
 
 def _adapter_name(name: str, value: Any, limits: Limits) -> str | None:
-    if value is not None and (not is_text(value) or not 1 <= len(value.encode()) <= MAX_ADAPTER_NAME_BYTES):
-        raise invalid(name, value, f"must be a string of whole characters, of 1..{MAX_ADAPTER_NAME_BYTES} bytes")
+    if value is None:
+        return None
+    if not is_text(value) or not value:
+        raise invalid(name, value, "must be a string of whole characters, not empty")
+    limits.caps.check("max_adapter_name_bytes", name, len(value.encode()), "bytes")
     return value
 
 
@@ -263,7 +246,7 @@ class SamplingParams:
     top_p: float = _param(_between(0, 1, above=True), 1.0)
     min_p: float = _param(_between(0, 1), 0.0)
     seed: int | None = _param(_seed, None)
-    stop: tuple[str, ...] = _param(_strings(MAX_STOP_STRINGS, MAX_STOP_BYTES), ())
+    stop: tuple[str, ...] = _param(_strings("max_stop_strings", "max_stop_bytes"), ())
     stop_token_ids: frozenset[int] = _param(_stop_token_ids, frozenset())
     stop_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())  # part of the output they end
     ignore_eos: bool = _param(_flag, False)
@@ -272,7 +255,7 @@ class SamplingParams:
     frequency_penalty: float = _param(_between(-2, 2), 0.0)
     logit_bias: tuple[tuple[int, float], ...] = _param(_logit_bias, ())
     word_bias: tuple[tuple[str, float], ...] = _param(_word_bias, ())
-    bad_words: tuple[str, ...] = _param(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES), ())
+    bad_words: tuple[str, ...] = _param(_strings("max_bad_words", "max_word_bytes"), ())
     bad_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())
     allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
     json_schema: Structure | None = _param(_structure, None)  # this and those below: what the output must look like
@@ -312,8 +295,8 @@ class SamplingParams:
                 if value is not None or name in _NULL_IS_NO_LIMIT:
                     read[name] = readers[name](name, value, limits)
             else:
-                near = difflib.get_close_matches(str(name), readers, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(readers)}"
+                near = nearest(name, readers)
+                hint = f"did you mean {near}?" if near else f"known are {', '.join(readers)}"
                 raise invalid(name, value, f"unknown sampling parameter; {hint}")
         params = cls(**read)
         if params.max_tokens == 0 and params.prompt_logprobs is None and not params.echo:

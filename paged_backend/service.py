@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from paged_backend import faults
 from paged_backend.assembly import assemble
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ErrorCode, QueueFull, RequestError, invalid
+from paged_backend.errors import ErrorCode, NoPlace, QueueFull, RequestError, invalid
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel, ServerChannel
 from paged_backend.frontend.conversation import check_count
@@ -34,8 +34,8 @@ from paged_backend.frontend.sessions import SessionName, Sessions, Turn
 from paged_backend.frontend.stop_tokens import StopTokens
 from paged_backend.frontend.stream import Sample, Stream
 from paged_backend.frontend.templates import render
+from paged_backend.frontend.tenants import Tenants
 from paged_backend.guided.grammars import Grammars
-from paged_backend.limits import MAX_LOGIT_BIASES
 from paged_backend.request import GenerateRequest, check_prompt_length
 from paged_backend.sampling.masks import Guide
 from paged_backend.sampling_params import SamplingParams
@@ -64,16 +64,19 @@ class Service:
         self._tokenizer = self._assembly.loaded.tokenizer
         # No text that fits is longer, so a longer one need not be tokenized, which takes seconds for megabytes.
         self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))
+        self._longest_text = min(self._longest_text, config.max_prompt_chars or self._longest_text)
         self._token_text = _token_texts(self._tokenizer)
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()
         self._max_queue_size = config.max_queue_size
+        self._tenants = Tenants(config.max_tenant_requests)
         self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._stall_timeout = config.stall_timeout
         self._responder = Responder(
             metrics,
             self._sessions,
+            self._tenants,
             first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
         )
@@ -149,11 +152,11 @@ class Service:
         try:
             if trouble := self._trouble():
                 raise RequestError(ErrorCode.UNAVAILABLE, trouble)
-            received = channel.received()
-            if question := wire.question(*received):
-                self._answer(question, channel, wire.request_id(received[1], received[-1]))
+            received, caps = channel.received(), self._assembly.limits.caps
+            if question := wire.question(*received, caps=caps):
+                self._answer(question, channel, wire.request_id(received[1], received[-1], caps))
                 return
-            call = wire.read(*received)
+            call = wire.read(*received, caps=caps)
             stream = self._admit(call, channel, arrived)
             if stream is not None:
                 self._engine.expect(stream.request.key)
@@ -161,7 +164,7 @@ class Service:
                 self._deliver(stream.request)
         except RequestError as error:
             _refuse(channel, error)
-            self._responder.refused("queue_full" if isinstance(error, QueueFull) else "refused")
+            self._responder.refused(error.outcome if isinstance(error, NoPlace) else "refused")
         except Exception as error:
             log.exception("a request could not be taken")
             _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
@@ -216,6 +219,7 @@ class Service:
                 return None
             if self._max_queue_size and (waiting := self._engine.waiting) >= self._max_queue_size:
                 raise QueueFull(waiting)
+            self._tenants.check(sampling.cache_salt)
             request = self._request(call, sampling, turn)
             samples = self._samples(call, request)
             offsets, size = self._prompt_offsets(call, request, samples[0].text), limits.block_size
@@ -282,9 +286,7 @@ class Service:
             for token in self._encode(word):
                 if token < self._assembly.limits.vocab_size:  # others never come
                     sums[token] = sums.get(token, 0.0) + bias
-        if len(sums) > MAX_LOGIT_BIASES:
-            raise invalid("word_bias", f"{len(sums)} tokens", f"must be at most {MAX_LOGIT_BIASES} tokens, those of"
-                          " logit_bias among them")  # fmt: skip
+        self._assembly.limits.caps.check("max_logit_biases", "word_bias", len(sums), "tokens with those of logit_bias")
         return replace(sampling, logit_bias=tuple(sorted(sums.items())))
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -317,13 +319,14 @@ class Service:
             return before + self._token_ids(call.input_ids[last:], sampling)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
         if messages is not None:
-            check_count(messages)  # those of a session's earlier turns among them
+            check_count(messages, self._assembly.limits.caps)  # those of a session's earlier turns among them
         text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
         if len(text) > self._longest_text:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"{call.prompt_field}: {len(text)} characters; must be at most {self._longest_text}, which no prompt"
-                f" within max_model_len={self._assembly.limits.max_model_len} exceeds",
+                f"{call.prompt_field}: {len(text)} characters; must be at most {self._longest_text}"
+                " (max_prompt_chars; default: what no prompt within"
+                f" max_model_len={self._assembly.limits.max_model_len} exceeds)",
             )
         special = sampling.add_special_tokens and call.prompt is not None and not before
         return before + self._tokenizer.encode(text, add_special_tokens=special)[last:]

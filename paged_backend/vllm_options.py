@@ -61,7 +61,6 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_each("stream_interval", (1, None), "what is there is sent"),
     **_each("distributed_executor_backend", ("mp", "uni", None), "processes are this machine's; leave it out"),
     **_each("guided_decoding_backend", _GUIDED, _NO_SUCH),
-    **_each("max_logprobs", (20, None), "the most is 20"),
     **_each("logprobs_mode", ("raw_logprobs", None), "log probabilities are the model's own, before temperature"),
     **_each("code_revision", (None,), "code comes with the model, of its `revision`"),
     **_each("hf_token", (None,), "give it in the environment, as HF_TOKEN"),

@@ -336,6 +336,30 @@ def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_aw
     assert sorted(ended) == ["length"] * 3 + ["queue_full"] * 2 + ["timeout"]
 
 
+def test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside(serve, gate, monkeypatch):
+    """Running or waiting, however they end; a request without a salt is of one tenant, too."""
+    ended = outcomes(monkeypatch)
+    service = serve(max_num_seqs=1, max_tenant_requests=2)
+    running = ask(service, cache_salt="one", own={"request_id": "x"})
+    gate.wait()
+    waiting = ask(service, cache_salt="one")
+    assert ask(service, cache_salt="one").answer() == (
+        "Error generating stream: UNAVAILABLE: 2 requests of this cache_salt are open, which is max_tenant_requests;"
+        " send it again when one has ended"
+    )
+    others = [ask(service, **salt) for salt in ({"cache_salt": "two"}, {}, {})]
+    assert "max_tenant_requests" in ask(service).answer()
+    bad = ask(service, cache_salt="two", max_tokens=10**6).answer()
+    assert "INVALID_ARGUMENT: max_tokens" in bad
+    assert stop(service, "x").answer() == {"num_stopped": [1]}
+    assert "CANCELLED" in running.answer()
+    others += [ask(service, cache_salt="one"), ask(service, cache_salt="two")]
+    gate.open()
+    assert [finish(one)[0] for one in (waiting, *others)] == ["length"] * 6
+    assert len(service._tenants) == 0
+    assert sorted(ended) == ["cancelled"] + ["length"] * 6 + ["refused"] + ["tenant_full"] * 2
+
+
 def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
     service = serve(num_gpu_blocks_override=8, max_queue_size=1)
     lower = ask(service, "a" * 16, priority=1)

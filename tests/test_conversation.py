@@ -10,14 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paged_backend.errors import RequestError
 from paged_backend.frontend import templates
-from paged_backend.frontend.conversation import (
-    MAX_MESSAGES,
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-    MAX_TOOLS_CHARS,
-)
 from paged_backend.frontend.templates import check_template, render
-from paged_backend.frontend.wire import MAX_JSON_CHARS
+from paged_backend.limits import Caps
 from tests.callers import Caller, serving
 from tests.test_wire import read, refusal, text
 
@@ -47,8 +41,8 @@ def test_messages_and_tools_come_as_they_were_sent():
         ([1], "tools: must be a JSON list"),
         ([{"type": "function"}], "tools: must be a JSON list"),
         ([{"function": {"name": ""}}], "tools: must be a JSON list"),
-        ([WEATHER] * (MAX_TOOLS + 1), f'tools="{MAX_TOOLS + 1} tools": must be at most {MAX_TOOLS}'),
-        ([{"function": {"name": "a" * MAX_TOOLS_CHARS}}], f"must be at most {MAX_TOOLS_CHARS}"),
+        ([WEATHER] * (Caps.max_tools + 1), f'tools="{Caps.max_tools + 1} tools": must be at most {Caps.max_tools}'),
+        ([{"function": {"name": "a" * Caps.max_tools_chars}}], f"must be at most {Caps.max_tools_chars}"),
         ([{"function": {"name": "a", "description": "\ud800"}}], "tools: hold half a character"),
     ],
 )
@@ -67,9 +61,9 @@ def test_tools_without_a_conversation_are_refused():
         ({"role": "assistant", "content": None}, "messages[0]: must have"),
         ({"role": "assistant", "tool_calls": []}, "messages[0]: must have"),
         ({"role": "assistant", "content": 1, "tool_calls": [CALL]}, "messages[0]: must have"),
-        ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls: must be a list of at most"),
-        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls: must be a list of at most"),
-        ({"role": "assistant", "tool_calls": [CALL] * (MAX_TOOL_CALLS + 1)}, "messages[0].tool_calls: must be"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls: must be a list of objects"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls: must be a list of objects"),
+        ({"role": "assistant", "tool_calls": [CALL] * (Caps.max_tool_calls + 1)}, "messages[0].tool_calls="),
     ],
 )
 def test_what_is_no_call_is_refused(turn, reason):
@@ -77,19 +71,18 @@ def test_what_is_no_call_is_refused(turn, reason):
 
 
 def test_more_than_may_be_is_refused():
-    limit = f'messages="{MAX_MESSAGES + 1} messages": must be at most {MAX_MESSAGES}'
-    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)))
-    large = text("[" * (MAX_JSON_CHARS + 1))  # which would be no JSON
-    limit = f'="{MAX_JSON_CHARS + 1} characters": must be at most {MAX_JSON_CHARS}'
+    limit = f'messages="{Caps.max_messages + 1} messages": must be at most {Caps.max_messages}'
+    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (Caps.max_messages + 1)))
+    large = text("[" * (Caps.max_json_chars + 1))  # which would be no JSON
+    limit = f'="{Caps.max_json_chars + 1} characters": must be at most {Caps.max_json_chars}'
     assert f"messages{limit}" in refusal(messages=large)
     assert f"tools{limit}" in refusal(**sent(TURNS) | {"tools": large})
     assert f"sampling_parameters{limit}" in refusal(text_input=text("x"), sampling_parameters=large)
     assert f"embedding_request{limit}" in refusal(embedding_request=large)
 
 
-def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path, monkeypatch):
+def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path):
     """Each turn is within the limit, and all of them together are not."""
-    monkeypatch.setattr("paged_backend.frontend.conversation.MAX_MESSAGES", 3)
     shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
     turns = json.dumps([{"role": "user", "content": "x"}] * 2)
@@ -100,7 +93,7 @@ def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path, monkeypat
         server.service.submit(caller)
         return caller
 
-    with serving(tmp_path) as server:
+    with serving(tmp_path, max_messages=3) as server:
         sent_turn(server, sequence_start=True).all()
         assert 'messages="5 messages": must be at most 3' in sent_turn(server).refusal()
 

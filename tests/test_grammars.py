@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.guided import grammars as grammars_module
 from paged_backend.guided.grammars import Grammars
-from paged_backend.guided.structures import MAX_STRUCTURE_BYTES, read_structure
+from paged_backend.guided.structures import read_structure
 from paged_backend.guided.trial import TOO_LONG_SECONDS
-from paged_backend.limits import Limits
+from paged_backend.limits import Caps, Limits
 from paged_backend.sampling.masks import GuideError
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.serving.demo_model import default_directory
@@ -355,7 +355,7 @@ def test_null_asks_for_nothing():
         ({"choice": []}, "must be 1..1024 strings"),
         ({"choice": ["a"] * 1025}, "must be 1..1024 strings"),
         ({"choice": ["a", ""]}, "none of them empty"),
-        ({"regex": "a" * (MAX_STRUCTURE_BYTES + 1)}, "has 65537 bytes; must be at most 65536"),
+        ({"regex": "a" * (Caps.max_structure_bytes + 1)}, "has 65537 bytes; must be at most 65536"),
         ({"choice": ["é" * 40000]}, "must be at most 65536"),
         ({"structured_outputs": 1}, "must be an object"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex; give one of them"),

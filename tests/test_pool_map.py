@@ -12,6 +12,7 @@ from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import Sessions
+from paged_backend.frontend.tenants import Tenants
 from paged_backend.request import GenerateRequest
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
@@ -77,7 +78,7 @@ class Sent(SimpleQueue):
 
 @pytest.fixture
 def responder():
-    made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print))
+    made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
     made.start(SimpleNamespace())
     yield made
     made.stop()

@@ -17,6 +17,7 @@ from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.responder import Responder
 from paged_backend.frontend.sessions import SessionName, Sessions
 from paged_backend.frontend.stream import Sample, Stream
+from paged_backend.frontend.tenants import Tenants
 from paged_backend.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Usage
 from paged_backend.sampling_params import SamplingParams
 from tests import test_pool_map as fakes
@@ -81,7 +82,7 @@ class Client:
 def opened():
     """(responder, metrics, keys whose requests were aborted)"""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
-    made = Responder(metrics, Sessions(60, 1, print))
+    made = Responder(metrics, Sessions(60, 1, print), Tenants(0))
     made.start(SimpleNamespace(abort=aborted.put, end=lambda key, index: aborted.put(key)))
     yield made, metrics, aborted
     made.stop()

@@ -57,7 +57,6 @@ def test_what_asks_for_nothing_else_is_accepted_and_the_rest_refused_with_the_re
         ({"quantization": "awq"}, 'must be "int8"'),
         ({"load_format": "pt"}, 'must be "auto"'),
         ({"kv_cache_dtype": "fp8_e5m2"}, 'must be "auto" or "fp8"'),
-        ({"max_logprobs": 100}, "must be 20 or null: the most is 20"),
         ({"structured_outputs_config": {"disable_any_whitespace": True, "disable_fallback": True}}, "must be null"),
     ],
 )

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged_backend.errors import ErrorCode, RequestError, invalid, is_text
+from paged_backend.errors import ErrorCode, RequestError, is_text
+from paged_backend.limits import Caps
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
-MAX_MESSAGES = 2048  # of a conversation: templates may compare each with each
-MAX_TOOLS = 128
-MAX_TOOL_CALLS = 128  # of one message
-MAX_TOOLS_CHARS = 1 << 20
 
-
-def check_messages(turns: Any) -> list[Message]:
+def check_messages(turns: Any, caps: Caps) -> list[Message]:
     """Raises RequestError for what is no conversation. A message may lack a content only where it calls tools; what
     else it holds is the template's to judge."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise _refused('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
-    check_count(turns)
+    check_count(turns, caps)
     for index, turn in enumerate(turns):
-        called = _check_calls(f"messages[{index}].tool_calls", turn.get("tool_calls"))
+        called = _check_calls(f"messages[{index}].tool_calls", turn.get("tool_calls"), caps)
         has_content = is_text(turn.get("content")) or (called and turn.get("content") is None)
         if not is_text(turn.get("role")) or not has_content:
             raise _refused(
@@ -34,33 +30,31 @@ def check_messages(turns: Any) -> list[Message]:
     return turns
 
 
-def check_count(turns: list[Message]) -> None:
+def check_count(turns: list[Message], caps: Caps) -> None:
     """Raises RequestError for a conversation of too many messages."""
-    if len(turns) > MAX_MESSAGES:
-        raise invalid("messages", f"{len(turns)} messages", f"must be at most {MAX_MESSAGES}")
+    caps.check("max_messages", "messages", len(turns), "messages")
 
 
-def _check_calls(name: str, calls: Any) -> bool:
+def _check_calls(name: str, calls: Any, caps: Caps) -> bool:
     """Whether there are any."""
     if calls is None:
         return False
-    if not isinstance(calls, list) or len(calls) > MAX_TOOL_CALLS or not all(map(_is_function, calls)):
+    if not isinstance(calls, list) or not all(map(_is_function, calls)):
         raise _refused(
-            f'{name}: must be a list of at most {MAX_TOOL_CALLS} objects like {{"type": "function", "function":'
-            ' {"name": "…", "arguments": {…}}}'
+            f'{name}: must be a list of objects like {{"type": "function", "function": {{"name": "…", "arguments":'
+            " {…}}}"
         )
+    caps.check("max_tool_calls", name, len(calls), "calls")
     return bool(calls)
 
 
-def check_tools(tools: Any) -> list[Tool]:
+def check_tools(tools: Any, caps: Caps) -> list[Tool]:
     """Raises RequestError for what is no list of functions."""
     if not isinstance(tools, list) or not all(map(_is_function, tools)):
         raise _refused('tools: must be a JSON list of objects like {"type": "function", "function": {"name": "…", …}}')
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"{len(tools)} tools", f"must be at most {MAX_TOOLS}")
+    caps.check("max_tools", "tools", len(tools), "tools")
     text = json.dumps(tools, ensure_ascii=False)
-    if len(text) > MAX_TOOLS_CHARS:
-        raise invalid("tools", f"{len(text)} characters", f"must be at most {MAX_TOOLS_CHARS}")
+    caps.check("max_tools_chars", "tools", len(text), "characters")
     if not is_text(text):
         raise _refused("tools: hold half a character; send UTF-8 text")
     return tools

@@ -16,7 +16,7 @@ from paged_backend.scheduling.scheduler import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 
-OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused", "queue_full")
+OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused", "queue_full", "tenant_full")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # Those of vLLM, of which dashboards take quantiles.
 _FIRST_TOKEN = (

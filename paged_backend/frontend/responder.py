@@ -25,6 +25,7 @@ from paged_backend.frontend.channel import Channel
 from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.sessions import Sessions
 from paged_backend.frontend.stream import Stream
+from paged_backend.frontend.tenants import Tenants
 from paged_backend.request import FinishReason
 from paged_backend.scheduling.scheduler import SchedulerStats
 
@@ -78,6 +79,7 @@ class Responder:
         self,
         metrics: Metrics,
         sessions: Sessions,
+        tenants: Tenants,
         *,
         first_response: float | None = None,
         max_response_mib: int = 64,
@@ -92,6 +94,7 @@ class Responder:
         self._stopping = False
         self._metrics = metrics
         self._sessions = sessions
+        self._tenants = tenants
         self._engine: Aborts | None = None
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._died: RequestError | None = None
@@ -125,6 +128,7 @@ class Responder:
 
     def open(self, stream: Stream) -> None:
         """Take a stream over. Must come before the engine gets the request, so that no token finds it missing."""
+        self._tenants.enter(stream.tenant)
         self._inbox.put(stream)
 
     def refused(self, outcome: str) -> None:
@@ -317,6 +321,7 @@ class Responder:
     def _drop(self, stream: Stream) -> None:
         """Give up on a stream whose answer failed, with an error if even that still goes out."""
         if self._streams.pop(stream.request.key, None):
+            self._tenants.leave(stream.tenant)
             self._metrics.ended("error")
             stream.settle(answered=False)
         try:
@@ -383,6 +388,7 @@ class Responder:
         """Forget the stream, and book what it took."""
         stream.settle(answered=stream.error is None)
         del self._streams[stream.request.key]
+        self._tenants.leave(stream.tenant)
         self._metrics.ended(outcome)
         if stream.first_token is None or stream.last_token is None:
             return

@@ -149,6 +149,10 @@ class Stream:
         return self.request.sampling.beam_width > 1
 
     @property
+    def tenant(self) -> str:
+        return self.request.sampling.cache_salt
+
+    @property
     def ended(self) -> bool:
         return self.finished or self.error is not None
 

@@ -6,7 +6,6 @@ offsets, receipts and maps of the pool.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError, invalid
+from paged_backend.errors import ErrorCode, RequestError, invalid, nearest
 from paged_backend.frontend.conversation import check_messages, check_tools
 from paged_backend.frontend.embedding import EmbeddingCall
+from paged_backend.limits import Caps
 from paged_backend.request import Logprobs
 from paged_backend.sampling_params import PARAMETER_NAMES
 
@@ -101,11 +101,8 @@ _WITH_EMBEDDING = frozenset(
      "return_num_output_tokens", "return_receipt")
 )  # fmt: skip
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a request's flags
-MAX_SEQUENCE_ID_BYTES = 128
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 _PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
-MAX_REQUEST_ID_BYTES = 256
-MAX_JSON_CHARS = 8 << 20  # of one input
 # Names of HTTP headers without a dash, which a server with header forwarding hands on beside the others.
 _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
@@ -176,6 +173,8 @@ def read(
     sequence_id: int | str = 0,
     flags: int = 0,
     own_id: str = "",
+    *,
+    caps: Caps = Caps(),
 ) -> Call:
     """Raises RequestError for what is missing, malformed, contradictory or not supported yet. `sequence_id`, `flags`
     and `own_id` are the request's own; over the generate endpoints they come as parameters."""
@@ -183,13 +182,12 @@ def read(
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
     stream = _bool(tensors, "stream", False)
-    sequence = _sequence(parameters, sequence_id, flags)
-    embedding = _embedding(tensors, sequence)
-    prompt, messages, input_ids = (
-        (embedding.text, None, None) if embedding else _prompt(tensors, may_lack=sequence is not None and sequence.end)
-    )
+    sequence = _sequence(parameters, sequence_id, flags, caps)
+    embedding = _embedding(tensors, sequence, caps)
+    may_lack = sequence is not None and sequence.end
+    prompt, messages, input_ids = (embedding.text, None, None) if embedding else _prompt(tensors, caps, may_lack)
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
-    sampling = from_parameters | _sampling_parameters(tensors)
+    sampling = from_parameters | _sampling_parameters(tensors, caps)
     return Call(
         prompt=prompt,
         messages=messages,
@@ -203,14 +201,14 @@ def read(
         return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
         sequence=sequence,
-        request_id=request_id(parameters, own_id),
+        request_id=request_id(parameters, own_id, caps),
         return_logprobs=_bool(tensors, "return_logprobs", False),
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
         input_ids=input_ids,
         return_token_ids=_bool(tensors, "return_token_ids", False),
         return_text_offsets=_bool(tensors, "return_text_offsets", False),
         embedding=embedding,
-        tools=_tools(tensors, chat=messages is not None),
+        tools=_tools(tensors, caps, chat=messages is not None),
         return_stop_reason=_bool(tensors, "return_stop_reason", False),
     )
 
@@ -286,6 +284,8 @@ def question(
     sequence_id: int | str = 0,
     flags: int = 0,
     own_id: str = "",
+    *,
+    caps: Caps = Caps(),
 ) -> str | None:
     """Which of `QUESTIONS` this is, where it is no prompt. Raises RequestError for whatever stands beside that, which
     would be ignored."""
@@ -294,17 +294,18 @@ def question(
         return None
     sampling, timeout_us = _parameters(parameters, timeout_us)
     beside = [*sorted(tensors.keys() - {asked}), *sorted(sampling)]
-    beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(_sequence(parameters, sequence_id, flags))
+    beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(_sequence(parameters, sequence_id, flags, caps))
     if beside:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside {asked}; leave it out")
     return asked
 
 
-def request_id(parameters: Mapping[str, Any], own_id: str) -> str:
+def request_id(parameters: Mapping[str, Any], own_id: str, caps: Caps) -> str:
     """The client's, or "". The generate endpoints of some servers hand it on as a parameter."""
     name = parameters.get("id", own_id)
-    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_REQUEST_ID_BYTES:
-        raise invalid("id", name, f"must be a string of at most {MAX_REQUEST_ID_BYTES} bytes")
+    if not isinstance(name, str):
+        raise invalid("id", name, "must be a string")
+    caps.check("max_request_id_bytes", "id", len(name.encode(errors="replace")), "bytes")
     return name or own_id
 
 
@@ -350,22 +351,21 @@ def _decoded(name: str, value: bytes | str) -> str:
         ) from None
 
 
-def _json(name: str, text: str) -> Any:
+def _json(name: str, text: str, caps: Caps) -> Any:
     """Raises RequestError for what is none, or is too long to be parsed while others wait."""
-    if len(text) > MAX_JSON_CHARS:
-        raise invalid(name, f"{len(text)} characters", f"must be at most {MAX_JSON_CHARS}")
+    caps.check("max_json_chars", name, len(text), "characters")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None
 
 
-def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int) -> SequenceControl | None:
+def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int, caps: Caps) -> SequenceControl | None:
     name = parameters.get("sequence_id", sequence_id)
     if isinstance(name, bool) or not isinstance(name, int | str) or (isinstance(name, int) and name < 0):
         raise invalid("sequence_id", name, "must be a whole number above 0 or a string; over HTTP at most 2**63 - 1")
-    if isinstance(name, str) and len(name.encode(errors="replace")) > MAX_SEQUENCE_ID_BYTES:
-        raise invalid("sequence_id", name, f"must be at most {MAX_SEQUENCE_ID_BYTES} bytes")
+    if isinstance(name, str):
+        caps.check("max_sequence_id_bytes", "sequence_id", len(name.encode(errors="replace")), "bytes")
     name = name or sequence_id  # 0 and "": none
     given = []
     for field, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
@@ -379,7 +379,7 @@ def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int)
 
 
 def _prompt(
-    tensors: Mapping[str, np.ndarray], *, may_lack: bool
+    tensors: Mapping[str, np.ndarray], caps: Caps, may_lack: bool
 ) -> tuple[str | None, list[dict[str, Any]] | None, np.ndarray | None]:
     """As text, as messages, or as token ids: one of them is not None."""
     prompt, messages, ids = _text(tensors, "text_input"), _text(tensors, "messages"), tensors.get("input_ids")
@@ -395,19 +395,19 @@ def _prompt(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
     if messages is None:
         return prompt, None, ids
-    return None, check_messages(_json("messages", messages)), None
+    return None, check_messages(_json("messages", messages, caps), caps), None
 
 
-def _tools(tensors: Mapping[str, np.ndarray], *, chat: bool) -> list[dict[str, Any]] | None:
+def _tools(tensors: Mapping[str, np.ndarray], caps: Caps, *, chat: bool) -> list[dict[str, Any]] | None:
     text = _text(tensors, "tools")
     if text is None:
         return None
     if not chat:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: have a meaning with messages only")
-    return check_tools(_json("tools", text))
+    return check_tools(_json("tools", text, caps), caps)
 
 
-def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None) -> EmbeddingCall | None:
+def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None, caps: Caps) -> EmbeddingCall | None:
     text = _text(tensors, "embedding_request")
     if text is None:
         return None
@@ -418,12 +418,12 @@ def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | No
         raise invalid("stream", True, "must be false beside embedding_request: an embedding comes whole")
     if sequence is not None:
         raise invalid("sequence_id", sequence.id, "a session goes on from an answer; an embedding_request has none")
-    return EmbeddingCall.parse(_json("embedding_request", text))
+    return EmbeddingCall.parse(_json("embedding_request", text, caps))
 
 
-def _sampling_parameters(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _sampling_parameters(tensors: Mapping[str, np.ndarray], caps: Caps) -> dict[str, Any]:
     text = _text(tensors, "sampling_parameters")
-    values = {} if text is None or not text.strip() else _json("sampling_parameters", text)
+    values = {} if text is None or not text.strip() else _json("sampling_parameters", text, caps)
     if not isinstance(values, dict):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
     return values
@@ -456,8 +456,8 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
             timeout_us = value
         elif name in _SEQUENCE or name == "id":
             continue  # read before
-        elif near := difflib.get_close_matches(name.lower().replace("-", "_"), _PARAMETERS, n=1, cutoff=0.8):
-            raise invalid(name, value, f"unknown parameter; did you mean {near[0]}?")
+        elif near := nearest(name.lower().replace("-", "_"), _PARAMETERS, cutoff=0.8):
+            raise invalid(name, value, f"unknown parameter; did you mean {near}?")
         elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
             raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(_PARAMETERS))}")
     return sampling, timeout_us

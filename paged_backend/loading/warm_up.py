@@ -19,7 +19,7 @@ from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graphs import Kind, draft_kinds, kinds, largest, recorder
 from paged_backend.execution.kv_cache import KVCache
 from paged_backend.execution.runner import Runner
-from paged_backend.limits import MAX_LOGPROBS
+from paged_backend.limits import Caps
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.lora.layers import Lora
 from paged_backend.request import GenerateRequest, bitmask
@@ -36,7 +36,7 @@ ROWS = 4  # in decode
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties and constraints make logits float32
     kind | more
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
-    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": MAX_LOGPROBS})
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": Caps.max_logprobs})
 )
 MANY = 512  # rows at the most of which room is made for logits in float32
 MOVED = 8  # blocks at a time: what each costs among others
@@ -151,9 +151,11 @@ def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Ite
             if len(rows) > 1:  # decode rows first, as the scheduler has them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     scored = min(MOST_SCORED, longest - 1, budget - 1)
-    whole = replace(chunk(0, scored + 1, prompt_logprobs=MAX_LOGPROBS), scored=range(scored))
+    whole = replace(chunk(0, scored + 1, prompt_logprobs=config.max_logprobs), scored=range(scored))
     yield Plan((whole,), is_about_prompts=True)
     for sampling in SAMPLINGS:
+        if "logprobs" in sampling:
+            sampling = sampling | {"logprobs": config.max_logprobs}
         for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROWS):
             yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
 

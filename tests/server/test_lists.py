@@ -53,7 +53,7 @@ def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
     ("inputs", "reason"),
     [
         ({"stop": ["x"] * 17}, "must be at most 16 strings"),
-        ({"stop": ["x" * 257]}, "must be at most 256 bytes a string"),
+        ({"stop": ["x" * 257]}, "must be at most 256 bytes"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1: must be 0.."),
         ({"allowed_token_ids": [0], "bad_words": ["x"] * 129}, "must be at most 128 strings"),
         ({"choice": ["a", ""]}, "choice="),
