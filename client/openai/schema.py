@@ -47,6 +47,8 @@ class SamplingFields(StrictModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    stop_words_token_ids: list[list[int]] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
