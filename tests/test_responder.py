@@ -10,6 +10,7 @@ import pytest
 
 from paged_backend.engine import StepOutput
 from paged_backend.errors import RequestError
+from paged_backend.frontend import responder as responder_module
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.detokenizer import Detokenizer
@@ -134,6 +135,19 @@ def test_whoever_is_cancelled_is_noticed_among_many(opened):
     for client in clients:
         client.cancelled = True
     assert {aborted.get(timeout=WAIT) for _ in range(97)} == set(range(100)) - {0, 37, 99}
+
+
+def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch_at_a_time(opened, monkeypatch):
+    """Who is first among the next is asked after an hour, if nobody has gone."""
+    monkeypatch.setattr(responder_module, "POLL_SECONDS", 3600)
+    responder, _, aborted = opened
+    clients = [Client(key) for key in range(100)]
+    clients[0].may_send.clear()
+    for client in clients:
+        client.cancelled = True
+        responder.open(client.stream)
+    clients[0].may_send.set()
+    assert {aborted.get(timeout=WAIT) for _ in clients} == set(range(100))
 
 
 def test_whoever_has_the_whole_answer_finds_it_counted(opened):

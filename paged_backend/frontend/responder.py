@@ -415,7 +415,10 @@ class Responder:
             self._engine.audit(tuple(self._streams))
         for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
             self._guarded(stream, self._expire)
+        before = len(self._streams)
         asked = self._ask_some()
+        if len(self._streams) < before:  # where one has gone, others of the same client may have
+            return
         took = time.monotonic() - now
         share = POLL_SECONDS * asked / max(1, len(self._streams))
         self._next_poll = now + max(share or POLL_SECONDS, took / POLL_SHARE)
