@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.in_process import TINY, save_tiny
+from tests.storm import table as storms
 
 FIGURES = pytest.StashKey[list[str]]()
 
@@ -23,6 +24,9 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("figures")
         for line in told:
             terminalreporter.line(line)
+    if storms.rows:
+        terminalreporter.section("storms")
+        terminalreporter.line(storms.text())
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])

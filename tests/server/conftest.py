@@ -63,6 +63,22 @@ class PlainServer:
     metrics_url: str
     log: list[str]  # its lines, up to where it was ready
     backends: Path | None
+    process: subprocess.Popen[str]
+    shm_prefix: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def http_port(self) -> int:
+        return int(self.http_url.rpartition(":")[2])
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.process.wait(timeout)
 
 
 @contextmanager
@@ -77,7 +93,8 @@ def plain_server(
     command = [files.binary, f"--model-repository={repository}", *flags]
     command += [f"--{name}-port={port}" for name, port in ports.items()]
     command += [f"--backend-directory={backends}"] if backends else []
-    command += [f"--backend-config=python,shm-region-prefix-name=plain_{ports['http']}_"]
+    shm_prefix = f"plain_{ports['http']}_"
+    command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
     needed = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
     environment = {name: value for name, value in server_environment(files).items() if name in needed}
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -91,7 +108,8 @@ def plain_server(
         # What it prints later is read, too: a full pipe would hold it up.
         threading.Thread(target=process.stdout.read, daemon=True).start()
         until(lambda: listens(ports["http"]), "an open port, which the server promises before it is")
-        yield PlainServer(*(f"localhost:{port}" for port in ports.values()), log, backends)
+        urls = (f"localhost:{port}" for port in ports.values())
+        yield PlainServer(*urls, log, backends, process, shm_prefix)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, "".join(log)

@@ -1,0 +1,114 @@
+"""Storms against a real server: streams killed in every way and phase, a pool that runs dry, thousands of requests at
+once, models that come and go. See tests/storm. In two sizes: what fits beside the other tests, and the whole of it."""
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+
+from paged_backend import faults
+from paged_backend.serving.tritonserver import TritonServer
+from tests.in_process import byte_tokenizer, generate_alone
+from tests.server.conftest import plain_server
+from tests.storm.models import Models
+from tests.storm.server import OPTIONS, engine_alone, save_printable
+from tests.storm.storm import Storm
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Size:
+    killed: int  # streams
+    held: int  # requests at once
+    preemptions: int
+    seconds: float  # of the soak
+    responses: int  # in it
+    cycles: int  # of loading
+
+
+SIZES = [
+    pytest.param(Size(1_000, 1_000, 200, 10, 3_000, 1), id="seeded"),
+    pytest.param(Size(5_000, 10_000, 2_000, 180, 300_000, 20), id="whole", marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module")
+def printable(tmp_path_factory):
+    """(directory, model)"""
+    directory = tmp_path_factory.mktemp("printable")
+    return directory, save_printable(directory)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    return engine_alone(tmp_path_factory.mktemp("repository"))
+
+
+def well(verdict):
+    """Told in full where it is not."""
+    assert not verdict.problems, str(verdict)
+    return verdict
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path):
+    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
+        storm = Storm(server, tmp_path, SEED)
+        for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
+            if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
+                prompt = byte_tokenizer().encode(ask.text)
+                assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
+        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
+        well(storm.dry(size.preemptions))
+        assert well(storm.soak(size.seconds)).responses >= size.responses
+        well(storm.stop())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path):
+    """Those of gRPC: see Storm."""
+    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
+        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48)
+        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
+        well(storm.hold(size.held))
+        server.kill()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_come_and_go_under_load(printable, size, tmp_path):
+    repository = engine_alone(tmp_path / "repository")
+    settings = repository / "paged_llm" / "1" / "model.json"
+    settings.write_text(json.dumps(OPTIONS | {"model": str(printable[0])}))
+    with plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server:
+        storm = Storm(server, tmp_path, SEED, asks=16)
+        with closing(Models(server, repository)) as models:
+            verdict = well(storm.reload(models, size.cycles))
+        assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while there was none
+        well(storm.stop())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(10))
+def test_a_server_that_is_told_to_stop_stops(printable, repository, number, tmp_path):
+    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
+        storm = Storm(server, tmp_path, SEED + number, asks=16)
+        well(storm.kill(100))
+        well(storm.stop())
+
+
+def test_faults_on_purpose_are_found(printable, repository, tmp_path, monkeypatch):
+    """One block that leaks, one last response that does not come, one that comes twice, one token that is another."""
+    asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
+    monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
+    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
+        storm = Storm(server, tmp_path, SEED, patience=5)
+        storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # past which no token is seen
+        verdict = storm.calm(600)
+        server.kill()  # it would wait for what it has lost
+    found = {kind: {one.id for one in verdict.problems if one.kind == kind} for kind in verdict.kinds}
+    assert "blocks" in found["leak"]
+    assert len(found["lost"]) == len(found["double terminal"]) == 1
+    assert len(found["wrong token"] - found["double terminal"]) == 1
+    assert len({id for ids in found.values() for id in ids if id.startswith("play")}) == 3

@@ -1,0 +1,52 @@
+"""Thousands of requests that are open at the same time, from a few gRPC streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from tests.storm.clients import connect, message_of, note, read
+from tests.storm.history import History
+from tests.storm.plans import Plan
+
+
+class Crowd:
+    """Each of its streams carries many requests, until all leave at once."""
+
+    def __init__(self, grpc_url: str, history: History):
+        self._grpc_url, self._history = grpc_url, history
+        self._open: dict[str, Plan] = {}
+        self._streams: list[tuple[Any, Any, asyncio.Future[None]]] = []
+
+    async def open(self, plans: Iterable[Plan]) -> None:
+        """One stream more, with these requests on it."""
+        channel = connect(self._grpc_url)
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        self._streams.append((channel, call, asyncio.ensure_future(self._listen(call))))
+        for plan in plans:
+            self._open[plan.id] = plan
+            self._history.invoke(plan)
+            await call.write(message_of(plan))
+
+    async def leave(self) -> None:
+        for _, call, _ in self._streams:
+            call.cancel()
+        await asyncio.gather(*(listener for _, _, listener in self._streams))
+        for channel, _, _ in self._streams:
+            await channel.close()
+        for id in self._open:
+            self._history.add("terminal", id=id, how="left", way="cancel")
+
+    async def _listen(self, call: Any) -> None:
+        try:
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                id, response = reply.infer_response.id, read(reply)
+                note(self._history, id, response)
+                if response.finish or response.error is not None:
+                    self._open.pop(id, None)
+        except asyncio.CancelledError:  # by `leave`
+            pass

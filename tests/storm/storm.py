@@ -1,0 +1,264 @@
+"""A server and a seed: the storms, and what is held against each afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.storm import table
+from tests.storm.asks import ask_alone, catalogue
+from tests.storm.checker import Verdict, check
+from tests.storm.clients import PATIENCE, Clients
+from tests.storm.crowd import Crowd
+from tests.storm.footprint import Memory
+from tests.storm.history import History, load
+from tests.storm.models import Models
+from tests.storm.murder import murder
+from tests.storm.plans import Plan, plans, victims
+from tests.storm.server import Server, counters, footprint, settled
+
+OPEN = 96  # requests at the same time: three times as many as the server computes
+VICTIMS = 20  # requests of a process that is killed
+HELD_STREAMS = 10
+LAST_STREAMS = 24  # open at SIGTERM
+IDLE_WITHIN = 10.0  # seconds. The goal is 2, which the table is to be read for: other things may run on the same cores
+
+
+class Storm:
+    """Over one server. Every storm has a history of its own, and ends with an idle server and a probe.
+
+    tritonserver 2.51 now and then keeps a gRPC stream that its client has cancelled, one of some hundreds to thousands:
+    the model has ended all of its requests and the server counts them as done, but the socket stays open, and at
+    SIGTERM the server waits for it until its exit timeout and exits with 1. Later ones mend races of this kind
+    (triton-inference-server/server#7840, #8078). So where gRPC streams are cancelled all but the server's own process
+    is held to what it had before, and it is not asked to stop.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        directory: Path,
+        seed: int,
+        *,
+        cancels: bool = False,
+        asks: int = 96,
+        patience: float = PATIENCE,
+    ):
+        """cancels: whether gRPC streams are. patience: seconds that clients wait for an end, and the end of a storm for
+        an idle server."""
+        self.cancels = cancels
+        self.server, self.seed = server, seed
+        self._directory, self._patience = directory, patience
+        self._dice, self._names = random.Random(seed), itertools.count()
+        self.asks = ask_alone(server.http_url, catalogue(self._dice, asks, prompt=(4, 100), output=(2, 24)))
+        self.long = ask_alone(server.http_url, catalogue(self._dice, 8, prompt=(4, 12), output=(90, 120)))
+        self._before: dict[str, Any] | None = None
+        self._weather("warm-up", self._warm_up)
+        self._before = settled(server)[1]
+        if cancels:
+            del self._before["processes"]["tritonserver"]
+
+    # --- storms ------------------------------------------------------------------------------------------------------
+
+    def calm(self, count: int) -> Verdict:
+        """Requests that all wait for their end."""
+        return self._weather("calm", lambda here: here.play(count, kills=0, bad=0))
+
+    def kill(self, count: int) -> Verdict:
+        """At least so many streams, in every phase and way, among others that go on to their end."""
+        return self._weather("kill", lambda here: here.kill(count))
+
+    def soak(self, seconds: float) -> Verdict:
+        """All kinds of things at once, for a time."""
+        return self._weather("soak", lambda here: here.soak(seconds))
+
+    def hold(self, count: int) -> Verdict:
+        """At least so many requests at the same time, from a few gRPC streams; then all are cancelled."""
+        assert self.cancels
+        return self._weather("hold", lambda here: here.hold(count), idle_within=self._patience)
+
+    def dry(self, preemptions: int) -> Verdict:
+        """Long outputs, until so many requests were sent back to the queue."""
+        return self._weather("dry", lambda here: here.dry(preemptions))
+
+    def reload(self, models: Models, cycles: int) -> Verdict:
+        """The model is unloaded and loaded, and replaced while it serves, so many times each. Its new process inherits
+        whatever the server has open while it starts, its clients' connections: that is tritonserver's own doing."""
+        assert self._before
+        for held in self._before["processes"].values():
+            del held["sockets"], held["files"]
+        return self._weather("reload", lambda here: here.reload(models, cycles))
+
+    def stop(self) -> Verdict:
+        """SIGTERM while streams are open: they end, the server ends, and nothing is left."""
+        return self._weather("stop", lambda here: here.stop(), last=True)
+
+    # --- how ---------------------------------------------------------------------------------------------------------
+
+    def seed_of_next(self) -> int:
+        return self._dice.getrandbits(32)
+
+    def name(self, what: str) -> str:
+        return f"{what}{next(self._names)}-"
+
+    def _weather(
+        self, name: str, what: Callable[[Weather], Awaitable[None]], *, last: bool = False, idle_within: float = IDLE_WITHIN
+    ) -> Verdict:
+        file = self._directory / f"{self.name(name)}{self.seed}.jsonl"
+        with file.open("w", buffering=1 << 16) as stream:
+            history, figures = History(stream), {}
+            asyncio.run(self._under(history, figures, what))
+            if self._before is not None and not last:
+                seconds, after = settled(self.server, self._before, patience=self._patience)
+                history.add("idle", seconds=seconds, before=self._before, after=after)
+                asyncio.run(self._under(history, figures, lambda here: here.probe()))
+        verdict = check(load(file), idle_within=idle_within)
+        print(f"{name}, seed {self.seed}, {file}: {verdict}\n{figures or ''}")
+        if self._before is not None:
+            table.book(name, self.seed, verdict, figures)
+        return verdict
+
+    async def _under(
+        self, history: History, figures: dict[str, float], what: Callable[[Weather], Awaitable[None]]
+    ) -> None:
+        clients = Clients(self.server.http_port, self.server.grpc_url, history, patience=self._patience)
+        await what(Weather(self, clients, history, figures))
+        await clients.close()
+
+    async def _warm_up(self, here: Weather) -> None:
+        """What a server keeps once it was used: threads that wait for more, memory."""
+        await here.play(2 * OPEN, kills=0.3)
+        await here.murders(1)
+
+
+class Weather:
+    """One storm while it goes on."""
+
+    def __init__(self, storm: Storm, clients: Clients, history: History, figures: dict[str, float]):
+        self._storm, self._server = storm, storm.server
+        self._clients, self._history = clients, history
+        self._figures = figures
+
+    async def play(self, count: int, **shares: float) -> None:
+        """shares: of those that do not just wait, see `plans`."""
+        some = self._plans("play", **shares)
+        await self._clients.play_all(itertools.islice(some, count), open=OPEN)
+
+    async def probe(self) -> None:
+        plan = Plan(self._storm.name("probe"), "grpc", self._storm.asks[0])
+        self._history.add("probe", id=plan.id)
+        await self._clients.play(plan)
+
+    async def kill(self, count: int) -> None:
+        """Some end before they can be killed."""
+        some = self._plans("kill", kills=0.9)
+        await asyncio.gather(
+            self._clients.play_all(some, open=OPEN, until=lambda: self._history.killed >= count),
+            self.murders(max(1, count // 10 // VICTIMS)),
+        )
+
+    async def soak(self, seconds: float) -> None:
+        end, memory = time.monotonic() + seconds, Memory(self._server.pid)
+        watch = asyncio.ensure_future(memory.watch())
+        some = self._plans("soak", kills=0.1)
+        await asyncio.gather(
+            self._clients.play_all(some, open=OPEN, until=lambda: time.monotonic() > end),
+            self.murders(max(1, int(seconds / 10)), every=10.0),
+        )
+        watch.cancel()
+        self._figures |= {f"MiB/min of {name}": slope for name, slope in memory.slopes().items()}
+
+    async def dry(self, preemptions: int) -> None:
+        before = counters(self._server)["preemptions"]
+
+        def enough() -> bool:
+            return self._figures.get("preemptions", 0) >= preemptions
+
+        async def watch() -> None:
+            while not enough():
+                now = await asyncio.to_thread(counters, self._server)
+                self._figures["preemptions"] = now["preemptions"] - before
+                await asyncio.sleep(0.05)
+
+        some = self._plans("dry", long=True, kills=0.05)
+        await asyncio.gather(self._clients.play_all(some, open=OPEN, until=enough), watch())
+
+    async def hold(self, count: int) -> None:
+        begun, crowd = time.monotonic(), Crowd(self._server.grpc_url, self._history)
+        some = self._plans("held", long=True, kills=0, bad=0, pauses=0)
+        leaving = (replace(plan, may=("left",), way="cancel", phase=None) for plan in some)
+        for _ in range(HELD_STREAMS):
+            await crowd.open(itertools.islice(leaving, count // HELD_STREAMS))
+        while (held := await self._held()) < count:  # some have ended by now
+            assert time.monotonic() < begun + 120, f"{held} of {count} requests are held"
+            await crowd.open(itertools.islice(leaving, count - held + OPEN))
+        self._figures |= {"held at once": held, "seconds until then": time.monotonic() - begun}
+        await crowd.leave()
+
+    async def _held(self) -> int:
+        await asyncio.sleep(0.3)  # the metrics are that old at the most
+        now = await asyncio.to_thread(counters, self._server)
+        return int(now["running"] + now["waiting"])
+
+    async def reload(self, models: Models, cycles: int) -> None:
+        """Nobody cancels a stream here: see clients.GrpcWire."""
+        done = False
+        some = self._plans("reload", kills=0, bad=0)
+        patient = (replace(plan, may=("SERVER", "UNAVAILABLE")) for plan in some)
+        playing = asyncio.ensure_future(self._clients.play_all(patient, open=OPEN // 4, until=lambda: done))
+        for _ in range(cycles):
+            await asyncio.to_thread(models.unload)
+            await asyncio.to_thread(models.load)
+            await asyncio.sleep(0.5)  # under load for a while
+            await asyncio.to_thread(models.replace)
+            await asyncio.sleep(0.5)
+        self._figures |= {"unloaded and loaded": cycles, "replaced": cycles}
+        done = True
+        await playing
+
+    async def stop(self) -> None:
+        some = self._plans("last", long=True, kills=0, bad=0, pauses=0)
+        waiting = set()
+
+        def waits(plan: Plan) -> Plan:
+            waiting.add(plan.id)
+            return plan
+
+        streams = map(waits, itertools.islice(some, LAST_STREAMS))
+        playing = asyncio.ensure_future(self._clients.play_all(streams, open=LAST_STREAMS))
+        while len(self._history.begun & waiting) < LAST_STREAMS and not playing.done():
+            await asyncio.sleep(0.005)
+        self._server.terminate()
+        await playing
+        await self._clients.close()
+        begun = time.monotonic()
+        code = await asyncio.to_thread(self._end)
+        left = footprint(self._server.pid, self._server.shm_prefix)["shm"]
+        self._history.add("stopped", code=code, seconds=time.monotonic() - begun, left=left)
+
+    async def murders(self, count: int, every: float = 0.0) -> None:
+        """Processes full of clients that are killed."""
+        for number in range(count):
+            await asyncio.sleep(every if number else 0)
+            seed = self._storm.seed_of_next()
+            name, cancels = self._storm.name("victim"), self._storm.cancels
+            chosen = victims(seed, self._storm.asks, name=name, count=VICTIMS, cancels=cancels)
+            await murder(self._server, chosen, self._history, random.Random(seed))
+
+    def _plans(self, name: str, *, long: bool = False, **shares: float) -> Any:
+        asks = self._storm.long if long else self._storm.asks
+        name = self._storm.name(name)
+        return plans(self._storm.seed_of_next(), asks, name=name, cancels=self._storm.cancels, **shares)
+
+    def _end(self) -> int | None:
+        try:
+            return self._server.wait(60)
+        except subprocess.TimeoutExpired:
+            return None

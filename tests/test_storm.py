@@ -1,0 +1,179 @@
+"""The checker of histories, and the seeds of storms: no server."""
+
+import asyncio
+import io
+import itertools
+import json
+import random
+
+import pytest
+
+from tests.storm.asks import Ask, catalogue
+from tests.storm.checker import check, error_class
+from tests.storm.clients import Clients
+from tests.storm.history import History
+from tests.storm.plans import PHASES, WAYS, from_json, plans, to_json
+
+HELD = {"total": 8, "used": 0, "free": 5, "cached": 3, "running": 0, "waiting": 0, "shm": 1,
+        "processes": {"stub": {"threads": 9, "files": 4, "sockets": 1}}}  # fmt: skip
+
+
+def invoke(id="a", expect=((5, 6, 7),), may=(), way=None, phase=None):
+    texts = ["".join(chr(33 + token) for token in tokens) for tokens in expect]
+    return {"kind": "invoke", "id": id, "expect": [list(tokens) for tokens in expect], "texts": texts,
+            "finish": ["length"] * len(expect), "may": list(may), "way": way, "phase": phase}  # fmt: skip
+
+
+def tokens(*samples, id="a", at=None):
+    texts = ["".join(chr(33 + token) for token in tokens) for tokens in samples]
+    return {"kind": "tokens", "id": id, "tokens": [list(sample) for sample in samples], "texts": texts, "at": at}
+
+
+def finish(*reasons, id="a"):
+    return {"kind": "terminal", "id": id, "how": "finish", "finish": list(reasons or ["length"])}
+
+
+def error(text, id="a"):
+    return {"kind": "terminal", "id": id, "how": "error", "error": text}
+
+
+def left(id="a"):
+    return {"kind": "terminal", "id": id, "how": "left", "way": "rst"}
+
+
+def idle(seconds=0.1, **after):
+    return {"kind": "idle", "seconds": seconds, "before": HELD, "after": HELD | after}
+
+
+def stopped(code=0, seconds=1.0, left=0):
+    return {"kind": "stopped", "code": code, "seconds": seconds, "left": left}
+
+
+PROBE = {"kind": "probe", "id": "a"}
+WELL = [invoke(), tokens([5], at=0), tokens([6, 7], at=1), finish()]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        WELL,
+        [invoke(expect=((1, 2), (3,))), tokens([1], [3]), tokens([2], []), finish("length", "length")],
+        [invoke(may=["left"]), tokens([5]), left()],
+        [invoke(may=["timeout"]), tokens([5]), finish("timeout")],
+        [invoke(may=["CANCELLED"]), error("CANCELLED: the request was cancelled by its client")],
+        [PROBE, *WELL, idle(), idle(free=1, cached=7), stopped()],
+    ],
+)
+def test_what_is_well(events):
+    assert check(events).problems == []
+
+
+@pytest.mark.parametrize(
+    ("events", "kind"),
+    [
+        ([invoke()], "lost"),
+        ([invoke(), tokens([5, 6, 7])], "lost"),
+        ([invoke(), {"kind": "terminal", "id": "a", "how": "lost", "why": "no end"}], "lost"),
+        ([invoke(), tokens([5, 6]), finish()], "missing tokens"),
+        ([invoke(), tokens([5, 9, 7]), finish()], "wrong token"),
+        ([invoke(), tokens([5, 6, 7, 8]), finish()], "wrong token"),
+        ([invoke(), tokens([5, 6, 7]) | {"texts": ["&'!"]}, finish()], "wrong text"),
+        ([invoke(), tokens([5], at=0), tokens([6, 7], at=2), finish()], "gap"),
+        ([*WELL, finish()], "double terminal"),
+        ([*WELL, error("CANCELLED: too late")], "double terminal"),
+        ([*WELL, tokens([8])], "after terminal"),
+        ([*WELL, tokens([])], "after terminal"),
+        ([invoke(), tokens([5, 6, 7]), finish("stop")], "wrong finish"),
+        ([invoke(), tokens([5, 6, 7], [1]), finish()], "samples"),
+        ([invoke(), error("CANCELLED: by nobody")], "unexpected end"),
+        ([invoke(), finish("timeout")], "unexpected end"),
+        ([invoke(), left()], "unexpected end"),
+        ([invoke(may=["UNAVAILABLE"]), error("TypeError: 'NoneType' object")], "unknown error"),
+        ([*WELL, *WELL], "double invoke"),
+        ([PROBE, invoke(may=["left"]), left()], "no probe"),
+        ([PROBE], "no probe"),
+        ([idle(free=4)], "leak"),
+        ([idle(used=1, free=4)], "leak"),
+        ([idle(waiting=1)], "leak"),
+        ([idle(shm=2)], "leak"),
+        ([idle(processes={"stub": {"threads": 10, "files": 4, "sockets": 1}})], "leak"),
+        ([idle(processes={"stub": {"threads": 9, "files": 5, "sockets": 1}})], "leak"),
+        ([idle(processes={})], "leak"),
+        ([idle(seconds=3)], "slow"),
+        ([stopped(seconds=6)], "slow"),
+        ([stopped(code=1)], "bad stop"),
+        ([stopped(left=1)], "bad stop"),
+    ],
+)
+def test_what_must_not_be_is_found(events, kind):
+    assert kind in check(events).kinds
+
+
+def test_one_wrong_token_is_told_once():
+    events = [invoke(expect=(range(20),)), *[tokens([99 if at == 3 else at], at=at) for at in range(20)], finish()]
+    assert [problem.kind for problem in check(events).problems].count("wrong token") == 1
+
+
+def test_what_is_counted():
+    events = [*WELL, invoke("b", may=["left"], way="rst", phase="decode"), tokens([5], id="b"), left("b")]
+    verdict = check([*events, idle(0.5), idle(0.2), stopped(seconds=1.5)])
+    assert (verdict.requests, verdict.responses, verdict.tokens) == (2, 3, 4)
+    assert verdict.killed == {("rst", "decode"): 1}
+    assert verdict.outcomes == {"finish": 1, "left": 1}
+    assert (verdict.idle_seconds, verdict.stopped_seconds) == (0.5, 1.5)
+    assert "1 streams killed: rst in decode 1" in str(verdict)
+
+
+def test_errors_have_classes():
+    assert error_class("Error generating stream: INVALID_ARGUMENT: max_tokens=0: must be 1..8192") == "INVALID_ARGUMENT"
+    assert error_class("CANCELLED: the request was cancelled by its client") == "CANCELLED"
+    assert error_class("Request for unknown model: 'paged_llm' is not found") == "SERVER"
+    assert error_class("Stub process is not healthy") is None
+
+
+ASKS = [Ask("abc", {"max_tokens": 8}, [[1] * 8], ["x" * 8], ["length"])]
+
+
+def test_a_seed_gives_the_same_storm_again_and_every_phase_and_way():
+    first, second = (list(itertools.islice(plans(seed, ASKS, kills=0.9), 2000)) for seed in (3, 3))
+    assert first == second
+    assert first != list(itertools.islice(plans(4, ASKS, kills=0.9), 2000))
+    for face, ways in WAYS.items():
+        seen = {(plan.way, plan.phase) for plan in first if plan.face == face}
+        # When a deadline comes, the server says: which token is its last cannot be aimed at.
+        assert {(way, phase) for way in ways for phase in PHASES} - seen == {("deadline", "last")}
+    assert [from_json(json.loads(json.dumps(to_json(plan)))) for plan in first[:50]] == first[:50]
+
+
+def test_a_catalogue_has_every_kind():
+    asks = catalogue(random.Random(1), 16, prompt=(4, 8), output=(2, 9))
+    assert asks == catalogue(random.Random(1), 16, prompt=(4, 8), output=(2, 9))
+    assert {name for ask in asks for name in ask.sampling} >= {"temperature", "n", "beam_width", "stop", "seed"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",  # it closes
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",  # in due form, and without an end
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ndata:\r\n0\r\n\r\n",
+    ],
+)
+def test_a_client_that_gets_no_end_says_so(answer):
+    async def main():
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1")
+        clients = Clients(server.sockets[0].getsockname()[1], "localhost:1", history)
+        plan = next(plan for plan in plans(1, ASKS, kills=0, bad=0) if plan.face == "http")
+        await clients.play(plan)
+        await clients.close()
+        server.close()
+
+    history = History(io.StringIO())
+    asyncio.run(main())
+    assert check(map(json.loads, history._file.getvalue().splitlines())).kinds == {"lost"}
