@@ -109,7 +109,12 @@ class Storm:
         return f"{what}{next(self._names)}-"
 
     def _weather(
-        self, name: str, what: Callable[[Weather], Awaitable[None]], *, last: bool = False, idle_within: float = IDLE_WITHIN
+        self,
+        name: str,
+        what: Callable[[Weather], Awaitable[None]],
+        *,
+        last: bool = False,
+        idle_within: float = IDLE_WITHIN,
     ) -> Verdict:
         file = self._directory / f"{self.name(name)}{self.seed}.jsonl"
         with file.open("w", buffering=1 << 16) as stream:
