@@ -32,7 +32,8 @@ class Channel(Protocol):
     closed: bool  # whether the final response has been sent
     stopped: bool  # whether its client has asked it to end with what there is
 
-    def received(self) -> Received: ...
+    def received(self) -> Received:
+        """Raises RequestError for what cannot be read."""
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None: ...
 
@@ -58,8 +59,12 @@ class ServerChannel:
     def received(self) -> Received:
         request = self._request
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
-        parameters = json.loads(request.parameters() or "{}")
-        own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
+        try:
+            parameters = json.loads(request.parameters() or "{}")
+            own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
+        except UnicodeDecodeError as error:  # over HTTP a name or a value may be any bytes
+            reason = f"the request's parameters or id: byte {error.start} is not valid UTF-8; send UTF-8 text"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from None
         return tensors, parameters, *own
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:

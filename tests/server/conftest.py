@@ -49,7 +49,7 @@ def server(demo_model) -> Iterator[TritonServer]:
 def tiny_server(tiny) -> Iterator[TritonServer]:
     """A random model whose steps take milliseconds, with a pool of 24 blocks. Streams begin with an empty response."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
-    options |= {"first_response_ms": 0}
+    options |= {"first_response_ms": 0, "structured_outputs_timeout": 2}
     with TritonServer(tiny[0], options) as running:
         yield running
 
