@@ -62,7 +62,7 @@ def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path):
                 assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
         well(storm.dry(size.preemptions))
-        assert well(storm.soak(size.seconds)).responses >= size.responses
+        assert well(storm.soak(size.seconds, size.responses)).responses >= size.responses
         well(storm.stop())
 
 

@@ -28,6 +28,7 @@ class History:
     def __init__(self, file: TextIO):
         self._file = file
         self.begun: set[str] = set()  # requests that have had a token
+        self.responses = 0  # with tokens
         self.killed = 0  # that have ended, and not well, by the nemesis' hand
         self._doomed: set[str] = set()
 
@@ -43,6 +44,7 @@ class History:
 
     def put(self, event: Event) -> None:
         if event["kind"] == "tokens":
+            self.responses += 1
             self.begun.add(event["id"])
         elif event["kind"] == "invoke" and event["way"]:
             self._doomed.add(event["id"])

@@ -75,9 +75,9 @@ class Storm:
         """At least so many streams, in every phase and way, among others that go on to their end."""
         return self._weather("kill", lambda here: here.kill(count))
 
-    def soak(self, seconds: float) -> Verdict:
-        """All kinds of things at once, for a time."""
-        return self._weather("soak", lambda here: here.soak(seconds))
+    def soak(self, seconds: float, responses: int = 0) -> Verdict:
+        """All kinds of things at once, for a time, and until so many responses have come."""
+        return self._weather("soak", lambda here: here.soak(seconds, responses))
 
     def hold(self, count: int) -> Verdict:
         """At least so many requests at the same time, from a few gRPC streams; then all are cancelled."""
@@ -169,15 +169,20 @@ class Weather:
             self.murders(max(1, count // 10 // VICTIMS)),
         )
 
-    async def soak(self, seconds: float) -> None:
-        end, memory = time.monotonic() + seconds, Memory(self._server.pid)
+    async def soak(self, seconds: float, responses: int) -> None:
+        begun, memory = time.monotonic(), Memory(self._server.pid)
+
+        def enough() -> bool:
+            return time.monotonic() > begun + seconds and self._history.responses >= responses
+
         watch = asyncio.ensure_future(memory.watch())
         some = self._plans("soak", kills=0.1)
         await asyncio.gather(
-            self._clients.play_all(some, open=OPEN, until=lambda: time.monotonic() > end),
+            self._clients.play_all(some, open=OPEN, until=enough),
             self.murders(max(1, int(seconds / 10)), every=10.0),
         )
         watch.cancel()
+        self._figures["seconds"] = time.monotonic() - begun
         self._figures |= {f"MiB/min of {name}": slope for name, slope in memory.slopes().items()}
 
     async def dry(self, preemptions: int) -> None:
