@@ -60,7 +60,8 @@ class Storm:
         self.asks = ask_alone(server.http_url, catalogue(self._dice, asks, prompt=(4, 100), output=(2, 24)))
         self.long = ask_alone(server.http_url, catalogue(self._dice, 8, prompt=(4, 12), output=(90, 120)))
         self._before: dict[str, Any] | None = None
-        self._weather("warm-up", self._warm_up)
+        warm = self._weather("warm-up", self._warm_up)
+        assert not warm.problems, str(warm)
         self._before = settled(server)[1]
         if cancels:
             del self._before["processes"]["tritonserver"]
