@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -53,6 +53,7 @@ class GenerateRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
     allowed: bytes | None = None  # bitmask of the tokens that may be drawn; None: all
     adapter: Adapter | None = None
+    ends: Callable[[Sequence[int]], bool] | None = None  # whether a beam's output has ended with its last token
     guides: tuple[Guide, ...] = ()  # of each sample, which of them may come next; none: any
 
     @cached_property

@@ -23,6 +23,7 @@ from paged_backend.assembly import assemble
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ErrorCode, NoPlace, QueueFull, RequestError, invalid
 from paged_backend.frontend import wire
+from paged_backend.frontend.beam_stops import ending
 from paged_backend.frontend.channel import Channel, ServerChannel
 from paged_backend.frontend.conversation import check_count
 from paged_backend.frontend.detokenizer import Detokenizer
@@ -269,8 +270,12 @@ class Service:
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
         logprobs = _wanted_logprobs(call, sampling)
+        ends = None
+        if sampling.beam_width > 1:
+            ends = ending(sampling, tokens, _decoder(self._tokenizer, sampling.skip_special_tokens))
         return replace(
             request,
+            ends=ends,
             embeds=call.embedding is not None,
             wants_usage=call.return_receipt,
             session=goes_on,

@@ -4,13 +4,15 @@
     hypotheses    outputs that ended, the best of them, scored by log-probability / length ** length_penalty
 
 Of the (1 + number of stop tokens) * beam_width likeliest continuations of all live beams, those that stop become
-hypotheses where they are among the first beam_width, and the best beam_width of the rest live on. Arithmetic is in
+hypotheses where they are among the first beam_width, and the best beam_width of the rest live on. A stop string, or a
+word of several tokens, stops an output as a stop token does. Arithmetic is in
 float32, as there, so that ties and near-ties fall the same way.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +57,14 @@ def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
 class BeamSearch:
     """The search of one request."""
 
-    def __init__(self, sampling: SamplingParams, stop_ids: frozenset[int]):
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        stop_ids: frozenset[int],
+        ends: Callable[[Row[int]], bool] | None = None,
+    ):
+        """ends: whether an output has ended with its last token, beside those of `stop_ids`."""
+        self._ends = ends
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._scores = [np.float32(0)]  # of live beams
@@ -83,13 +92,13 @@ class BeamSearch:
         closed = self._full and self._sampling.early_stopping is True
         live = []
         for rank, (score, continuation, logprobs) in enumerate(found[:most]):
-            finish = self._finish(continuation.token, out_of_tokens)
+            tokens = (*outputs[continuation.beam], continuation.token)
+            finish = self._finish(tokens, out_of_tokens)
             told = self._logprobs[continuation.beam]
             told = (*told, logprobs) if logprobs else told
             if finish is None:
                 live.append((score, continuation, told))
             elif rank < width and not closed:
-                tokens = (*outputs[continuation.beam], continuation.token)
                 self._keep(Hypothesis(self._normalised(score, count), tokens, finish, told))
         del live[width:]
         self._scores = [score for score, _, _ in live]
@@ -127,10 +136,11 @@ class BeamSearch:
         found = self.hypotheses[: self._sampling.n]
         return found + found[-1:] * (self._sampling.n - len(found))
 
-    def _finish(self, token: int, out_of_tokens: bool) -> FinishReason | None:
-        if token in self._stop_ids:
+    def _finish(self, tokens: Row[int], out_of_tokens: bool) -> FinishReason | None:
+        """Of an output that stops by its text the client's side tells so: it cuts what the text has too much."""
+        if tokens[-1] in self._stop_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if out_of_tokens else None
+        return FinishReason.LENGTH if out_of_tokens or (self._ends and self._ends(tokens)) else None
 
     def _normalised(self, score: np.float32, length: int) -> np.float32:
         return score / np.float32(length**self._sampling.length_penalty)

@@ -111,7 +111,7 @@ class Group:
     def of(cls, request: GenerateRequest) -> Group:
         tokens, root = list(request.prompt_token_ids), request.root
         if request.sampling.beam_width > 1:
-            search = BeamSearch(request.sampling, request.stop_ids)
+            search = BeamSearch(request.sampling, request.stop_ids, request.ends)
             return cls(request, [Sequence(request, tokens, new_chain(root))], forked=True, beams=Beams(search))
         sequences = [
             Sequence(request, list(tokens), new_chain(root), index) for index in range(request.sampling.num_samples)
