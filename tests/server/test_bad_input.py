@@ -181,7 +181,7 @@ def test_any_json_is_answered(tiny_server, changes, inside):
     assert status == 200 or classify(text), text
 
 
-HUGE = [  # over gRPC: bodies of megabytes end a tritonserver of 2.51 before a model hears of them (CVE-2025-23310)
+HUGE = [  # over gRPC: bodies of megabytes end a tritonserver of 2.51 before a model hears of them
     ({"text_input": "a" * (70 << 20)}, "text_input: 73400320 characters; must be at most"),
     ({"sampling_parameters": "[" * (9 << 20)}, "(max_json_chars)"),
     ({"sampling_parameters": "[" * (8 << 20)}, "sampling_parameters: not valid JSON"),
