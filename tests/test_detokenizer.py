@@ -104,6 +104,18 @@ def test_a_character_after_bytes_of_none_has_its_own_offset(ids):
             assert text[offset] == decode([token])
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_token_in_the_middle_of_a_character_has_its_offset_where_one_before_brings_more(at_once):
+    """Tokens of a space, or the end of another character, and the first bytes of the next."""
+    pieces = [b" \xe2", b"\x98", b"\x98\xf0\x9f", b"\x9a", b"\x80", b"ab \xf0", b"\x9f\x9a", b"\x80"]
+    detokenizer = Detokenizer(
+        lambda ids: b"".join(pieces[one] for one in ids).decode(errors="replace"), [], notes_offsets=True
+    )
+    given = [range(len(pieces))] if at_once else [[one] for one in range(len(pieces))]
+    assert "".join(detokenizer.push(tokens) for tokens in given) == " \u2618\U0001f680ab \U0001f680"
+    assert detokenizer.offsets == [0, 1, 1, 2, 2, 3, 6, 6]
+
+
 def test_offsets_are_those_in_the_text_that_no_stop_string_cuts():
     detokenizer = Detokenizer(decode, [], stop=["cd"], notes_offsets=True)
     assert detokenizer.push(encode("abcdef")) == "ab"

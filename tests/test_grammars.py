@@ -7,6 +7,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
 from paged_backend.errors import ErrorCode, RequestError
@@ -143,6 +144,53 @@ def test_grammars_name_special_tokens_and_ids():
     assert 'unknown special token: "<|im_stop|>"' in str(compiled(one, "grammar", "start: <|im_stop|>"))
     assert "Token range end too large: 49152" in str(compiled(one, "grammar", "start: <[49152]>"))
     one.stop()
+
+
+NAMED = {
+    "type": "object",
+    "properties": {"<|end|>": {"enum": ["[PAD]<s>"]}},
+    "required": ["<|end|>"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def added():
+    """A tokenizer that makes one token of some texts, and changes others, and grammars for it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    special = [AddedToken(text, special=True, normalized=False) for text in ("[PAD]", "<s>")]
+    plain = [AddedToken(text, special=False) for text in ("<think>", "wörd", "  ")]
+    tokenizer.add_tokens([*special, *plain, AddedToken("<mask>", special=True, lstrip=True, normalized=False)])
+    one = Grammars(tokenizer, VOCAB, frozenset([END]), seconds=WAIT)
+    yield tokenizer, one
+    one.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("choice", ["<|end|>x"], "<|end|>x"),
+        ("choice", ["[PAD]<s> <think>a <mask>"], "[PAD]<s> <think>a <mask>"),
+        ("choice", ["a wörd  of e\u0301"], "a wörd  of e\u0301"),
+        ("regex", r"a<\|end\|>b<s>", "a<|end|>b<s>"),
+        ("json_schema", {"const": "<s>"}, '"<s>"'),
+        ("structured_outputs", {"json": NAMED, "disable_any_whitespace": True}, '{"<|end|>":"[PAD]<s>"}'),
+        ("grammar", 'root ::= "<|end|>" "<s>"', "<|end|><s>"),
+        ("grammar", 'start: "<|end|>" <s> "<s>" <think> "<think>"', "<|end|><s><s><think><think>"),
+    ],
+)
+def test_a_text_that_looks_like_special_tokens_is_spelled_with_others(added, name, value, text):
+    """But where a grammar names them outside of quotation marks."""
+    tokenizer, grammars = added
+    (guide,) = compiled(grammars, name, value)
+    drawn = []
+    while END not in (left := allowed(guide)) and len(drawn) < 99:
+        drawn.append(min(left))
+        guide.advance(drawn[-1:])
+    assert tokenizer.decode(drawn) == text
+    named = {"<s>", "<think>"} if '<think> "' in str(value) else set()
+    assert {one for one in tokenizer.convert_ids_to_tokens(drawn) if len(one) > 1} - {"wörd", "  "} == named
 
 
 def test_each_output_has_a_guide_of_its_own(grammars):

@@ -250,6 +250,15 @@ def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
             assert f"no token is left: {names} leave none that may come next" in one.refusal()
 
 
+@pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])
+def test_a_text_that_looks_like_the_end_does_not_end_the_output(tiny, sampling):
+    with serving(tiny[0]) as served:
+        asked = {"sampling_parameters": json.dumps({"max_tokens": 40} | sampling), "return_finish_reason": True}
+        answer = served.ask(text_input="x", **asked)
+    assert answer["text_output"] == [b"x<|end|>x"]  # the prompt, and the output
+    assert answer["finish_reason"] == [b"stop"]
+
+
 def test_what_cannot_be_compiled_is_an_error(service):
     wrong = asking(regex="(")
     service.submit(wrong)

@@ -35,9 +35,9 @@ class Llguidance:
     """As the engine uses it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        from llguidance.hf import from_tokenizer
+        from paged_backend.guided.spelling import library_tokenizer
 
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=tokenizer.eos_token_id)
+        self._tokenizer = library_tokenizer(tokenizer, vocab_size, [tokenizer.eos_token_id])
 
     def compile(self, case: Case) -> Callable[[], Any]:
         """What makes a matcher. Raises whatever the library says."""

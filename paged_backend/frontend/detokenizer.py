@@ -100,7 +100,8 @@ class Detokenizer:
         """As `_read_on`, and where the token's own text begins."""
         before, uncertain = self.num_chars, self._uncertain()
         new = self._read_on((token,))
-        self.offsets.append(before + len(commonprefix([uncertain, new])))  # noqa: RUF071  of characters
+        same = commonprefix([uncertain, new]) if new else uncertain.rstrip(INCOMPLETE)  # noqa: RUF071  of characters
+        self.offsets.append(before + len(same))
         return new
 
     def _uncertain(self) -> str:

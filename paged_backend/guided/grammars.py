@@ -26,11 +26,9 @@ from paged_backend.guided.trial import Abandoned, GrammarError, Trial
 from paged_backend.sampling.masks import BITS, Guide, GuideError
 
 try:
-    from llguidance.hf import from_tokenizer
-
-    from paged_backend.guided import grammar
+    from paged_backend.guided import grammar, spelling
 except ImportError:  # all else is served without
-    from_tokenizer = None
+    spelling = None  # type: ignore[assignment]
 
 log = logging.getLogger("paged_llm")
 
@@ -235,7 +233,7 @@ class Grammars:
 
 
 def _library_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]) -> Any:
-    if from_tokenizer is None:
+    if spelling is None:
         raise GrammarError("cannot be had, since the package llguidance is not installed")
     if not eos_ids:
         raise GrammarError("cannot be had, since this model has no end-of-sequence token")
@@ -244,6 +242,6 @@ def _library_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_
             f"cannot be had, since this model's tokenizer, {type(tokenizer).__name__}, has no tokenizer.json"
         )
     try:
-        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_ids))
+        return spelling.library_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos_ids)
     except Exception as error:  # kinds of tokenizers that the library does not know
         raise GrammarError(f"cannot be had with this model's tokenizer: {error}") from error
