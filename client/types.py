@@ -36,6 +36,8 @@ class PromptTold:
     prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     # Where in the text each begins; None without `echo=True, return_text_offsets=True`.
     prompt_text_offsets: tuple[int, ...] | None = None
+    # The first one's own text, which the prompt's has not where it is a special token; None likewise.
+    first_prompt_token: str | None = None
     # Of each, None of the first; None without `prompt_logprobs=k`.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
@@ -53,6 +55,7 @@ class Delta(PromptTold):
     token_ids: tuple[int, ...] | None = None  # of this piece; None without `return_token_ids=True`
     # Where in the sample's whole text each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
+    num_input_tokens: int = field(default=0, compare=False)  # of the prompt
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "prompt_token_ids": ("TYPE_INT32", (-1,)),
     "text_offsets": ("TYPE_INT32", (-1,)),
     "prompt_text_offsets": ("TYPE_INT32", (-1,)),
+    "first_prompt_token": ("TYPE_STRING", (1,)),
     "prompt_logprobs": ("TYPE_STRING", (1,)),
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
@@ -261,6 +262,7 @@ class Transcript:
                 text=str(text),
                 num_output_tokens=int(count),
                 finish_reason=None if reason == "None" else str(reason),
+                num_input_tokens=self._num_input_tokens,
                 index=index,
                 logprobs=_read_logprobs(str(tokens)),
                 cumulative_logprob=None if total is None else float(total),
@@ -294,6 +296,8 @@ class Transcript:
 def _read_prompt(fields: Fields) -> dict[str, Any]:
     names = ("prompt_token_ids", "prompt_text_offsets")
     told: dict[str, Any] = {name: tuple(map(int, fields[name])) for name in names if name in fields}
+    for text in fields.get("first_prompt_token", []):
+        told["first_prompt_token"] = str(text)
     for text in fields.get("prompt_logprobs", []):
         told["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
     return told

@@ -40,7 +40,8 @@ def test_every_sample_begins_with_the_prompt(service, prompt, n, exclude):
     assert outputs["text_offsets"] == [len(TEXT) + offset for offset in without["text_offsets"]]
     assert outputs["token_ids"] == without["token_ids"]
     assert outputs["prompt_text_offsets"] == own(TEXT)
-    assert "prompt_text_offsets" not in without
+    assert outputs["first_prompt_token"] == [TEXT[0].encode()]
+    assert not {"prompt_text_offsets", "first_prompt_token"} & without.keys()
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -52,7 +53,7 @@ def test_a_stream_begins_with_it_and_adds_up_to_the_whole(service, n):
     assert all(text.startswith(TEXT.encode()) for text in pieces[0]["text_output"])
     for index in range(n):
         assert b"".join(piece["text_output"][index] for piece in pieces) == whole["text_output"][index]
-    for name in ("prompt_text_offsets", "prompt_logprobs", "prompt_token_ids"):
+    for name in ("prompt_text_offsets", "first_prompt_token", "prompt_logprobs", "prompt_token_ids"):
         assert pieces[0][name] == whole[name]
         assert not any(name in piece for piece in pieces[1:])
 

@@ -216,6 +216,7 @@ def test_no_token_beyond_the_model_s_is_allowed():
     ("name", "value", "message"),
     [
         ("json_schema", {"type": "array", "uniqueItems": True}, 'json_schema: Unimplemented keys: ["uniqueItems"]'),
+        ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf: served only where"),
         ("json_schema", {"uniqueItems": True, "x-guidance": {"lenient": True}}, "Unimplemented"),
         ("json_schema", {"type": "object", "if": {}, "then": {}}, "Unimplemented"),
         ("json_schema", {"$ref": "#/$defs/nothing"}, "json_schema: "),

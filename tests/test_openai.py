@@ -53,7 +53,8 @@ class TestRequests:
     def test_every_sampling_field_reaches_the_engine_under_its_name(self, front, fake, path):
         fields = {
             "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 7,
-            "stop": ["a", "b"], "stop_token_ids": [1], "logit_bias": {"7": -1.5}, "bad_words": ["c"],
+            "stop": ["a", "b"], "stop_token_ids": [1], "stop_words_token_ids": [[1, 2]],
+            "bad_words_token_ids": [[3]], "logit_bias": {"7": -1.5}, "bad_words": ["c"],
             "allowed_token_ids": [1, 7], "ignore_eos": True, "repetition_penalty": 1.5,
             "presence_penalty": 1, "frequency_penalty": -1.0, "skip_special_tokens": False,
             "include_stop_str_in_output": True, "n": 1, "best_of": 2, "beam_width": 2, "length_penalty": 2.0,
@@ -73,6 +74,34 @@ class TestRequests:
         assert fake.sampling[-1] == {"max_tokens": None}
         assert front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 9})[0] == 200
         assert fake.sampling[-1] == {"max_tokens": 9}
+
+    def test_the_same_limit_under_both_names_is_one(self, front, fake):
+        assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 9, "max_completion_tokens": 9})[0] == 200
+        assert fake.sampling[-1] == {"max_tokens": 9}
+
+    @pytest.mark.parametrize("path", BODIES)
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            ({}, [False, False]),
+            ({"continuous_usage_stats": False}, [False, False]),
+            ({"include_usage": True, "continuous_usage_stats": False}, [None, None, (7, 4, 11)]),
+            ({"include_usage": True, "continuous_usage_stats": True}, [(7, 2, 9), (7, 4, 11), (7, 4, 11)]),
+        ],
+    )
+    def test_usage_is_told_at_the_end_or_with_every_chunk(self, front, path, options, told):
+        """False: not at all."""
+        chunks = front.events(path, BODIES[path] | {"stream": True, "stream_options": options})
+        assert [(usage := chunk.get("usage", False)) and tuple(usage.values()) for chunk in chunks] == told
+
+    def test_what_each_choice_has_taken_is_told_by_itself(self, front):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        asked = PROMPT | {"prompt": ["a", "b"], "stream": True, "stream_options": options}
+        *chunks, last = front.events("/v1/completions", asked)
+        for index in range(2):
+            own = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert [tuple(usage.values()) for usage in own] == [(7, 2, 9), (7, 4, 11)]
+        assert tuple(last["usage"].values()) == (14, 8, 22)
 
     def test_messages_go_to_the_servers_template(self, front, fake):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -127,6 +156,7 @@ class TestRequests:
             ("/v1/completions", "suffix", ""),
             ("/v1/chat/completions", "functions", [{"name": "f"}]),
             ("/v1/chat/completions", "function_call", "auto"),
+            ("/v1/chat/completions", "reasoning_effort", "none"),
         ],
     )
     def test_what_is_not_served_is_refused_by_name(self, front, path, field, value):
@@ -154,13 +184,19 @@ class TestRequests:
             ("/v1/completions", {"stop": [1]}, "stop"),
             ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
             ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+            (
+                "/v1/completions",
+                {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+                "stream_options.continuous_usage_stats",
+            ),
+            ("/v1/completions", {"lora_name": "fr"}, "lora_name"),
             ("/v1/completions", {"logprobs": True}, "logprobs"),
             ("/v1/completions", {"logprobs": 1, "echo": True, "stream": True}, "echo"),
             ("/v1/completions", {"logprobs": 1, "echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
             ("/v1/chat/completions", {"echo": True}, "echo"),
             ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
             ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
-            ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+            ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
             ("/v1/chat/completions", {"messages": "x"}, "messages"),
             ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
             ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
@@ -335,6 +371,7 @@ class TestEngineErrors:
             ("INVALID_ARGUMENT: prompt_tokens=9: must be 1..8", 400, "prompt: prompt_tokens=9: must be 1..8", "prompt"),
             ("UNAVAILABLE: the engine has stopped", 503, "the engine has stopped", None),
             ("DEADLINE_EXCEEDED: the time limit passed", 504, "the time limit passed", None),
+            ("CANCELLED: the request was cancelled", 499, "the request was cancelled", None),
             ("INTERNAL: KeyError: 1", 500, "KeyError: 1", None),
             ("Triton's own words", 500, "Triton's own words", None),
         ],
@@ -345,6 +382,20 @@ class TestEngineErrors:
             got, body = front.ask("/v1/completions", PROMPT | {"stream": stream})
         error = error_of(got, body)
         assert (got, error["message"], error["param"]) == (status, message, param)
+
+    @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
+    def test_a_request_that_another_has_ended_is_not_tried_again(self, front, says, fake, path):
+        fake.requests.clear()
+        body = BODIES.get(path) or {"model": "paged_llm", "input": "x"}
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=2)
+        with (
+            says(say=[], fail="CANCELLED: the request was cancelled"),
+            pytest.raises(openai.APIStatusError) as raised,
+        ):
+            client.post(path.removeprefix("/v1"), body=body, cast_to=object)
+        assert raised.value.status_code == 499
+        assert error_of(499, {"error": raised.value.body})["code"] == "cancelled"
+        assert len(fake.requests) == 1
 
     def test_the_callers_own_name_of_a_field_is_named(self, front, says):
         with says(say=[], fail="INVALID_ARGUMENT: max_tokens=0: must be 1..8"):
@@ -503,8 +554,13 @@ def write_tokenizer(directory, template=TEMPLATE):
 
 class TestOwnTemplate:
     def test_the_prompt_is_what_the_template_makes_and_nothing_is_added(self, tmp_path, fake):
-        with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path))) as front:
+        directory = write_tokenizer(tmp_path / "tokenizer")
+        with (
+            (tmp_path / "log").open("w") as errors,
+            gateway(fake.url, "--tokenizer", str(directory), errors=errors) as front,
+        ):
             assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 3})[0] == 200
+        assert (tmp_path / "log").read_text().startswith(f"loading the tokenizer {directory} ...\n")
         assert fake.requests[-1]["text_input"] == "<s><user> x <assistant>"
         assert fake.sampling[-1] == {"max_tokens": 3, "add_special_tokens": False}
         assert "messages" not in fake.requests[-1]

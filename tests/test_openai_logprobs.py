@@ -36,6 +36,17 @@ def test_a_prompt_of_which_nothing_was_computed_has_its_tokens_and_no_numbers():
     assert told["text_offset"] == [0, 3, 5]
 
 
+def test_a_special_token_at_the_beginning_has_its_own_text():
+    """Which is no part of the prompt's."""
+    known = (None, (entry("The", -1.0),), (entry("<end>", -2.0),))
+    answer = Completion(
+        "The", "length", 3, 0, prompt_text_offsets=(0, 0, 3), prompt_logprobs=known, first_prompt_token="<begin>"
+    )
+    told = logprobs.of_echo(answer)
+    assert told["tokens"] == ["<begin>", "The", "<end>"]
+    assert told["text_offset"] == [0, 0, 3]
+
+
 def test_of_a_prompt_that_was_computed_only_the_first_token_has_none():
     known = (None, (entry(" s", -1.0),), (entry("ea", -2.0),))
     answer = Completion("The sea", "length", 3, 0, prompt_text_offsets=(0, 3, 5), prompt_logprobs=known)

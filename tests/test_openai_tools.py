@@ -27,6 +27,7 @@ CALLS = [
     '{"name": "now", "arguments": {}}</tool_call>',
 ]
 ARGUMENTS = '{"city": "Paris"}'
+CALLED = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 PATH = "/v1/chat/completions"
 
 
@@ -123,6 +124,7 @@ class TestAnswers:
         jsonschema.validate(json.loads(said), fake.sampling[-1]["json_schema"])
 
     @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("reason", ["length", "stop"])
     @pytest.mark.parametrize(
         ("choice", "said", "called"),
         [
@@ -130,14 +132,17 @@ class TestAnswers:
             ("required", '[{"name": "weather", "argu', [("weather", "")]),
             ("required", '[{"name": "weath', []),
             ("required", "[", []),
+            ("required", '[{"name": "weather", "arguments": {\n\n"', [("weather", '{\n\n"')]),
             ("required", '[{"name": "now", "arguments": {}}, {"na', [("now", "{}")]),
+            ("required", '[{"name": "now", "arguments": {}}, {"name": "now", "arg', [("now", "{}"), ("now", "")]),
             (NAMED, '{"city": "Pa', [("weather", '{"city": "Pa')]),
             (NAMED, "", [("weather", "")]),
         ],
     )
-    def test_a_forced_call_that_was_cut_is_no_content(self, front, says, choice, said, called, stream):
+    def test_a_forced_call_that_was_cut_is_no_content(self, front, says, choice, said, called, stream, reason):
+        """By the limit, or by a stop string."""
         body = CHAT | {"tools": TOOLS, "tool_choice": choice, "stream": stream}
-        with says(say=[said[:9], said[9:]], reason="length"):
+        with says(say=[said[:9], said[9:]], reason=reason):
             answers = front.events(PATH, body) if stream else [front.ask(PATH, body)[1]]
         choices = [answer["choices"][0] for answer in answers]
         messages = [choice["delta" if stream else "message"] for choice in choices]
@@ -148,7 +153,26 @@ class TestAnswers:
             found[0] += call["function"].get("name", "")
             found[1] += call["function"]["arguments"]
         assert [tuple(call) for call in told.values()] == called
-        assert choices[-1]["finish_reason"] == "length"
+        assert choices[-1]["finish_reason"] == reason
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("more", "said", "reason"),
+        [
+            ({}, '<tool_call>{"name": "weather", "arguments": {"ci', "stop"),
+            ({}, '<tool_call>{"name": "weather", "arguments": {}', "tool_calls"),
+            ({}, '[TOOL_CALLS]weather{"ci', "stop"),
+            ({}, "<tool_call>{}</tool_call>", "stop"),
+            ({"tool_choice": "required"}, '[{"name": "weather", "arguments": {}', "tool_calls"),
+            ({"tool_choice": "required"}, '[{"name": "weather", "arguments": {}}, ', "tool_calls"),
+            ({"parallel_tool_calls": False}, f'[{CALLED}, {{"name": "now", "arguments": {{"a', "tool_calls"),
+        ],
+    )
+    def test_calls_are_the_reason_where_each_has_all_its_arguments(self, front, says, more, said, reason, stream):
+        body = CHAT | {"tools": TOOLS, "stream": stream} | more
+        with says(say=[said[:9], said[9:]]):
+            answer = front.events(PATH, body)[-1] if stream else front.ask(PATH, body)[1]
+        assert answer["choices"][0]["finish_reason"] == reason
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_the_answer_of_a_named_tool_is_its_arguments(self, client, says, fake, stream):

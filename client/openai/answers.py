@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,8 +137,9 @@ class ChatAnswer(Answer):
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _reason(self, index: int, part: Completion | Delta) -> str | None:
-        stopped = part.finish_reason == "stop" and index in self._calling
-        return "tool_calls" if stopped else part.finish_reason
+        """Something else than the end of its calls may have stopped a sample: a stop string in the middle of one."""
+        called = part.finish_reason == "stop" and index in self._calling and self._readers[index].whole
+        return "tool_calls" if called else part.finish_reason
 
     def _logprobs(self, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         return None if tokens is None else logprobs.of_chat(tokens, self._top_logprobs)
@@ -172,10 +173,24 @@ def _choice(
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    prompt = sum(one.num_input_tokens for one in completions)
     output = sum(sample.num_output_tokens for one in completions for sample in (one, *one.others))
-    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counts = _counts(sum(one.num_input_tokens for one in completions), output)
     receipts = [one.receipt for one in completions if one.receipt]
     if receipts:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(one["cached_tokens"] for one in receipts)}
     return counts
+
+
+class RunningUsage:
+    """Of each choice of a stream, what it has taken so far, as vLLM tells it with every chunk."""
+
+    def __init__(self) -> None:
+        self._output: Counter[int] = Counter()
+
+    def add(self, delta: Delta) -> dict[str, Any]:
+        self._output[delta.index] += delta.num_output_tokens
+        return _counts(delta.num_input_tokens, self._output[delta.index])
+
+
+def _counts(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

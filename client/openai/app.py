@@ -95,9 +95,8 @@ class Gateway:
         except BaseException:
             streams.cancel()
             raise
-        return EventStream(
-            first, streams, answer, include_usage=body.include_usage, route=request.url.path, metrics=self.metrics
-        )
+        options = body.stream_options or schema.StreamOptions()
+        return EventStream(first, streams, answer, options=options, route=request.url.path, metrics=self.metrics)
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))

@@ -72,7 +72,7 @@ class NamedTool(StrictModel):
 
 
 class ChatRequest(GenerateBody):
-    not_served: ClassVar = {"functions": (None, []), "function_call": (None, "none")}
+    not_served: ClassVar = {"functions": (None, []), "function_call": (None, "none"), "reasoning_effort": (None,)}
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -90,8 +90,8 @@ class ChatRequest(GenerateBody):
         super().check()
         for index, message in enumerate(self.messages):
             message.check(f"messages.{index}")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise _wrong("max_tokens", "means nothing beside max_completion_tokens")
+        if None not in (limits := (self.max_tokens, self.max_completion_tokens)) and len(set(limits)) > 1:
+            raise _wrong("max_tokens", "is not max_completion_tokens, and only one can hold; leave one of the two out")
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs", "has a meaning with logprobs=true only")
         self._check_tools([tool.function.name for tool in self.tools or ()])

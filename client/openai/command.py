@@ -37,6 +37,8 @@ def run(
     access_log: bool,
 ) -> int:
     """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
+    if tokenizer:  # which takes a while, with the library that reads it
+        _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
         template = ChatTemplate(tokenizer) if tokenizer else None
     except ValueError as error:

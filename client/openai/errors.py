@@ -13,7 +13,7 @@ _STATUS = {
     "INVALID_ARGUMENT": 400,
     "NOT_FOUND": 503,  # the server has no such model: the caller named the one that the gateway is there for
     "UNAVAILABLE": 503,
-    "CANCELLED": 503,  # by the server: a client that goes away gets no answer
+    "CANCELLED": 499,  # by another request, with `stop_request`; one that OpenAI's clients do not try again
     "RESOURCE_EXHAUSTED": 503,
     "DEADLINE_EXCEEDED": 504,
 }

@@ -31,9 +31,11 @@ def of_echo(first: Completion) -> dict[str, Any]:
     ends = [*offsets[1:], (first.text_offsets or (len(first.text),))[0]]
     rest = of_completion([entries for entries in told if entries], offsets[1:])
     missing = [None] * (len(offsets) - len(rest["tokens"]))
+    tokens = [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
+    if first.first_prompt_token is not None:
+        tokens[:1] = [first.first_prompt_token]
     return {
-        "tokens": [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
-        + rest["tokens"],
+        "tokens": tokens + rest["tokens"],
         "token_logprobs": missing + rest["token_logprobs"],
         "top_logprobs": missing + rest["top_logprobs"],
         "text_offset": list(offsets),

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from client.types import Completion, Embedding
 
-GONE = 499  # the status of a request whose client went away before its answer; nobody receives it
+GONE = 499  # the status of a request whose client went away before its answer, which nobody receives
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -81,7 +81,7 @@ class Metrics:
             for (route, kind), count in sorted(self._tokens.items())
         ]
         lines = [
-            "# HELP paged_openai_requests_total Requests answered, by route and HTTP status; 499: the client went away",
+            "# HELP paged_openai_requests_total Requests answered, by route and HTTP status; 499: cancelled",
             "# TYPE paged_openai_requests_total counter",
             *requests,
             "# HELP paged_openai_tokens_total Tokens of prompts, of them those found in the cache, and of answers",

@@ -81,6 +81,12 @@ class SamplingFields(StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with every chunk
+
+    def check(self) -> None:
+        if self.continuous_usage_stats and not self.include_usage:
+            field = "stream_options.continuous_usage_stats"
+            raise ApiError(400, f"{field}: has a meaning with include_usage=true only", param=field)
 
 
 class JsonSchema(StrictModel):
@@ -126,13 +132,11 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def check(self) -> None:
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
+        if self.stream_options:
+            self.stream_options.check()
         if self.response_format:
             self.response_format.check()
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from client.openai.answers import Answer
+from client.openai.answers import Answer, RunningUsage
 from client.openai.asking import Streams
 from client.openai.concurrency import ClientGone, while_connected
 from client.openai.errors import ApiError
 from client.openai.metrics import Metrics
+from client.openai.schema import StreamOptions
 from client.types import Delta
 
 
@@ -22,14 +23,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, streams: Streams, answer: Answer, *, include_usage: bool, route: str, metrics: Metrics
+        self, first: Delta, streams: Streams, answer: Answer, *, options: StreamOptions, route: str, metrics: Metrics
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": answer.id})
         del self.headers["content-length"]
         self._first = first
         self._streams = streams
         self._answer = answer
-        self._include_usage = include_usage
+        self._include_usage = options.include_usage
+        self._running = RunningUsage() if options.continuous_usage_stats else None
         self._route = route
         self._metrics = metrics
 
@@ -64,10 +66,11 @@ class EventStream(Response):
         yield "[DONE]"
 
     def _chunks(self, delta: Delta) -> Iterator[str]:
-        """With usage asked for, every chunk before the last says that it has none."""
+        """With usage asked for, every chunk before the last says that it has none, or how it is so far."""
+        usage = self._running.add(delta) if self._running else None
         chunk = self._answer.chunk(delta)
         if chunk is not None:
-            yield _json(chunk | ({"usage": None} if self._include_usage else {}))
+            yield _json(chunk | ({"usage": usage} if self._include_usage else {}))
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -39,6 +39,10 @@ Piece = Content | CallBegun | Arguments
 class Reader(Protocol):
     """Of one sample's text. The pieces of a text are the same however it is cut."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether no call was cut; once the text has ended."""
+
     def push(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
@@ -47,6 +51,8 @@ class Reader(Protocol):
 
 class TextReader:
     """Where there are no tools."""
+
+    whole = True
 
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
@@ -60,9 +66,15 @@ class ArgumentsReader:
 
     def __init__(self, name: str) -> None:
         self._begin: list[Piece] = [CallBegun(0, name)]
+        self._texts: list[str] = []
+
+    @property
+    def whole(self) -> bool:
+        return _is_object("".join(self._texts))
 
     def push(self, text: str) -> list[Piece]:
         begin, self._begin = self._begin, []
+        self._texts.append(text)
         return [*begin, Arguments(0, text)] if text else begin
 
     def finish(self) -> list[Piece]:
@@ -101,6 +113,7 @@ class CallReader:
     """
 
     def __init__(self, form: Format, names: Collection[str], *, parallel: bool = True, forced: bool = False) -> None:
+        self.whole = True
         self._form = form
         self._forced = forced
         self._marks = form.begin + form.end
@@ -181,8 +194,7 @@ class CallReader:
         if not named or named[1] not in self._names:
             return (yield from self._object())
         self._take(named.end())
-        argue = self._call(named[1])
-        return None if (yield from self._value(argue)) else ""
+        return None if (yield from self._arguments(named[1])) else ""
 
     def _object(self) -> Generator[None, None, str | None]:
         """One call as a JSON object. Returns None, or else what has to be text, since it was not, or not whole."""
@@ -197,7 +209,7 @@ class CallReader:
             word = yield from self._word()
             taken += word + (yield from self._skip(_SPACE + ":"))
             if word in _ARGUMENTS and members.name in self._names and self._rest.startswith("{") and not begun:
-                begun = yield from self._value(self._call(members.name))
+                begun = yield from self._arguments(members.name)
                 if not begun:
                     return ""
                 continue
@@ -205,8 +217,8 @@ class CallReader:
             whole = bool(word) and (yield from self._value(value.append))
             taken += "".join(value)
             if not whole:
-                if self._forced and not begun and members.name in self._names:
-                    self._call(members.name)
+                if self._forced and not begun:
+                    self._cut(members.name)
                 return "" if begun else taken
             members.add(word, "".join(value))
         arguments = members.arguments
@@ -215,6 +227,20 @@ class CallReader:
                 return taken
             self._call(members.name)(arguments)
         return None
+
+    def _arguments(self, name: str) -> Generator[None, None, bool]:
+        """A call whose arguments come now. Whether they were whole."""
+        take = self._call(name)
+        counts = self._parallel or self._num_calls == 1
+        whole = yield from self._value(take)
+        self.whole &= whole or not counts
+        return whole
+
+    def _cut(self, name: str) -> None:
+        """A call that ends before its arguments. name: as much of it as is known for sure."""
+        self.whole = False
+        if name in self._names:
+            self._call(name)
 
     def _call(self, name: str) -> Callable[[str], None]:
         """Begin a call. Returns what takes its arguments."""

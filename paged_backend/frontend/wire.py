@@ -76,6 +76,7 @@ OUTPUTS = {
     "prompt_token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
     "prompt_text_offsets": TensorSpec("TYPE_INT32", (-1,)),
+    "first_prompt_token": _STRING,
     "prompt_logprobs": _STRING,
     "receipt": _STRING,
     "pool_map": _STRING,
@@ -248,6 +249,7 @@ def write(
         values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
     if prompt_text_offsets is not None:
         values["prompt_text_offsets"] = prompt_text_offsets
+        values["first_prompt_token"] = [token_text(prompt_token_ids[0]).encode()]  # which prompt_logprobs do not tell
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = [_logprobs_json([None, *prompt_logprobs], token_text)]
     if receipt is not None:

@@ -19,7 +19,12 @@ LEXER_STATES = 50_000  # of one output, a kilobyte or two each
 SHOWN = 300  # characters of the library's reasons
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 _LISTED = re.compile(r"; following special tokens are available: \S*")  # some of them, and not by their names
-_PLAIN = {"NoExtensionBias": "no text can match it"}
+_PLAIN = {
+    "NoExtensionBias": "no text can match it",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf: served only where its schemas clearly exclude each other; anyOf allows what several of them fit"
+    ),
+}
 
 
 class Setup(NamedTuple):

@@ -22,8 +22,8 @@ parameters [
 ]
 """
 _LLMAPI_HEAD = """\
-# The directory's name is the model's: clients call theirs tensorrt_llm. With `decoupled: true` it streams, and the
-# server refuses calls that wait for one response."""
+# The directory's name is the model's: clients call theirs tensorrt_llm. With `decoupled: true` it streams, and of
+# the calls that wait for one response the server takes `generate` alone."""
 
 
 def config(name: str) -> str:

@@ -286,6 +286,15 @@ def test_a_text_is_scored_as_evaluations_do_it(client, engine, length):
     assert [set(one) for one in told.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
 
 
+def test_a_prompt_that_begins_with_a_special_token_tells_its_text(client):
+    """Which the text has not."""
+    begin, word, end = 1, 504, 2
+    asked = {"model": MODEL, "prompt": [begin, word, end], "max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**asked).choices
+    assert (choice.text, choice.logprobs.tokens) == ("The", ["<|im_start|>", "The", "<|im_end|>"])
+    assert choice.logprobs.text_offset == [0, 0, 3]
+
+
 def test_a_bias_decides(client, engine):
     (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
     asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
