@@ -233,7 +233,8 @@ class Transcript:
     def __init__(self) -> None:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
-        self._prompt: dict[str, Any] = {}  # the fields of PromptTold
+        self._prompt: dict[str, Any] = {}  # the fields of PromptTold, which may come with different responses
+        self._untold: dict[str, Any] = {}  # of these, what no delta has yet
         self._receipt: Mapping[str, float] | None = None
 
     @property
@@ -272,8 +273,11 @@ class Transcript:
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
                 new.append(delta)
-        if (prompt := _read_prompt(fields)) and new:
-            self._prompt, new[0] = prompt, replace(new[0], **prompt)
+        told = _read_prompt(fields)
+        self._prompt |= told
+        self._untold |= told
+        if self._untold and new:
+            new[0], self._untold = replace(new[0], **self._untold), {}
         return new
 
     def completion(self) -> Completion:

@@ -200,6 +200,19 @@ class TestResponse:
         assert transcript.complete
         assert transcript.completion() == Completion("ab", "length", 3, 2, (Completion("c", "stop", 3, 2),))
 
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_what_is_told_of_the_prompt_may_come_in_parts(self, n):
+        """Of a slow prompt its log probabilities come after an empty response, which has all else."""
+        transcript = Transcript()
+        empty = {"text_output": [""] * n, "finish_reason": ["None"] * n, "num_output_tokens": [0] * n}
+        last = {"text_output": ["a"] * n, "finish_reason": ["stop"] * n, "num_output_tokens": [1] * n}
+        deltas = transcript.add(empty | {"prompt_token_ids": [5], "first_prompt_token": ["x"]})
+        deltas += transcript.add(last | {"prompt_logprobs": ["[null]"]})
+        whole = transcript.completion()
+        assert (whole.prompt_token_ids, whole.first_prompt_token, whole.prompt_logprobs) == ((5,), "x", (None,))
+        assert [one.prompt_token_ids for one in deltas if one.prompt_token_ids] == [(5,)]
+        assert [one.prompt_logprobs for one in deltas if one.prompt_logprobs] == [(None,)]
+
     def test_log_probabilities_of_pieces_make_those_of_the_whole(self):
         transcript = Transcript()
         told = [{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}, "9": NINE}, {"9": NINE}]
