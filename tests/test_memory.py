@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paged_backend.scheduling.block_manager import BlockManager, Hit
 from paged_backend.scheduling.content import new_chain, root_key
 from paged_backend.scheduling.plan import Costs
+from tests.scheduler_storm import WEATHER, request, scheduler, storm
 from tests.shadow import ShadowStore, alone
-from tests.storm import WEATHER, request, scheduler, storm
 
 
 def finish(sched, store, *requests):

@@ -3,7 +3,7 @@
 from unittest.mock import Mock
 
 from paged_backend.frontend.metrics import Metrics, token_buckets
-from tests.storm import scheduler
+from tests.scheduler_storm import scheduler
 
 
 def update_all(metrics):
