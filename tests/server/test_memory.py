@@ -104,7 +104,7 @@ def preemptions(server, before):
 # --- beam search -------------------------------------------------------------------------------------------------
 
 
-def beams(printable, text, width, max_tokens):
+def beams(printable, text, width, max_tokens, stop=None):
     """All outputs of transformers' own search, as text."""
     tokenizer, model = byte_tokenizer(), printable[1]
     model.generation_config.eos_token_id = None
@@ -112,8 +112,10 @@ def beams(printable, text, width, max_tokens):
         max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, num_beams=width, num_return_sequences=width
     )
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return [tokenizer.decode(one[ids.shape[1] :]) for one in found]
+    stops = {"stop_strings": [stop], "tokenizer": tokenizer} if stop else {}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **stops)
+    # It fills up with -1 what a stop string has ended.
+    return [tokenizer.decode([token for token in one[ids.shape[1] :] if token >= 0]) for one in found]
 
 
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 4), (5, 3)])
@@ -150,8 +152,10 @@ def test_a_streamed_search_sends_what_its_outputs_agree_on_before_its_end(printa
 
 def test_a_stop_string_ends_outputs_of_a_search(printable, swapping):
     """Each on its own where only some say it; the whole search where all have agreed on it."""
-    expected = beams(printable, PROMPT, 4, 24)
-    for stop in (expected[0][-6:], expected[0][:2]):
+    free = beams(printable, PROMPT, 4, 24)
+    for stop in (free[0][-6:], free[0][:2]):
+        expected = beams(printable, PROMPT, 4, 24, stop)
+        assert any(stop in one for one in expected)
         texts, reasons, _ = ask(swapping, PROMPT, streaming=True, beam_width=4, n=4, max_tokens=24, stop=[stop])
         assert texts == [one.partition(stop)[0] for one in expected]
         assert reasons == ["stop" if stop in one else "length" for one in expected]
