@@ -31,7 +31,8 @@ from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
 from paged_backend.scheduling.content import Entry, extend_chain, new_chain
 from paged_backend.scheduling.plan import Drawn, Plan
-from paged_backend.scheduling.scheduler import Scheduler, SchedulerStats
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, CONTENT, SCHEDULER, SEQUENCE, BEAMS, PINS, PLAN = (
+BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN = (
     f"scheduling/{module}.py"
-    for module in ("block_manager", "content", "scheduler", "sequence", "beam_search", "pins", "plan")
+    for module in ("block_manager", "content", "scheduler", "tables", "sequence", "beam_search", "pins", "plan")
 )
 SESSIONS = "frontend/sessions.py"
 
@@ -94,7 +94,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "        return list(table)",
     ),
     "a copy on write is not made": (
-        SCHEDULER,
+        TABLES,
         "            draft.copy(group, copy)\n        return num_tokens",
         "        return num_tokens",
     ),
@@ -104,7 +104,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "(), tuple",
     ),
     "a block is known before it is full": (
-        SCHEDULER,
+        TABLES,
         "range(first, sequence.committed // size)",
         "range(first, min(len(sequence.blocks), -(-sequence.committed // size)))",
     ),
@@ -114,19 +114,19 @@ MUTANTS = {  # (file, what is right, what is not)
         "next(iter(self._running.values()))",
     ),
     "a preempted group does not compute its prompt again": (
-        SCHEDULER,
+        TABLES,
         "            sequence.computed = sequence.committed = 0\n",
         "",
     ),
-    "a preempted group does not fork again": (SCHEDULER, "        group.forked = len(group.sequences) == 1\n", ""),
+    "a preempted group does not fork again": (TABLES, "        group.forked = len(group.sequences) == 1\n", ""),
     "samples are let in one too many": (
         SCHEDULER,
         "group.num_seqs > room.seqs",
         "room.seqs < 1",
     ),
-    "what a hit brings back counts as available": (SCHEDULER, " + sum(map(self.blocks.is_cached, here))", ""),
+    "what a hit brings back counts as available": (TABLES, " + sum(map(self._blocks.is_cached, here))", ""),
     "a copy that leaves no room is made": (
-        SCHEDULER,
+        TABLES,
         "needed + taken > available",
         "needed > available",
     ),
@@ -144,7 +144,7 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "one is displaced for nothing": (
         SCHEDULER,
-        "        needed = (demand or self._demand(group)).blocks\n        return needed <=",
+        "        needed = (demand or self._tables.demand(group)).blocks\n        return needed <=",
         "        return 0 <=",
     ),
     "what was spilled once is spilled for ever": (
@@ -176,18 +176,18 @@ MUTANTS = {  # (file, what is right, what is not)
         SCHEDULER,
         "            sequence.computed = chunk.start + chunk.length\n",
         "            sequence.computed = chunk.start + chunk.length\n"
-        "            self._book(sequence, chunk.start + chunk.length)\n",
+        "            self._tables.seal(sequence, chunk.start + chunk.length)\n",
     ),
     # guesses
     "what follows a wrong guess is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
     "the keys of wrong guesses count": (
-        SCHEDULER,
+        TABLES,
         "        sequence.computed = sequence.committed + len(tokens) - 1\n",
         "",
     ),
     "blocks of wrong guesses are kept": (
-        SCHEDULER,
-        "            self.blocks.drop(sequence.blocks.pop())\n            group.blocks_new -= 1\n",
+        TABLES,
+        "            self._blocks.drop(sequence.blocks.pop())\n            group.blocks_new -= 1\n",
         "            break\n",
     ),
     "guesses go past the last token": (SCHEDULER, "sequence.generated - 1\n", "sequence.generated\n"),
@@ -249,21 +249,21 @@ MUTANTS = {  # (file, what is right, what is not)
         "            for _ in range(0):",
     ),
     "a preempted request's blocks stay on the host": (
-        SCHEDULER,
-        "            self.blocks.host.release(sequence.swapped)\n",
+        TABLES,
+        "            self._blocks.host.release(sequence.swapped)\n",
         "            sequence.swapped.clear()\n",
     ),
-    "moving costs nothing": (SCHEDULER, "2 * len(blocks) * self.costs.move", "0 * self.costs.token"),
+    "moving costs nothing": (TABLES, "2 * len(blocks) * self._costs.move", "0 * self._costs.token"),
     "what a failed step moved out counts as moved": (SCHEDULER, "lost.intersection(sequence.swapped)", "False"),
     # beams
     "a beam goes on once only": (
-        SCHEDULER,
+        TABLES,
         "beam = left.pop(continuation.beam, None) or self._child(parents[continuation.beam])",
         "beam = left.pop(continuation.beam, parents[continuation.beam])",
     ),
     "a beam that is dropped keeps its blocks": (
-        SCHEDULER,
-        "            self.blocks.release(beam.blocks)\n",
+        TABLES,
+        "            self._blocks.release(beam.blocks)\n",
         "            pass\n",
     ),
     "beams do not wait for each other": (SCHEDULER, "if len(beams.rows) < len(group.sequences):", "if False:"),

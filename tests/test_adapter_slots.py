@@ -201,7 +201,8 @@ def test_any_storm_of_priorities_and_adapters_ends_with_every_request_answered(s
             asked += 1
         if plan := sched.schedule():
             sched.check()
-            if first := next((one for one in sched._waiting if one.request.adapter), None):
+            waiting = (one for one in sched._waiting if one.request.adapter)
+            if first := min(waiting, key=lambda one: one.rank, default=None):
                 first_users = {}
                 for one in sched.running:
                     first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None

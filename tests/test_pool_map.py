@@ -16,7 +16,8 @@ from paged_backend.frontend.tenants import Tenants
 from paged_backend.request import GenerateRequest
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.scheduler import Scheduler, SchedulerStats
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import SchedulerStats
 from tests.in_process import WAIT, tiny_assembly
 
 NOTHING = dict.fromkeys((spec.name for spec in fields(SchedulerStats)), 0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paged_backend.machine import Memory
-from paged_backend.scheduling.scheduler import SchedulerStats
+from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 

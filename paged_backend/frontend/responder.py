@@ -27,7 +27,7 @@ from paged_backend.frontend.sessions import Sessions
 from paged_backend.frontend.stream import Stream
 from paged_backend.frontend.tenants import Tenants
 from paged_backend.request import FinishReason
-from paged_backend.scheduling.scheduler import SchedulerStats
+from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import cast
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.lora.slots import AdapterSlots
 from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
-from paged_backend.scheduling.beam_search import Candidate, Continuation
-from paged_backend.scheduling.block_manager import NO_HIT, BlockManager, Hit
+from paged_backend.scheduling.beam_search import Candidate
+from paged_backend.scheduling.block_manager import BlockManager, Hit
 from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Chunk, Costs, Draft, Drawn, Plan, Scored
 from paged_backend.scheduling.sequence import Group, Sequence
 from paged_backend.scheduling.speculation import Guess
+from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.tables import Demand, Tables
+from paged_backend.scheduling.waiting import Waiting
 
 
 @dataclass
@@ -29,68 +31,9 @@ class _Room:
     promised: int  # blocks that those which run will need for the tokens they have
 
 
-class _Demand(NamedTuple):
-    """What the cache has for a request that waits, and the blocks that it needs beside, the source of a partial hit
-    aside."""
-
-    hit: Hit
-    blocks: int
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_shared: int
-    blocks_pinned: int  # for sessions between their turns
-    block_size: int
-    host_total: int  # blocks of the host's pool, and of them
-    host_cached: int
-    host_used: int  # by requests that were preempted
-    recomputed: int  # this and all below since the start: requests preempted, to be computed again
-    swapped: int  # and with their blocks moved to the host
-    queried_tokens: int  # looked for in the cache
-    cached_tokens: int  # and found
-    host_tokens: int  # of those, the ones that came from the host
-    evictions: int
-    copies: int
-    moves_out: int
-    moves_in: int
-    guessed_tokens: int
-    accepted_tokens: int  # of those
-    paused: int = 0  # of those that wait, the ones that were preempted
-    steps: int = 0  # since the start
-    context_requests: int = 0  # that had a prompt to compute in the last step
-    context_tokens: int = 0  # and of those prompts
-    disk_up: bool = False
-    disk_blocks: int = 0
-    disk_read: int = 0  # blocks
-    disk_written: int = 0
-
-    @property
-    def preemptions(self) -> int:
-        return self.recomputed + self.swapped
-
-    @property
-    def generation_requests(self) -> int:
-        return max(0, self.running - self.context_requests)
-
-    @property
-    def blocks_free(self) -> int:
-        return self.blocks_total - self.blocks_used - self.blocks_cached
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool that requests hold."""
-        return self.blocks_used / self.blocks_total
-
-
 class Scheduler:
-    """By priority, and within one first come, first served. `schedule` plans a step, `commit` books its tokens; both
-    on the engine thread.
+    """Decides who runs. `schedule` plans a step, `commit` books its tokens; both on the engine thread. Who is next of
+    those that wait, the queue knows (waiting.py), and how many blocks that takes, the tables do (tables.py).
 
     The next step may be planned while one is in flight: what that one draws stands in the sequences as tokens whose
     value is to come. A sequence that turns out to have ended computes one row for nothing. Nobody is preempted then:
@@ -116,14 +59,14 @@ class Scheduler:
         max_guesses: of a sequence in a step. step_seconds: that a step should take while sequences decode; chunks of
         prompts beside them are made to fit. max_loras: adapters that the device holds. clock: in seconds."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
-        self.preemption = preemption
         self.pins = Pins(blocks, session_blocks)
         self.slots = AdapterSlots(max_loras)
         self.blocks = blocks
-        self.costs = costs or Costs()
+        costs = costs or Costs()
+        self._tables = Tables(blocks, costs, preemption)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._waiting: list[Group] = []  # by rank
+        self._waiting = Waiting()
         self._running: dict[int, Group] = {}
         self.departed = 0  # requests that no longer wait to compute for the first time
         self._in_flight = 0  # plans that are not committed, nor have failed
@@ -132,7 +75,7 @@ class Scheduler:
         self._max_guesses = max_guesses
         self._clock = clock
         self._committed = 0.0  # when the last step was
-        self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
+        self._pace = Pace(step_seconds, costs.token, max_num_batched_tokens) if step_seconds else None
         self._guessed_tokens = 0
         self._accepted_tokens = 0
         self._steps = 0
@@ -193,7 +136,7 @@ class Scheduler:
         return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
 
     def add(self, request: GenerateRequest) -> None:
-        insort(self._waiting, Group.of(request), key=_order)
+        self._waiting.add(Group.of(request))
 
     def knows(self, key: int) -> bool:
         """Whether a request waits or runs."""
@@ -205,7 +148,7 @@ class Scheduler:
         if group is None:
             return False
         self._remove(group)
-        self._release(group)
+        self._tables.release(group)
         return True
 
     def end(self, key: int, index: int) -> bool:
@@ -230,7 +173,7 @@ class Scheduler:
         assert group.beams
         group.beams.search.cut([one.output for one in group.sequences])
         self._remove(group)
-        self._release(group)
+        self._tables.release(group)
         return self._best(group)
 
     @property
@@ -276,7 +219,7 @@ class Scheduler:
             left = sequence.request.sampling.max_tokens - sequence.generated - 1
             most = min(self._max_guesses, draft.budget, left)
             guesses = guess(sequence, most) if most > 0 else []
-            if guesses and self._grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
+            if guesses and self._tables.grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
                 chunk.guesses = tuple(guesses)
                 chunk.length += len(guesses)
                 draft.budget -= len(guesses)
@@ -292,7 +235,7 @@ class Scheduler:
             if sequence.computed == sequence.num_prompt:
                 group = self._running[sequence.request.key]
                 if not group.forked:
-                    self._fork(group)
+                    self._tables.fork(group)
                     chunk.forks = tuple(group.sequences[1:])
             if chunk.guesses:
                 sequence.tokens.extend(chunk.guesses)
@@ -328,7 +271,7 @@ class Scheduler:
             if group:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
-                        self._book(sequence, chunk.start + chunk.length - len(chunk.guesses))
+                        self._tables.seal(sequence, chunk.start + chunk.length - len(chunk.guesses))
             if wanting and group and not chunk.sequence.ended:
                 key = group.key
                 deltas += self._book_prompt(group, chunk, scores.get(key, []), hidden.get(key))
@@ -381,7 +324,7 @@ class Scheduler:
         lost = {move.target for move in plan.outs}
         for group in self._waiting:
             if any(lost.intersection(sequence.swapped) for sequence in group.sequences):
-                self._restart(group)
+                self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
@@ -399,7 +342,7 @@ class Scheduler:
                 assert min(sequence.tokens) >= 0, "a token is missing"
             assert sequence.computed <= len(sequence.blocks or sequence.swapped) * self.blocks.block_size
         assert [group.rank for group in self.running] == sorted(group.rank for group in self.running)
-        assert [group.rank for group in self._waiting] == sorted(group.rank for group in self._waiting)
+        self._waiting.check()
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
         assert self._paused == sum(group.preemptions > 0 for group in self._waiting)
@@ -437,7 +380,7 @@ class Scheduler:
         if length == 0:
             return
         new, copied = group.blocks_new, group.blocks_copied
-        while not self._make_room(group, sequence, sequence.computed + length, draft):
+        while not self._tables.make_room(group, sequence, sequence.computed + length, draft):
             if self.pins.drop_oldest():
                 continue
             if self._in_flight:
@@ -452,28 +395,6 @@ class Scheduler:
         chunk.blocks_new, group.blocks_new = group.blocks_new - new, new
         chunk.blocks_copied, group.blocks_copied = group.blocks_copied - copied, copied
 
-    def _make_room(self, group: Group, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
-        """Blocks for `num_tokens` tokens, the one to be written into next its own. False, with nothing changed, where
-        the pool is dry."""
-        table, size = sequence.blocks, self.blocks.block_size
-        index = sequence.computed // size
-        shared = index < len(table) and self.blocks.is_shared(table[index])
-        if not shared and num_tokens <= len(table) * size:
-            return True
-        if shared + self.blocks.blocks_for(num_tokens) - len(table) > self.blocks.num_available:
-            return False
-        if shared:
-            copy = self.blocks.make_writable(table, index)
-            assert copy is not None, "blocks that were counted available are not"
-            draft.copy(group, copy)
-        return num_tokens <= len(table) * size or self._grow(group, table, num_tokens)
-
-    def _grow(self, group: Group, table: list[int], num_tokens: int) -> bool:
-        before = len(table)
-        grown = self.blocks.grow(table, num_tokens)
-        group.blocks_new += len(table) - before
-        return grown
-
     def _admit(self, draft: Draft) -> None:
         """Let waiting requests in, in order. One enters only if the blocks of all its tokens are available and not
         promised to a prompt still being fed; so prompts do not push each other out half-way."""
@@ -482,12 +403,12 @@ class Scheduler:
             if not draft.scores and group.unscored(0, group.leader.num_prompt):
                 return
             slot_users = self._slot_users_below(group)
-            demand = self._demand(group) if group.num_seqs <= room.seqs else None
-            hit = self._fit(demand, room) if demand and not slot_users else None
+            demand = self._tables.demand(group) if group.num_seqs <= room.seqs else None
+            hit = self._tables.fit(demand, room.promised) if demand and not slot_users else None
             if hit is not None:
                 self._enter(group, hit, draft)
                 room.seqs -= group.num_seqs
-                room.promised += self._needs(group) - self._holds(group)
+                room.promised += self._tables.promised(group)
             elif self._running and not self._would_fit(group, room, demand):
                 return
             elif demand and not slot_users and self.pins.drop_oldest():
@@ -505,11 +426,10 @@ class Scheduler:
     def _next(self) -> Group | None:
         """The first of those that wait, but for those whose adapter finds no slot, and who may displace nobody for one.
         Behind such a one nobody with an adapter is let in, who might keep the slots in use for ever."""
-        for group in self._waiting:
-            if self._has_slot(group) or self._slot_users_below(group):
-                return group
-            return next((other for other in self._waiting if other.request.adapter is None), None)
-        return None
+        first = self._waiting.first
+        if first is None or self._has_slot(first) or self._slot_users_below(first):
+            return first
+        return self._waiting.first_without_adapter
 
     def _has_slot(self, group: Group) -> bool:
         return group.request.adapter is None or self.slots.has_room(group.request.adapter)
@@ -527,21 +447,21 @@ class Scheduler:
         lower = (ones for ones in users.values() if ones[0].rank[0] > group.rank[0])
         return max(lower, key=lambda ones: (ones[0].rank[0], -len(ones), ones[0].rank), default=[])
 
-    def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
+    def _would_fit(self, group: Group, room: _Room, demand: Demand | None) -> bool:
         """Whether a request would find room if all of lower priority, and idle sessions, made way."""
         lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
         if not lower or group.num_seqs > room.seqs + sum(one.num_seqs for one in lower):
             return False
         tables = [sequence.blocks for one in lower for sequence in one.sequences] + self.pins.tables
-        promised = room.promised - sum(max(0, self._needs(one) - self._holds(one)) for one in lower)
-        needed = (demand or self._demand(group)).blocks
+        promised = room.promised - sum(map(self._tables.promised, lower))
+        needed = (demand or self._tables.demand(group)).blocks
         return needed <= self.blocks.num_available + self.blocks.num_freed_by(tables) - promised
 
     def _room(self) -> _Room:
         running = self._running.values()
         return _Room(
             seqs=self.max_num_seqs - sum(group.num_seqs for group in running),
-            promised=sum(max(0, self._needs(group) - self._holds(group)) for group in running),
+            promised=sum(map(self._tables.promised, running)),
         )
 
     def _enter(self, group: Group, hit: Hit, draft: Draft) -> None:
@@ -556,19 +476,16 @@ class Scheduler:
             self._paused -= 1
             group.preempted_seconds += self._clock() - group.preempted_at
         if group.swapped:
-            self._bring_back(group, draft)
+            self._tables.swap_in(group, draft)
+            for sequence in group.active:
+                self._extend(group, sequence, draft)
             return
-        leader, size = group.leader, self.blocks.block_size
-        leader.blocks, moves, copies = self.blocks.adopt(hit)
-        draft.bring(group, moves)
-        for copy in copies:
-            draft.copy(group, copy)
-        group.blocks_reused += len(hit.on_device)
-        leader.computed = leader.committed = len(hit.blocks) * size + hit.partial_tokens
+        self._tables.adopt(group, hit, draft)
+        leader = group.leader
         length = min(group.feed - leader.computed, draft.budget)
         if group.scores_prompt:
             length = draft.room(group, leader.computed, length)
-        grown = self._grow(group, leader.blocks, leader.computed + length)
+        grown = self._tables.grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
             draft.entered.append(group.key)
@@ -585,66 +502,10 @@ class Scheduler:
         if hit.partial is not None and hit.partial.on_host:
             self._host_tokens += hit.partial_tokens
 
-    def _bring_back(self, group: Group, draft: Draft) -> None:
-        """Every sequence of a group goes on where it was when it was moved to the host."""
-        tables, moves = self.blocks.swap_in([sequence.swapped for sequence in group.sequences])
-        for sequence, table in zip(group.sequences, tables, strict=True):
-            sequence.blocks = table
-        draft.bring(group, moves)
-        for sequence in group.active:
-            self._extend(group, sequence, draft)
-
     @property
     def _last(self) -> Group:
         """Of those that run, the newest of the lowest priority."""
         return next(reversed(self._running.values()))
-
-    def _fit(self, demand: _Demand, room: _Room) -> Hit | None:
-        """What the cache has for a request, if all its tokens fit then. What a hit brings back into use is
-        no longer available, and nor is what a copy is made from: a copy that leaves no room for the rest is done
-        without."""
-        available = self.blocks.num_available - room.promised
-        hit, needed = demand
-        if needed > available:
-            return None
-        if hit.partial is not None:
-            source, on_host = hit.partial
-            cost = self.costs.move if on_host else self.costs.copy
-            taken = not on_host and self.blocks.is_cached(source)
-            if needed + taken > available or cost > hit.partial_tokens * self.costs.token:
-                return Hit(hit.blocks)
-        return hit
-
-    def _demand(self, group: Group) -> _Demand:
-        if group.swapped:
-            return _Demand(NO_HIT, self._to_bring_back(group))
-        hit = self.blocks.match(group.leader.chain, group.leader.tokens[: group.findable])
-        here = hit.on_device
-        return _Demand(hit, self._needs(group) - len(here) + sum(map(self.blocks.is_cached, here)))
-
-    def _to_bring_back(self, group: Group) -> int:
-        """Blocks that a group needs whose own were moved to the host: as many, what its tokens need more, and a copy
-        for each sequence that would write into a block that another has too."""
-        size = self.blocks.block_size
-        held = {block for sequence in group.sequences for block in sequence.swapped}
-        more = sum(self.blocks.blocks_for(len(one.tokens)) - len(one.swapped) for one in group.active)
-        next_ones = [one.computed // size for one in group.active]
-        written = [
-            one.swapped[index] for one, index in zip(group.active, next_ones, strict=True) if index < len(one.swapped)
-        ]
-        return len(held) + more + len(written) - len(set(written))
-
-    def _needs(self, group: Group) -> int:
-        """Blocks of all the group's tokens so far: full ones of the prompt once, the rest for each sample."""
-        return self._once(group) + sum(self.blocks.blocks_for(len(one.tokens)) for one in group.sequences)
-
-    def _holds(self, group: Group) -> int:
-        once = self._once(group) if group.forked else 0
-        return once + sum(len(one.blocks) for one in group.sequences)
-
-    def _once(self, group: Group) -> int:
-        """What to add to a count over samples, so that the blocks they share count once."""
-        return -(len(group.sequences) - 1) * (group.leader.num_prompt // self.blocks.block_size)
 
     def _preempt(self, group: Group, draft: Draft) -> None:
         """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
@@ -652,70 +513,19 @@ class Scheduler:
         assert not self._in_flight
         copies, ins = draft.drop(group)
         # What this very step would have brought is not there: those start again, with what the cache has.
-        swapped = not copies and not ins and self._swap_out(group)
+        swapped = not copies and not ins and self._tables.swap_out(group)
         self.blocks.finish(copies)
         self.blocks.finish_ins(ins, done=False)
         self._leave(group)
         if swapped:
             self._swapped += 1
         else:
-            self._restart(group)
+            self._tables.restart(group)
             self._recomputed += 1
         group.preemptions += 1
         self._paused += 1
         group.preempted_at = self._clock()
-        insort(self._waiting, group, key=_order)
-
-    def _swap_out(self, group: Group) -> bool:
-        """Move a group's blocks to the host, where that and the way back are cheaper than computing them again, and
-        there is room."""
-        if self.preemption == "recompute":
-            return False
-        blocks = {block for sequence in group.sequences for block in sequence.blocks}
-        shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
-        tokens = sum(sequence.computed for sequence in group.sequences) - shared
-        if self.preemption == "auto" and 2 * len(blocks) * self.costs.move >= tokens * self.costs.token:
-            return False
-        tables = self.blocks.swap_out([sequence.blocks for sequence in group.sequences])
-        if tables is None:
-            return False
-        for sequence, table in zip(group.sequences, tables, strict=True):
-            sequence.swapped = table
-        return True
-
-    def _restart(self, group: Group) -> None:
-        """Everything is to be computed again, the prompt once."""
-        self._release(group)
-        group.forked = len(group.sequences) == 1
-        if group.beams:
-            group.beams.rows.clear()
-
-    def _release(self, group: Group) -> None:
-        for sequence in group.sequences:
-            self._let_go(sequence)
-            sequence.computed = sequence.committed = 0
-
-    def _let_go(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks)
-        if sequence.swapped:
-            assert self.blocks.host
-            self.blocks.host.release(sequence.swapped)
-
-    def _book(self, sequence: Sequence, end: int) -> None:
-        """The keys and values of the tokens before `end` are in the pages now: blocks that are full become known by
-        their content."""
-        size = self.blocks.block_size
-        first, sequence.committed = sequence.committed // size, end
-        for index in range(first, sequence.committed // size):
-            self.blocks.seal(sequence.blocks[index], sequence.chain, sequence.tokens, index)
-
-    def _fork(self, group: Group) -> None:
-        leader = group.leader
-        for sequence in group.sequences[1:]:
-            sequence.blocks = self.blocks.fork(leader.blocks)
-            sequence.computed, sequence.committed = leader.computed, leader.committed
-            sequence.chain = leader.chain[: leader.num_prompt // self.blocks.block_size + 1]
-        group.forked = True
+        self._waiting.add(group)
 
     def _append(self, group: Group, sequence: Sequence, token: int, more: list[Drawn]) -> TokenDelta:
         """more: what was drawn after guesses."""
@@ -733,7 +543,7 @@ class Scheduler:
                     break
                 tokens.append(one)
                 finish = _finish(request, one, first + len(tokens) - sequence.num_prompt)
-            self._accept(group, sequence, tokens)
+            self._tables.accept(group, sequence, tokens)
         if finish:
             self._end(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
@@ -745,7 +555,7 @@ class Scheduler:
             for sequence in group.sequences:
                 self.blocks.disown(sequence.blocks)
         self._remove(group)
-        self._release(group)
+        self._tables.release(group)
         for sequence in group.sequences:
             sequence.ended = True
         return TokenDelta(group.key, error=error)
@@ -755,16 +565,6 @@ class Scheduler:
         tokens: list[Drawn] = [one.token if isinstance(one, Scored) else one for one in more]
         delta = self._append(group, sequence, first.token, tokens)
         return delta._replace(logprobs=tuple(one.logprobs for one in scored[: len(delta.token_ids)]))
-
-    def _accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
-        """What was drawn takes the place of the guesses. Keys and values of wrong ones are overwritten in time; blocks
-        that only those are in go back."""
-        sequence.tokens[sequence.committed :] = tokens
-        sequence.computed = sequence.committed + len(tokens) - 1
-        self._book(sequence, sequence.computed)
-        while len(sequence.blocks) > self.blocks.blocks_for(sequence.computed):
-            self.blocks.drop(sequence.blocks.pop())
-            group.blocks_new -= 1
 
     def _rank(self, group: Group, sequence: Sequence, row: list[Candidate]) -> list[TokenDelta]:
         """Keep a live beam's candidates until every beam has its own; then fork those that go on in several ways, and
@@ -777,7 +577,7 @@ class Scheduler:
         rows = [beams.rows[one.index] for one in group.sequences]
         beams.rows.clear()
         continuations = beams.search.advance([one.output for one in group.sequences], rows)
-        self._branch(group, continuations)
+        self._tables.branch(group, continuations)
         if continuations:
             agreed = beams.search.agree([one.output for one in group.sequences])
             return self._to_all(group, agreed) if agreed else []
@@ -794,27 +594,6 @@ class Scheduler:
             if index not in group.beams.ended
         ]
 
-    def _branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
-        """Put the continuations in place of the live beams. The first of a beam takes over its block table, the
-        others share it."""
-        parents, beams = group.sequences, []
-        left = dict(enumerate(parents))
-        for continuation in continuations:
-            beam = left.pop(continuation.beam, None) or self._child(parents[continuation.beam])
-            beams.append((beam, continuation.token))
-        for beam in left.values():
-            self.blocks.release(beam.blocks)
-        for index, (beam, token) in enumerate(beams):
-            beam.index = index
-            beam.tokens.append(token)
-        group.sequences = [beam for beam, _ in beams]
-
-    def _child(self, parent: Sequence) -> Sequence:
-        child = Sequence(parent.request, list(parent.tokens), list(parent.chain))
-        child.blocks, child.computed = self.blocks.fork(parent.blocks), parent.computed
-        child.committed = parent.committed
-        return child
-
     def _to_all(self, group: Group, tokens: tuple[int, ...]) -> list[TokenDelta]:
         assert group.beams
         outputs = (index for index in range(group.request.sampling.n) if index not in group.beams.ended)
@@ -825,14 +604,14 @@ class Scheduler:
         if group.request.session is not None and sequence.blocks:
             full = sequence.committed // self.blocks.block_size
             self.pins.pin(group.request.session, sequence.blocks[:full])
-        self._let_go(sequence)
+        self._tables.let_go(sequence)
         sequence.ended = True
         group.sequences.remove(sequence)
         if not group.sequences:
             self._remove(group)
 
     def _find(self, key: int) -> Group | None:
-        return self._running.get(key) or next((group for group in self._waiting if group.key == key), None)
+        return self._running.get(key) or self._waiting.get(key)
 
     def _remove(self, group: Group) -> None:
         if group.key in self._running:
