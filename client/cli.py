@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from client.chat_templates import RENDER_SECONDS
 from client.session import Session, UsageError, read_standard_input
 from client.sync_client import DEFAULT_URLS, Client
 from client.types import PagedError
@@ -114,7 +115,16 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=9000, metavar="N", help="(default 9000)")
     add("--api-key", action="append", default=[], metavar="K", help="ask for this key; may be repeated")
     add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; PAGED_API_KEYS has them between commas")
+    add(
+        "--chat-template-timeout",
+        type=_seconds,
+        default=RENDER_SECONDS,
+        metavar="SECONDS",
+        help=f"that the template of --tokenizer may take (default {RENDER_SECONDS:g})",
+    )
     add("--max-request-bytes", type=_count, default=10 << 20, metavar="N", help="of a body (default 10 MiB)")
+    add("--max-prompts", type=_count, default=128, metavar="N", help="of one request for completions (default 128)")
+    add("--max-inputs", type=_count, default=2048, metavar="N", help="of one for embeddings (default 2048)")
     add(
         "--tool-parser",
         choices=TOOL_PARSERS,
@@ -357,7 +367,10 @@ def openai(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=args.api_key,
+        chat_template_timeout=args.chat_template_timeout,
         max_request_bytes=args.max_request_bytes,
+        max_prompts=args.max_prompts,
+        max_inputs=args.max_inputs,
         api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
         access_log=args.access_log,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from client.chat_templates import RENDER_SECONDS
 from paged_backend import vllm_options
 from paged_backend.limits import Caps
 from paged_backend.options import Check, option, whole
@@ -255,6 +256,9 @@ class EngineConfig(Caps):
         whole(1), "adapters that are kept in the host's memory; default: `max_loras`", None, optional=True
     )
 
+    chat_template_timeout: float = option(
+        _above_zero, "seconds that the chat template may take, while nobody else is let in", RENDER_SECONDS
+    )
     structured_outputs_timeout: float = option(
         _above_zero, "seconds that it may take to compile a schema, an expression or a grammar", 10
     )

@@ -24,7 +24,7 @@ def cap(default: int, help: str, low: int = 1) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """The most that a client may send of each kind. All of them are engine options."""
+    """The most that clients may send of each kind, and of what is kept for them. All of them are engine options."""
 
     max_logprobs: int = cap(20, "`logprobs` and `prompt_logprobs`, at the most", 0)
     max_stop_strings: int = cap(16, "strings in `stop`")
@@ -50,6 +50,15 @@ class Caps:
     max_tools: int = cap(128, "functions in `tools`")
     max_tools_chars: int = cap(1 << 20, "characters of `tools`, without spaces between")
     max_tool_calls: int = cap(128, "`tool_calls` of one message")
+    max_queued_structures: int = cap(
+        64, "schemas, expressions and grammars that may wait to be compiled; one more is refused, with `UNAVAILABLE`"
+    )
+    max_remembered_structures: int = cap(256, "of those that were compiled, the latest asked for, which stay")
+    max_remembered_structure_bytes: int = cap(1 << 20, "bytes of their texts together")
+    max_frame_bytes: int = cap(
+        64 << 20, "bytes of one request or answer between this model and those of tensorrtllm_backend"
+    )
+    max_local_connections: int = cap(64, "connections of such models, each of which needs one")
 
     def check(self, option: str, field: str, count: int, unit: str) -> None:
         """Raises RequestError where that is more than the option allows."""

@@ -74,6 +74,7 @@ class Service:
         self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._stall_timeout = config.stall_timeout
+        self._render = functools.partial(render, self._tokenizer, seconds=config.chat_template_timeout)
         self._responder = Responder(
             metrics,
             self._sessions,
@@ -88,6 +89,7 @@ class Service:
             eos,
             seconds=config.structured_outputs_timeout,
             any_whitespace=not config.disable_any_whitespace,
+            caps=limits.caps,
         )
         assembly = self._assembly
         self._engine = assembly.engine(self._responder.emit)
@@ -119,7 +121,7 @@ class Service:
     def _listen(self, model: str) -> Listener | None:
         """For models in front of this one."""
         try:
-            return Listener(model, self.take)
+            return Listener(model, self.take, self._assembly.limits.caps)
         except OSError as error:
             log.warning("no other model of this server can reach this one, only clients can: %s", error)
             return None
@@ -325,7 +327,7 @@ class Service:
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
         if messages is not None:
             check_count(messages, self._assembly.limits.caps)  # those of a session's earlier turns among them
-        text = call.prompt if messages is None else render(self._tokenizer, messages, call.tools)
+        text = call.prompt if messages is None else self._render(messages, call.tools)
         if len(text) > self._longest_text:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,

@@ -1,15 +1,21 @@
 """Everything that a client may send has a limit, which is an option with a default, and which an error names."""
 
+import ast
 import json
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
+from client.cli import build_parser
 from paged_backend import errors
+from paged_backend.config import EngineConfig
 from paged_backend.errors import SHOWN_CHARS, RequestError, invalid
 from paged_backend.frontend import wire
 from paged_backend.limits import Caps, Limits
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.trtllm.caps import RelayCaps
 from tests.callers import Caller, serving
 from tests.test_wire import text
 
@@ -46,8 +52,75 @@ CALLS = {
 }
 
 
-def test_each_limit_is_tried_here():
-    assert set(SAMPLING) | set(CALLS) == {spec.name for spec in fields(Caps)}
+# Of the others, the test whose error names it.
+ELSEWHERE = {
+    "max_queued_structures": "test_grammars.test_more_than_may_wait_are_refused_at_once",
+    "max_remembered_structures": "test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
+    "max_remembered_structure_bytes": "test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
+    "max_frame_bytes": "test_local_socket.test_a_frame_that_is_too_large_is_neither_sent_nor_read",
+    "max_local_connections": "test_local_socket.test_an_engine_that_lets_no_connection_in_says_why",
+    "max_model_len": "test_embeddings.test_a_prompt_may_be_as_long_as_the_context",
+    "max_prompt_chars": "test_caps.test_the_limits_are_options",
+    "max_queue_size": "test_admission.test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away",
+    "max_tenant_requests": "test_admission.test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside",
+    "max_response_mib": "test_admission.test_an_answer_has_a_largest_size",
+    "stall_timeout": "test_admission.test_a_step_that_does_not_end_is_told_as_not_ready",
+    "max_sessions": "test_sessions.test_one_too_many_is_refused",
+    "chat_template_timeout": "test_conversation.test_a_template_that_does_not_end_is_ended",
+    "structured_outputs_timeout": (
+        "test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"
+    ),
+    "max_open_rows": "test_local_socket.test_more_rows_than_may_be_open_are_refused",
+    "max_biases": "test_trtllm.test_more_biases_than_a_row_may_have_are_refused",
+    "(--max-request-bytes)": "test_openai.test_a_body_over_the_limit_is_refused",
+    "(--max-prompts)": "test_openai.test_more_prompts_than_may_be_are_refused",
+    "(--max-inputs)": "test_openai_embeddings.test_what_is_refused",
+    "(--chat-template-timeout)": "test_openai.test_a_template_that_does_not_end_is_ended",
+}
+# Options of such names that refuse no request: they size what runs at once, or judge files of the operator's.
+NO_CAPS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
+# What is no option: limits of files that the operator gives, and of a picture.
+CONSTANTS = {
+    "MAX_BYTES", "MAX_LAYERS", "MAX_POSITIONS", "MAX_TEMPLATE_CHARS", "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES",
+    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS",
+}  # fmt: skip
+
+
+def test_each_limit_is_tried():
+    engines = {spec.name for spec in fields(EngineConfig) if re.match("max_|.*_timeout$", spec.name)} - NO_CAPS
+    relays = {spec.name for spec in fields(RelayCaps)}
+    flags = {
+        f"({name})"
+        for action in build_parser()._subparsers._group_actions[0].choices["openai"]._actions
+        for name in action.option_strings
+        if re.match("--max-|.*-timeout$", name)
+    }
+    assert (
+        set(SAMPLING) | set(CALLS) | set(ELSEWHERE) == {spec.name for spec in fields(Caps)} | engines | relays | flags
+    )
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_said_to_try_a_limit_names_it(name):
+    module, _, test = ELSEWHERE[name].partition(".")
+    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == test]
+    texts = [node.value for node in ast.walk(found) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert any(name in text.replace("\\", "") for text in texts)
+
+
+def test_no_limit_is_a_constant():
+    root = Path(__file__).parents[1]
+    found = {
+        target.id
+        for folder in ("paged_backend", "client")
+        for file in (root / folder).rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and re.match("_?MAX_", target.id)
+    }
+    assert found == CONSTANTS
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -13,6 +13,7 @@ from paged_backend.frontend import templates
 from paged_backend.frontend.templates import check_template, render
 from paged_backend.limits import Caps
 from tests.callers import Caller, serving
+from tests.in_process import WAIT
 from tests.test_wire import read, refusal, text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -111,10 +112,10 @@ CUBIC = "{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %
 @pytest.mark.parametrize(
     "template", [ENDLESS + "{% endfor %}", "{% set m = messages[0].content %}" + CUBIC], ids=["by itself", "by a text"]
 )
-def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
-    with pytest.raises(RequestError, match=r"messages: the chat template does not end within 0\.2 s on them"):
-        render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None)
+def test_a_template_that_does_not_end_is_ended(template):
+    reason = r"messages: the chat template does not end within 0\.2 s on them \(chat_template_timeout\)"
+    with pytest.raises(RequestError, match=reason):
+        render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None, 0.2)
     for thread in threading.enumerate():
         if thread.name == "template":
             thread.join(60)
@@ -125,20 +126,19 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, template):
     ("template", "reason"),
     [
         ("{% if %}", "is not valid Jinja: line 1"),
-        (ENDLESS + "{% endfor %}", "does not end within"),
+        (ENDLESS + "{% endfor %}", r"does not end within 0\.2 s \(chat_template_timeout\)"),
         ("x" * (templates.MAX_TEMPLATE_CHARS + 1), "must be a text of at most"),
         ({"default": "x", "tools": 5}, "must be a text of at most"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(monkeypatch, template, reason):
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
+def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(template, reason):
     with pytest.raises(ValueError, match=reason):
-        check_template(with_template(template))
+        check_template(with_template(template), 0.2)
 
 
 @pytest.mark.parametrize("template", [None, "x", "{{ raise_exception('two turns, please') }}", "{{ messages[1].x }}"])
 def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
-    check_template(with_template(template))
+    check_template(with_template(template), 0.2)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
 )
 def test_templates_reach_nothing_but_the_conversation(template):
     with pytest.raises(RequestError, match="messages: the chat template refuses them"):
-        render(with_template(template), TURNS[:1], None)
+        render(with_template(template), TURNS[:1], None, WAIT)
 
 
 def test_the_template_gets_tools_and_calls():
@@ -163,8 +163,8 @@ def test_the_template_gets_tools_and_calls():
         "{% endfor %};{% endfor %}"
     )
     turns = "user:How is it in Paris?;assistant:Paris;tool:Fine.;"
-    assert render(tokenizer, TURNS, [WEATHER]) == "[weather]" + turns
-    assert render(tokenizer, TURNS, None) == turns
+    assert render(tokenizer, TURNS, [WEATHER], WAIT) == "[weather]" + turns
+    assert render(tokenizer, TURNS, None, WAIT) == turns
     tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
     with pytest.raises(RequestError, match="messages: the chat template refuses them: no tools here"):
-        render(tokenizer, TURNS, [WEATHER])
+        render(tokenizer, TURNS, [WEATHER], WAIT)

@@ -293,22 +293,21 @@ def test_stopping_ends_what_is_being_compiled():
     assert {str(answers.get(timeout=WAIT)) for _ in range(4)} == {"UNAVAILABLE: json_schema: the server is stopping"}
 
 
-def test_more_than_may_wait_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr(grammars_module, "MAX_QUEUED", 2)
-    one, answers = made(), SimpleQueue()
+def test_more_than_may_wait_are_refused_at_once():
+    one, answers = made(caps=Caps(max_queued_structures=2)), SimpleQueue()
     for least in range(2):
         one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
     error = compiled(one, "regex", "a")
     assert error.code is ErrorCode.UNAVAILABLE
-    assert str(error) == "UNAVAILABLE: regex: 2 others are to be compiled before; try again later"
+    assert str(error) == (
+        "UNAVAILABLE: regex: 2 others are to be compiled before, which is max_queued_structures; try again later"
+    )
     one.stop()
 
 
-@pytest.mark.parametrize("limit", [{"MAX_REMEMBERED": 3}, {"MAX_REMEMBERED_BYTES": 30}])
+@pytest.mark.parametrize("limit", [{"max_remembered_structures": 3}, {"max_remembered_structure_bytes": 30}])
 def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, limit):
-    for name, value in limit.items():
-        monkeypatch.setattr(grammars_module, name, value)
-    one, tried = made(), []
+    one, tried = made(caps=Caps(**limit)), []
     monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1]) or compile(key))
     first, *others = (f"[a-c]{{{index}}}xx" for index in range(1, 5))  # ten bytes each
     for expression in (first, first, others[0], others[1], first, others[2], first):

@@ -15,6 +15,8 @@ from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import local_listener, local_socket, wire
 from paged_backend.frontend.local_listener import Listener
 from paged_backend.frontend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.limits import Caps
+from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.relay import Relay
 from tests.test_responder import PB_UTILS
 
@@ -40,9 +42,9 @@ def until(condition):
 class Engine:
     """A listener whose requests wait here."""
 
-    def __init__(self, model="engine"):
+    def __init__(self, model="engine", caps=Caps()):
         self.taken = SimpleQueue()
-        self.listener = Listener(model, self.taken.put)
+        self.listener = Listener(model, self.taken.put, caps)
 
     def next(self):
         return self.taken.get(timeout=WAIT)
@@ -110,7 +112,7 @@ def test_an_answer_an_error_and_a_cancellation(engine):
 @pytest.mark.parametrize(
     "frame",
     [
-        (local_socket.MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        (Caps.max_frame_bytes + 1).to_bytes(4, "big"),
         b"\0\0\0\x04{no}",
         b"\0\0\0\x02[]",
         pack({"id": 1}),
@@ -142,10 +144,37 @@ def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
     connection.close()
 
 
-def test_a_frame_that_is_too_large_is_not_sent(monkeypatch):
-    monkeypatch.setattr(local_socket, "MAX_FRAME_BYTES", 10)
-    with pytest.raises(FrameError, match="a frame of 14 bytes; at most 10 may go"):
-        pack({"id": 1234567})
+def test_a_frame_that_is_too_large_is_neither_sent_nor_read():
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may go \(max_frame_bytes\)"):
+        pack({"id": 1234567}, 10)
+    near, far = socket.socketpair()
+    Connection(near).send(pack({"id": 1234567}))
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may come \(max_frame_bytes\)"):
+        next(Connection(far, 10).frames())
+    near.close()
+
+
+def test_an_answer_that_is_too_large_is_not_sent_either():
+    engine = Engine(caps=Caps(max_frame_bytes=200))
+    connection = connected()
+    ask(connection)
+    with pytest.raises(FrameError, match="at most 200 may go"):
+        engine.next().send(wire.write_adapters([{"name": "x" * 200}]), final=True)
+    connection.close()
+    engine.listener.close()
+
+
+def test_more_connections_than_may_be_are_told_why():
+    engine = Engine(caps=Caps(max_local_connections=1))
+    first = connected()
+    ask(first)
+    engine.next()
+    assert list(connected().frames()) == [{"refused": "1 connections are open, which is max_local_connections"}]
+    first.close()
+    until(lambda: not engine.listener._peers)
+    ask(connected())
+    engine.next()
+    engine.listener.close()
 
 
 def test_a_directory_that_others_have_a_hand_in_is_refused(own_directory, monkeypatch):
@@ -218,8 +247,11 @@ class Request:
 
 
 @pytest.fixture
-def relay():
-    made = Relay(SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine")
+def relay(request):
+    """With the caps that a test gives it."""
+    made = Relay(
+        SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", caps=RelayCaps(**getattr(request, "param", {}))
+    )
     yield made
     made.stop()
 
@@ -237,6 +269,41 @@ def asked(relay, **tensors):
 
 def test_it_says_that_the_engine_is_not_loaded(relay):
     assert asked(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
+
+
+@pytest.mark.parametrize("relay", [{"max_open_rows": 1}], indirect=True)
+def test_more_rows_than_may_be_open_are_refused(engine, relay):
+    first = asked(relay)
+    channel = engine.next()
+    refusal = "UNAVAILABLE: 1 rows are open, and 1 would come; at most 1 may be (max_open_rows)"
+    assert asked(relay).next() == (refusal, True)
+    channel.send(answer("a", "stop"), final=True)
+    assert first.next() == ([b"a"], True)
+    until(lambda: not relay._rows)
+    asked(relay)
+    engine.next()
+
+
+@pytest.mark.parametrize("relay", [{"max_frame_bytes": 100}], indirect=True)
+def test_a_row_that_is_too_large_is_refused(engine, relay):
+    text, last = asked(relay).next()
+    assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
+    assert text.endswith("; at most 100 may go (max_frame_bytes)")
+
+
+def test_an_engine_that_lets_no_connection_in_says_why(relay):
+    engine = Engine(caps=Caps(max_local_connections=1))
+    first = connected()
+    ask(first)
+    engine.next()
+    for _ in range(3):  # whatever comes first, the request or the refusal
+        assert asked(relay).next() == (
+            "UNAVAILABLE: the engine's model lets no connection in: 1 connections are open, which is"
+            " max_local_connections",
+            True,
+        )
+    first.close()
+    engine.listener.close()
 
 
 def test_an_engine_may_go_and_come(relay):

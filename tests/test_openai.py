@@ -5,6 +5,7 @@ import json
 import math
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 
@@ -29,7 +30,7 @@ def fake():
 
 @pytest.fixture(scope="module")
 def front(fake):
-    with gateway(fake.url, "--max-request-bytes", "4096") as made:
+    with gateway(fake.url, "--max-request-bytes", "4096", "--max-prompts", "3") as made:
         yield made
 
 
@@ -307,7 +308,7 @@ class TestRequests:
         body = fits + b" "
         status, answer = front.ask("/v1/completions", body) if declared else chunked(front, body)
         assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
-        assert "4096" in answer["error"]["message"]
+        assert answer["error"]["message"].endswith("4096 bytes, which is the limit (--max-request-bytes)")
 
 
 def chunked(front, body):
@@ -327,6 +328,14 @@ def echo(inputs):
 
 class TestPrompts:
     """Several prompts in one request."""
+
+    def test_more_prompts_than_may_be_are_refused(self, front):
+        status, body = front.ask("/v1/completions", PROMPT | {"prompt": ["a"] * 3})
+        assert (status, len(body["choices"])) == (200, 3)
+        for prompts in (["a"] * 4, [[1]] * 4):
+            status, body = front.ask("/v1/completions", PROMPT | {"prompt": prompts})
+            assert (status, error_of(status, body)["param"]) == (400, "prompt")
+            assert body["error"]["message"] == "prompt: has 4 prompts; must be at most 3 (--max-prompts)"
 
     @pytest.mark.parametrize(
         ("prompt", "texts"),
@@ -544,6 +553,9 @@ def test_requests_are_counted_by_route_and_status(fake):
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
 
 
+ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
 def write_tokenizer(directory, template=TEMPLATE):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "<user>": 3, "<assistant>": 4}, "<unk>"))
     made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
@@ -580,6 +592,20 @@ class TestOwnTemplate:
         error = error_of(status, body)
         assert (status, error["param"]) == (400, "messages")
         assert "no x" in error["message"]
+
+    def test_a_template_that_does_not_end_is_ended(self, tmp_path, fake):
+        """And who asks for something else meanwhile is answered."""
+        slow = "{% if messages[0].content == 'y' %}" + ENDLESS + "{% endif %}" + TEMPLATE
+        flags = ("--tokenizer", str(write_tokenizer(tmp_path, slow)), "--chat-template-timeout", "0.2")
+        endless = CHAT | {"messages": [{"role": "user", "content": "y"}]}
+        with gateway(fake.url, *flags) as front, ThreadPoolExecutor() as pool:
+            asked = [pool.submit(front.ask, "/v1/chat/completions", endless) for _ in range(3)]
+            assert front.ask("/v1/chat/completions", CHAT)[0] == 200
+            for status, body in (one.result(WAIT) for one in asked):
+                error = error_of(status, body)
+                assert (status, error["param"]) == (400, "messages")
+                reason = "messages: the chat template does not end within 0.2 s on them (--chat-template-timeout)"
+                assert error["message"] == reason
 
     def test_a_tokenizer_without_a_template_is_refused_at_the_start(self, tmp_path, capsys):
         directory = write_tokenizer(tmp_path, None)

@@ -88,7 +88,7 @@ def test_numbers_as_base64(front):
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format="),
         ({"input": "a", "dimensions": "2"}, "dimensions", "dimensions="),
         ({"input": "a", "stream": True}, "stream", "stream: unknown field"),
-        ({"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048"),
+        ({"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048 (--max-inputs)"),
         ({"input": "bad"}, "input", "input: prompt_tokens=9: must be 1..8"),
         ({"input": ["a", "bad", "c"]}, "input[1]", "input[1]: prompt_tokens=9: must be 1..8"),
         ({"input": [[5], [7]]}, "input[1]", "input[1]: input[0]=7: must be a token id"),

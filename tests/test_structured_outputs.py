@@ -10,8 +10,9 @@ import pytest
 
 from paged_backend.config import EngineConfig
 from paged_backend.frontend.metrics import Metrics
-from paged_backend.guided.grammars import MAX_QUEUED, Grammars
+from paged_backend.guided.grammars import Grammars
 from paged_backend.guided.structures import read_structure
+from paged_backend.limits import Caps
 from paged_backend.request import FinishReason
 from paged_backend.service import Service
 from tests.callers import serving
@@ -212,7 +213,7 @@ def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatc
 
 def test_who_leaves_keeps_nobody_waiting(service):
     """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
-    schemas = [{"type": "object", "properties": {str(index): SLOW}} for index in range(MAX_QUEUED - 1)]
+    schemas = [{"type": "object", "properties": {str(index): SLOW}} for index in range(Caps.max_queued_structures - 1)]
     left = [asking(json_schema=one) for one in schemas]
     for one in left:
         service.submit(one)

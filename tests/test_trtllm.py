@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.trtllm import configs, replies, requests
+from paged_backend.trtllm import configs, replies
+from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.interfaces import Interface
 from paged_backend.trtllm.rows import in_its_words
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, LLMAPI, OUTPUTS
@@ -251,16 +252,40 @@ def test_values_that_ask_for_nothing_do_no_harm(model):
     assert sampling(model, **given) == sampling(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "biases", "refused"),
+    [
+        (ENSEMBLE, {"embedding_bias_words": ["a", "b", "c"], "embedding_bias_weights": [1, 1, 1]}, "words"),
+        (CORE, {"embedding_bias": [0, 1, 1, 1]}, "tokens"),
+    ],
+)
+def test_more_biases_than_a_row_may_have_are_refused(model, biases, refused):
+    def read(most):
+        return Interface(model, caps=RelayCaps(max_biases=most)).read(rows(model, NEEDED[model] | biases))
+
+    assert read(3)
+    field = next(iter(biases))
+    with pytest.raises(RequestError, match=rf"{field}=.3 {refused}.: must be at most 2 .*\(max_biases\)"):
+        read(2)
+
+
+def test_caps_are_parameters_of_the_configuration():
+    given = {"interface": BLS, "engine_model_name": "paged_llm", "max_open_rows": "3"}
+    assert RelayCaps.from_parameters(given) == RelayCaps(max_open_rows=3)
+    for bad in ("0", "x", "", "1.5"):
+        with pytest.raises(ValueError, match=f"max_biases='{bad}': must be a whole number 1.."):
+            RelayCaps.from_parameters({"max_biases": bad})
+
+
 def test_every_row_is_a_request_of_its_own():
-    first, second = requests.read(
-        BLS, rows(BLS, {"text_input": ["One"], "max_tokens": [3]}, {"text_input": ["Two"], "max_tokens": [4]})
-    )
+    both = rows(BLS, {"text_input": ["One"], "max_tokens": [3]}, {"text_input": ["Two"], "max_tokens": [4]})
+    first, second = Interface(BLS).read(both)
     assert (first.batch_index, second.batch_index) == (0, 1)
     assert second.tensors["text_input"].tolist() == [b"Two"]
     assert json.loads(second.tensors["sampling_parameters"][0])["max_tokens"] == 4
     tensors = rows(BLS, NEEDED[BLS]) | {"top_k": np.ones((2, 1), np.int32)}
     with pytest.raises(RequestError, match="top_k: has 2 rows, and text_input 1; send as many"):
-        requests.read(BLS, tensors)
+        Interface(BLS).read(tensors)
 
 
 def test_token_ids():

@@ -35,6 +35,26 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
+class Caps:
+    """The most that a request may have. Each is an option of `paged openai`, of this name."""
+
+    max_request_bytes: int  # of a body
+    max_prompts: int  # of a request for completions
+    max_inputs: int  # of one for embeddings
+
+    def check(self, option: str, field: str, count: int, what: str) -> None:
+        """Raises ApiError where that is more than the option allows."""
+        most = getattr(self, option)
+        if count > most:
+            raise ApiError(400, f"{field}: has {count} {what}; must be at most {most} ({flag(option)})", param=field)
+
+
+def flag(option: str) -> str:
+    """As it is on the command line."""
+    return "--" + option.replace("_", "-")
+
+
+@dataclass(frozen=True)
 class Settings:
     """How one gateway was started.
 
@@ -43,7 +63,7 @@ class Settings:
             here, too.
         template: of the gateway's own; without one the server applies the model's.
         api_keys: one of which a request must bring; empty: none is asked for.
-        max_request_bytes: of a body.
+        caps: of requests.
         tool_format: how the model writes calls of tools.
         access_log: takes a line for each request; None: there is none.
     """
@@ -52,7 +72,7 @@ class Settings:
     model: str
     template: ChatTemplate | None
     api_keys: Sequence[str]
-    max_request_bytes: int
+    caps: Caps
     tool_format: Format
     access_log: Callable[[str], object] | None
 
@@ -71,6 +91,7 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
+        self._settings.caps.check("max_prompts", "prompt", len(body.prompts), "prompts")
         asked = translation.from_completion(body, self._adapter(body))
         return await self._answer(request, body, asked, CompletionAnswer(body, _request_id(request)))
 
@@ -100,6 +121,7 @@ class Gateway:
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
+        self._settings.caps.check("max_inputs", "input", len(body.inputs), "inputs")
         work = embeddings.embed_all(self._servers, body, self._adapter(body))
         found = await while_connected(request.receive, work)
         self.metrics.count_embedded(request.url.path, found)
@@ -165,9 +187,9 @@ class Gateway:
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
-        limit = self._settings.max_request_bytes
-        if size > limit:
-            message = f"the body has more than {limit} bytes, which is the limit"
+        most = self._settings.caps.max_request_bytes
+        if size > most:
+            message = f"the body has more than {most} bytes, which is the limit ({flag('max_request_bytes')})"
             raise ApiError(413, message, code="request_too_large")
 
 

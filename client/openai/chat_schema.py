@@ -97,11 +97,13 @@ class ChatRequest(GenerateBody):
         self._check_tools([tool.function.name for tool in self.tools or ()])
 
     def _check_tools(self, names: Sequence[str]) -> None:
+        known: set[str] = set()
         for index, name in enumerate(names):
             if not _TOOL_NAME.fullmatch(name):
                 raise _wrong(f"tools.{index}.function.name", "must be 1..64 letters, digits, '_', '-' or '.'")
-            if name in names[:index]:
+            if name in known:
                 raise _wrong(f"tools.{index}.function.name", f"{name!r} is there twice")
+            known.add(name)
         if not names and self.tool_choice not in (None, "none"):
             raise _wrong("tool_choice", "has a meaning with tools only")
         if not names and self.parallel_tool_calls is not None:

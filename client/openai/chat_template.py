@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
+from client import chat_templates
+from client.chat_templates import TemplateRefusal, TemplateTimeout
 from client.openai.errors import ApiError
 
 Message = dict[str, Any]
@@ -18,7 +18,8 @@ class ChatTemplate:
     Raises ValueError for a directory without a tokenizer or a chat template.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, seconds: float = chat_templates.RENDER_SECONDS) -> None:
+        """seconds: that the template may take."""
         from transformers import AutoTokenizer
 
         try:
@@ -27,6 +28,7 @@ class ChatTemplate:
             raise ValueError(f"{directory}: no tokenizer: {error}") from None
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template")
+        self._seconds = seconds
 
     @property
     def text(self) -> str:
@@ -34,11 +36,11 @@ class ChatTemplate:
         return str(self._tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """Raises ApiError where the template refuses the conversation."""
+        """Raises ApiError where the template refuses the conversation, or does not end."""
         try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception as error:  # templates refuse, for example, two user turns in a row, or trip over odd values
-            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise ApiError(400, f"messages: the chat template refuses them: {reason}", param="messages") from error
+            return chat_templates.render(self._tokenizer, messages, tools, seconds=self._seconds)
+        except TemplateTimeout as error:
+            reason = f"the chat template {error} on them (--chat-template-timeout)"
+        except TemplateRefusal as error:
+            reason = str(error)
+        raise ApiError(400, f"messages: {reason}", param="messages")

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from client.openai import keys
-from client.openai.app import Settings, create_app
+from client.openai.app import Caps, Settings, create_app
 from client.openai.chat_template import ChatTemplate
 from client.openai.tool_calls import FORMATS
 from client.openai.tools import format_of
@@ -32,7 +32,10 @@ def run(
     port: int,
     api_keys: Sequence[str],
     api_key_file: Path | None,
+    chat_template_timeout: float,
     max_request_bytes: int,
+    max_prompts: int,
+    max_inputs: int,
     tool_parser: str,
     access_log: bool,
 ) -> int:
@@ -40,7 +43,7 @@ def run(
     if tokenizer:  # which takes a while, with the library that reads it
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
-        template = ChatTemplate(tokenizer) if tokenizer else None
+        template = ChatTemplate(tokenizer, chat_template_timeout) if tokenizer else None
     except ValueError as error:
         raise UsageError(f"--tokenizer {error}") from None
     try:
@@ -48,10 +51,9 @@ def run(
     except ValueError as error:
         raise UsageError(str(error)) from None
     form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
+    caps = Caps(max_request_bytes, max_prompts, max_inputs)
     try:
-        settings = Settings(
-            urls or (None,), model, template, known, max_request_bytes, form, _log_line if access_log else None
-        )
+        settings = Settings(urls or (None,), model, template, known, caps, form, _log_line if access_log else None)
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None

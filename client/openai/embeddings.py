@@ -15,7 +15,6 @@ from client.openai.schema import Body, InertFields, StrictModel, one_or_many
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
-MAX_INPUTS = 2048  # as OpenAI's own service has it
 AT_ONCE = 64  # inputs of a request that the engine is asked for at the same time
 
 
@@ -44,10 +43,6 @@ class EmbeddingRequest(SamplingFields, InertFields, Body):
     def sampling(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return {name: value for name, value in given.items() if value is not None}
-
-    def check(self) -> None:
-        if len(self.inputs) > MAX_INPUTS:
-            raise ApiError(400, f"input: has {len(self.inputs)} inputs; must be at most {MAX_INPUTS}", param="input")
 
 
 def answer(request: EmbeddingRequest, found: Sequence[Embedding]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails, from_json
 
 from client.openai.errors import ApiError
 
-MAX_PROMPTS = 128  # of one request
 # Of the path to a field; in others pydantic's own words would follow.
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 
@@ -161,9 +160,6 @@ class CompletionRequest(GenerateBody):
             if self.prompt_logprobs is not None:
                 reason = "are told with logprobs and echo in any case; leave it out"
                 raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
-        if len(self.prompts) > MAX_PROMPTS:
-            reason = f"has {len(self.prompts)} prompts; must be at most {MAX_PROMPTS}"
-            raise ApiError(400, f"prompt: {reason}", param="prompt")
 
 
 def one_or_many(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -14,10 +14,10 @@ from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import local_socket, wire
 from paged_backend.frontend.channel import Channel, Received
 from paged_backend.frontend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.limits import Caps
 
 log = logging.getLogger("paged_llm")
 
-MAX_CONNECTIONS = 64  # a model of the server needs one
 DRAIN_SECONDS = 30.0  # that requests get to end in when the model is unloaded, as servers give (--exit-timeout-secs)
 
 
@@ -47,7 +47,7 @@ class LocalChannel:
         return self.cancelled
 
     def _send(self, frame: dict[str, Any], final: bool) -> None:
-        self._peer.send(pack({"id": self._id} | frame))
+        self._peer.send(pack({"id": self._id} | frame, self._peer.connection.max_frame_bytes))
         self.closed = final
         if final:
             self._peer.ended(self._id)
@@ -56,8 +56,9 @@ class LocalChannel:
 class Listener:
     """`take` gets each request, on a thread of its connection's. Raises OSError where there can be no socket."""
 
-    def __init__(self, model: str, take: Callable[[Channel], None]):
+    def __init__(self, model: str, take: Callable[[Channel], None], caps: Caps = Caps()):
         self._take = take
+        self._caps = caps
         self._socket, self._name = local_socket.listen(model)
         self._peers: set[_Peer] = set()  # guarded, like what is open in each of them
         self.changed = threading.Condition()
@@ -101,14 +102,22 @@ class Listener:
                 end, _ = self._socket.accept()
             except OSError:  # it was closed
                 return
+            if not local_socket.is_own(end):
+                log.warning("a connection to %s was refused: it is another user's", self._name)
+                end.close()
+                continue
+            peer = _Peer(self, Connection(end, self._caps.max_frame_bytes))
             with self.changed:
-                if len(self._peers) >= MAX_CONNECTIONS or not local_socket.is_own(end):
-                    log.warning("a connection to %s was refused", self._name)
-                    end.close()
-                    continue
-                peer = _Peer(self, Connection(end))
-                self._peers.add(peer)
-            threading.Thread(target=peer.run, name="local requests", daemon=True).start()
+                full = len(self._peers) >= self._caps.max_local_connections
+                if not full:
+                    self._peers.add(peer)
+            if full:
+                reason = f"{self._caps.max_local_connections} connections are open, which is max_local_connections"
+                log.warning("a connection to %s was refused: %s", self._name, reason)
+                peer.send(pack({"refused": reason}))
+                end.close()
+            else:
+                threading.Thread(target=peer.run, name="local requests", daemon=True).start()
 
 
 class _Peer:

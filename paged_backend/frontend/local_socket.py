@@ -6,6 +6,7 @@ Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "para
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final
                         {"leaving": true}: what is open goes on, and nothing new is let in
+                        {"refused": "…"}: why the connection ends before anything was asked
 
 The sender of a request makes its id, which is of the connection. Each frame comes after its length, 4 bytes, the
 highest first. Types of tensors are those of wire.py.
@@ -28,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from paged_backend.frontend.wire import NUMPY_TYPES, TensorSpec
+from paged_backend.limits import Caps
 
-MAX_FRAME_BYTES = 64 << 20
 SEND_SECONDS = 5.0  # that a frame may wait for its reader
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
@@ -42,7 +43,8 @@ class FrameError(ValueError):
 class Connection:
     """Frames both ways. Many threads may send, one reads."""
 
-    def __init__(self, end: socket.socket):
+    def __init__(self, end: socket.socket, max_frame_bytes: int = Caps.max_frame_bytes):
+        self.max_frame_bytes = max_frame_bytes
         self._socket = end
         seconds, rest = divmod(SEND_SECONDS, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(1e6 * rest)))
@@ -62,8 +64,8 @@ class Connection:
         with self._socket, self._socket.makefile("rb", buffering=_READ_BYTES) as file:
             while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
                 (length,) = _LENGTH.unpack(head)
-                if length > MAX_FRAME_BYTES:
-                    raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} may come")
+                if length > self.max_frame_bytes:
+                    raise FrameError(_too_long(length, self.max_frame_bytes, "come"))
                 if len(body := file.read(length)) < length:
                     return
                 yield _unpack(body)
@@ -74,12 +76,16 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def pack(frame: Mapping[str, Any]) -> bytes:
+def pack(frame: Mapping[str, Any], max_frame_bytes: int = Caps.max_frame_bytes) -> bytes:
     """Raises FrameError for one that is too large."""
     body = json.dumps(frame, separators=(",", ":")).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} may go")
+    if len(body) > max_frame_bytes:
+        raise FrameError(_too_long(len(body), max_frame_bytes, "go"))
     return _LENGTH.pack(len(body)) + body
+
+
+def _too_long(length: int, most: int, way: str) -> str:
+    return f"a frame of {length} bytes; at most {most} may {way} (max_frame_bytes)"
 
 
 def _unpack(body: bytes) -> dict[str, Any]:

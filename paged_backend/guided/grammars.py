@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.guided.structures import Structure
 from paged_backend.guided.trial import Abandoned, GrammarError, Trial
+from paged_backend.limits import Caps
 from paged_backend.sampling.masks import BITS, Guide, GuideError
 
 try:
@@ -33,9 +34,6 @@ except ImportError:  # all else is served without
 log = logging.getLogger("paged_llm")
 
 WORKERS = 2  # so that one grammar that takes its whole time does not hold up the next
-MAX_QUEUED = 64  # grammars that wait to be compiled, or are
-MAX_REMEMBERED = 256  # grammars
-MAX_REMEMBERED_BYTES = 1 << 20  # of their texts; the library does not tell what it holds for them
 
 Done = Callable[["tuple[Guide, ...] | RequestError"], None]
 Key = tuple[str, str]  # kind and text of a structure
@@ -100,10 +98,12 @@ class Grammars:
         *,
         seconds: float,
         any_whitespace: bool = True,
+        caps: Caps = Caps(),
     ):
         """vocab_size: of the model, whose head may have more rows than the tokenizer has tokens, or fewer. seconds:
         that a grammar may take to compile. any_whitespace: whether JSON may have it between its tokens, where a schema
-        says nothing of it."""
+        says nothing of it. caps: how many may wait, and how many are remembered, by their texts' size as well: the
+        library does not tell what it holds for them."""
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(one for one in eos_ids if one < vocab_size)
@@ -111,6 +111,7 @@ class Grammars:
         self._making = threading.Lock()
         self._lock = threading.Lock()  # of what follows
         self._any_whitespace = any_whitespace
+        self._caps = caps
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # the latest used last
         self._nbytes = 0  # of the texts of those
         self._queued: dict[Key, list[_Waiting]] = {}
@@ -132,13 +133,14 @@ class Grammars:
             elif key in self._queued:
                 self._queued[key].append(waiting)
                 return
-            elif len(self._queued) < MAX_QUEUED:
+            elif len(self._queued) < self._caps.max_queued_structures:
                 self._queued[key] = [waiting]
                 self._pool.submit(self._work, key)
                 return
         if found is None:
-            reason = f"{structure.field}: {MAX_QUEUED} others are to be compiled before; try again later"
-            done(RequestError(ErrorCode.UNAVAILABLE, reason))
+            most = self._caps.max_queued_structures
+            reason = f"{structure.field}: {most} others are to be compiled before, which is max_queued_structures"
+            done(RequestError(ErrorCode.UNAVAILABLE, f"{reason}; try again later"))
         else:
             self._answer(waiting, found)
 
@@ -202,7 +204,8 @@ class Grammars:
             return
         self._known[key] = _Known(found, time.monotonic() + lasts)
         self._nbytes += len(key[1])
-        while len(self._known) > MAX_REMEMBERED or self._nbytes > MAX_REMEMBERED_BYTES:
+        caps = self._caps
+        while len(self._known) > caps.max_remembered_structures or self._nbytes > caps.max_remembered_structure_bytes:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: Key) -> None:

@@ -252,7 +252,7 @@ def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrained
         what = f"{own} cannot be loaded" if own.exists() else f"none that can be loaded in {place}"
         raise ConfigError(f"tokenizer: {what}: {type(error).__name__}: {error}") from error
     try:
-        check_template(tokenizer)
+        check_template(tokenizer, config.chat_template_timeout)
     except ValueError as error:
         raise ConfigError(f"tokenizer: the chat template in {place} {error}") from error
     return tokenizer

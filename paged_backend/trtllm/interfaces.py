@@ -10,6 +10,7 @@ import numpy as np
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel
 from paged_backend.trtllm import llmapi, replies, requests
+from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.rows import Tensors
 from paged_backend.trtllm.tensors import LLMAPI
 
@@ -20,16 +21,17 @@ _UNREAD = "Streaming"  # a parameter that the newer model's own client sends, an
 class Interface:
     """`ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
 
-    def __init__(self, name: str, *, streams: bool = True):
+    def __init__(self, name: str, *, streams: bool = True, caps: RelayCaps = DEFAULT_CAPS):
         """streams: whether the model may send several responses (`decoupled`)."""
         self._name = name
+        self._caps = caps
         self._streams = streams
 
     def read(self, tensors: Tensors) -> list[Any]:
         """An Ask for each row. Raises RequestError."""
         if self._name == LLMAPI:
             return list(llmapi.read(tensors, streams=self._streams))
-        return list(requests.read(self._name, tensors))
+        return list(requests.read(self._name, tensors, self._caps))
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the request that are for the engine."""

@@ -32,6 +32,7 @@ class Link:
     ):
         self.num_open = 0  # requests; whoever makes them counts
         self.takes = True  # whether it lets new ones in
+        self.end = "the engine's model was unloaded, or has ended"  # why there are no more answers, once there are none
         self._connection = connection
         self._hear = hear
         self._lose = lose
@@ -39,8 +40,28 @@ class Link:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError where the link has ended."""
-        self._connection.send(frame)
+        """Raises OSError where the link has ended, once all that came on it has been handed on."""
+        try:
+            self._connection.send(frame)
+        except OSError:
+            self.stop()
+            raise
+
+    def pack(self, own_id: int, received: Received) -> bytes:
+        """The frame of a request. Raises RequestError for one that is too large."""
+        tensors, parameters, timeout_us, sequence_id, flags, request_id = received
+        request = {
+            "tensors": write_tensors(tensors),
+            "parameters": parameters,
+            "timeout_us": timeout_us,
+            "sequence_id": sequence_id,
+            "flags": flags,
+            "request_id": request_id,
+        }
+        try:
+            return pack({"id": own_id, "request": request}, self._connection.max_frame_bytes)
+        except FrameError as error:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request is too large: {error}") from None
 
     def stop(self) -> None:
         self._connection.close()
@@ -60,6 +81,8 @@ class Link:
     def _read(self, frame: Mapping[str, Any]) -> None:
         if "leaving" in frame:
             self.takes = False
+        elif "refused" in frame:
+            self.end = f"the engine's model lets no connection in: {frame['refused']}"
         elif "error" in frame:
             code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
             self._hear(frame["id"], RequestError(code, text, verbatim=True), True)
@@ -75,8 +98,10 @@ class Links:
         engine: str,
         hear: Callable[[int, Outputs | RequestError, bool], None],
         lose: Callable[[Link], None],
+        max_frame_bytes: int,
     ):
         self._engine = engine
+        self._max_frame_bytes = max_frame_bytes
         self._hear = hear
         self._lose = lose
         self._links: dict[str, Link] = {}  # by the names of their sockets; owned by the thread that picks
@@ -91,7 +116,8 @@ class Links:
         for name in names:
             if name not in self._links:
                 with suppress(OSError):  # of an instance that has just gone
-                    self._links[name] = Link(Connection(local_socket.connect(name)), self._hear, self._lose)
+                    connection = Connection(local_socket.connect(name), self._max_frame_bytes)
+                    self._links[name] = Link(connection, self._hear, self._lose)
         if not self._links:
             raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model, {self._engine}, is not loaded")
         return min(self._links.values(), key=lambda link: link.num_open)
@@ -99,23 +125,6 @@ class Links:
     def stop(self) -> None:
         for link in self._links.values():
             link.stop()
-
-
-def request_frame(own_id: int, received: Received) -> bytes:
-    """Raises RequestError for one that is too large."""
-    tensors, parameters, timeout_us, sequence_id, flags, request_id = received
-    request = {
-        "tensors": write_tensors(tensors),
-        "parameters": parameters,
-        "timeout_us": timeout_us,
-        "sequence_id": sequence_id,
-        "flags": flags,
-        "request_id": request_id,
-    }
-    try:
-        return pack({"id": own_id, "request": request})
-    except FrameError as error:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request is too large: {error}") from None
 
 
 def wish_frame(own_id: int, wish: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.interfaces import Interface
 from paged_backend.trtllm.relay import Relay
 
@@ -19,8 +20,12 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         given = {name: value["string_value"] for name, value in config["parameters"].items()}
         streams = bool(config["model_transaction_policy"]["decoupled"])
-        interface = Interface(given["interface"], streams=streams)
-        self.relay = Relay(pb_utils, args["model_name"], given["engine_model_name"], interface)
+        try:
+            caps = RelayCaps.from_parameters(given)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"config.pbtxt: {error}") from None
+        interface = Interface(given["interface"], streams=streams, caps=caps)
+        self.relay = Relay(pb_utils, args["model_name"], given["engine_model_name"], interface, caps)
 
     def execute(self, requests: list[Any]) -> None:
         """Begin each request and return; answers go out through its response sender, from other threads."""

@@ -19,15 +19,15 @@ import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel, ServerChannel
+from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
-from paged_backend.trtllm.links import Link, Links, Outputs, request_frame, wish_frame
+from paged_backend.trtllm.links import Link, Links, Outputs, wish_frame
 from paged_backend.trtllm.rows import in_its_words
 
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.1  # how often it is asked whether clients are gone, as in tensorrtllm_backend
 POLL_SHARE = 0.1  # of a thread's time at the most
-MAX_ROWS = 1024  # open at a time
 
 
 @dataclass(eq=False)
@@ -68,13 +68,21 @@ class Row:
 class Relay:
     """Of one model. `submit` never raises: what is wrong with a request goes back to its client."""
 
-    def __init__(self, pb_utils: Any, model: str, engine: str, interface: Interface | None = None):
+    def __init__(
+        self,
+        pb_utils: Any,
+        model: str,
+        engine: str,
+        interface: Interface | None = None,
+        caps: RelayCaps = DEFAULT_CAPS,
+    ):
         """`pb_utils` is the module that the server gives its Python models; `engine` the model that generates;
         `interface` what clients send and get, by default that of the model's name."""
         self._pb_utils = pb_utils
         self._model = model
-        self._interface = interface or Interface(model)
-        self._links = Links(engine, self._hear, self._lose)
+        self._interface = interface or Interface(model, caps=caps)
+        self._links = Links(engine, self._hear, self._lose, caps.max_frame_bytes)
+        self._max_rows = caps.max_open_rows
         self._ids = itertools.count()
         self._rows: dict[int, Row] = {}  # those that the engine has not ended; guarded by the lock
         self._lock = threading.Lock()
@@ -115,7 +123,7 @@ class Relay:
         job, link = Job(channel, request_id), self._links.pick()
         job.rows = [Row(job, ask, next(self._ids), link) for ask in asks]
         own = parameters, timeout_us, sequence_id, flags
-        frames = [request_frame(row.id, (row.ask.tensors, *own, f"{self._model}-{uuid.uuid4()}")) for row in job.rows]
+        frames = [link.pack(row.id, (row.ask.tensors, *own, f"{self._model}-{uuid.uuid4()}")) for row in job.rows]
         self._register(job.rows)
         for row, frame in zip(job.rows, frames, strict=True):
             self._send(row, frame)
@@ -123,8 +131,9 @@ class Relay:
 
     def _register(self, rows: list[Row]) -> None:
         with self._lock:
-            if len(self._rows) + len(rows) > MAX_ROWS:
-                raise RequestError(ErrorCode.UNAVAILABLE, f"{len(self._rows)} rows are open; at most {MAX_ROWS} may be")
+            if len(self._rows) + len(rows) > self._max_rows:
+                reason = f"{len(self._rows)} rows are open, and {len(rows)} would come; at most {self._max_rows} may be"
+                raise RequestError(ErrorCode.UNAVAILABLE, f"{reason} (max_open_rows)")
             for row in rows:
                 self._rows[row.id] = row
                 row.link.num_open += 1
@@ -163,7 +172,7 @@ class Relay:
         for row in self._open():
             if row.link is link:
                 self._forget(row)
-                _refuse(row.job, RequestError(ErrorCode.UNAVAILABLE, "the engine's model was unloaded, or has ended"))
+                _refuse(row.job, RequestError(ErrorCode.UNAVAILABLE, link.end))
 
     def _stop_requests(self, request_id: str) -> None:
         """End the open requests of that id."""

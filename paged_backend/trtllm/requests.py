@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError, invalid
+from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, refuse
 
-MAX_BIASES = 1024  # words or tokens of one row
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 
@@ -41,10 +41,10 @@ class Ask:
     renamed: dict[str, str] = field(default_factory=dict)  # names of parameters to those of the client's tensors
 
 
-def read(model: str, tensors: Tensors) -> list[Ask]:
-    """An Ask for each row. Raises RequestError for what is malformed, contradictory or not served."""
+def read(model: str, tensors: Tensors, caps: RelayCaps) -> list[Ask]:
+    """An Ask for each row. Raises RequestError for what is malformed, contradictory, too much or not served."""
     rows = _rows(tensors)
-    return [_ask(Row(model, row), index if len(rows) > 1 else None) for index, row in enumerate(rows)]
+    return [_ask(Row(model, row), index if len(rows) > 1 else None, caps) for index, row in enumerate(rows)]
 
 
 def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
@@ -57,14 +57,14 @@ def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
     return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
 
 
-def _ask(row: Row, batch_index: int | None) -> Ask:
+def _ask(row: Row, batch_index: int | None, caps: RelayCaps) -> Ask:
     refuse(row)
     parameters, names = parameters_of(row)
     samples, beams = _count(row, parameters)
     dropped = _stops(row, parameters)
     names |= {"stop_words_token_ids": "stop_words_list", "bad_words_token_ids": "bad_words_list"}
     _draw(parameters, beams)
-    _bias(row, parameters)
+    _bias(row, parameters, caps.max_biases)
     _guide(row, parameters)
     flags = {name: row.one(name, False) for name in _FLAGS}
     stream = row.one("streaming" if row.is_core else "stream", False)
@@ -161,18 +161,18 @@ def _words_of_tokens(row: Row, name: str) -> list[list[int]]:
     return [ids[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _bias(row: Row, parameters: dict[str, Any]) -> None:
+def _bias(row: Row, parameters: dict[str, Any], most: int) -> None:
     words, weights = row.all("embedding_bias_words"), row.all("embedding_bias_weights")
     if len(words) != len(weights):
         raise invalid("embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}")
-    if len(words) > MAX_BIASES:
-        raise invalid("embedding_bias_words", len(words), f"must be at most {MAX_BIASES}")
+    if len(words) > most:
+        raise invalid("embedding_bias_words", f"{len(words)} words", f"must be at most {most} words (max_biases)")
     if bias := {word: weight for word, weight in zip(words, weights, strict=True) if word}:
         parameters["word_bias"] = bias
     tokens = row.tensors.get("embedding_bias", np.empty(0))
     biased = np.flatnonzero(tokens)
-    if len(biased) > MAX_BIASES:
-        raise invalid("embedding_bias", f"{len(biased)} tokens", f"must be at most {MAX_BIASES} other than 0")
+    if len(biased) > most:
+        raise invalid("embedding_bias", f"{len(biased)} tokens", f"must be at most {most} other than 0 (max_biases)")
     if len(biased):
         parameters.setdefault("logit_bias", {}).update(
             {str(token): plain("embedding_bias", tokens[token]) for token in biased.tolist()}
