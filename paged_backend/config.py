@@ -161,6 +161,18 @@ class EngineConfig(Caps):
         " beyond ends the request with `UNAVAILABLE`",
         64,
     )
+    request_timeout: int = option(
+        whole(0),
+        "seconds that a request may take at the most, whatever its own limit; it ends as one past its own does. 0: no"
+        " limit, and a server that is stopped cuts what is open after its `--exit-timeout-secs`",
+        0,
+    )
+    stop_timeout: int = option(
+        whole(1),
+        "seconds that the model may take to end once the server unloads it, which is when its own requests have ended:"
+        " for those of other models on it, for the step in hand, for files. Less than `--exit-timeout-secs`",
+        25,
+    )
     stall_timeout: int = option(
         whole(1),
         "seconds that a step, or an answer on its way to the server, may take before the model counts as not ready",

@@ -38,8 +38,7 @@ log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # copied at a time for the disk, while the engine is idle: a request that comes waits no longer
 SPILL_SECONDS = 0.05  # between two looks at a disk that is busy
-STOP_SECONDS = 20  # for the step in hand, when the engine stops
-FLUSH_SECONDS = 10  # for what is cached and not on disk yet, when the engine stops
+STOP_SECONDS = 20.0  # for the step in hand and for what is cached and not on disk yet, when the engine stops
 
 
 @dataclass(frozen=True)
@@ -192,23 +191,24 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the loop after the step in hand, and wait for it; then keep on disk what is cached."""
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the loop after the step in hand, and wait for it; then keep on disk what is cached, as far as there is
+        time."""
+        deadline = time.monotonic() + seconds
         if self._adapters:
             self._adapters.close()
         if self._fetcher:
             self._fetcher.shutdown()
         self._inbox.put(None)
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            log.error("the step in hand has not ended in %g s; it is left to the end of the process", STOP_SECONDS)
+            log.error("the step in hand has not ended in %.3g s; it is left to the end of the process", seconds)
             self._dead = True
         if self._disk:
-            deadline = time.monotonic() + FLUSH_SECONDS
             while not self._spilled and not self._dead and (left := deadline - time.monotonic()) > 0:
                 self._disk.settle(left)
                 self._spill()
-            self._disk.close()
+            self._disk.close(deadline - time.monotonic())
 
     @property
     def alive(self) -> bool:

@@ -11,6 +11,8 @@ import itertools
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -156,6 +158,30 @@ def _dead_engine(when: int, service: Service, assembly: Assembly) -> None:
     _step(when, assembly, die)
 
 
+def _stuck_step(when: int, service: Service, assembly: Assembly) -> None:
+    """A step never ends."""
+
+    def hang(step: Callable[[], Forwarded]) -> Forwarded:
+        threading.Event().wait()
+        raise AssertionError
+
+    _step(when, assembly, hang)
+
+
+def _wall_clock(when: int, service: Service, assembly: Assembly) -> None:
+    """The wall clock of this process goes an hour ahead, and with the next request an hour back, in turn."""
+    take, count, own = service.take, itertools.count(1), (time.time, time.time_ns)
+
+    def jump(channel: Channel) -> None:
+        if (late := next(count) - when) >= 0:
+            hours = 1 if late % 2 == 0 else -1
+            time.time = lambda: own[0]() + 3600 * hours
+            time.time_ns = lambda: own[1]() + 3600 * 10**9 * hours
+        take(channel)
+
+    service.take = jump  # type: ignore[method-assign]
+
+
 def _step(when: int, assembly: Assembly, instead: Callable[[Callable[[], Forwarded]], Forwarded]) -> None:
     """Have `instead` compute one step."""
     runner, count = assembly.runner, itertools.count(1)
@@ -177,4 +203,6 @@ FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
     "nan_row": _nan_row,
     "out_of_memory": _out_of_memory,
     "dead_engine": _dead_engine,
+    "stuck_step": _stuck_step,
+    "wall_clock": _wall_clock,
 }

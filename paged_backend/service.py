@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import random
 import threading
 import time
@@ -43,6 +44,8 @@ from paged_backend.sampling_params import SamplingParams
 
 log = logging.getLogger("paged_llm")
 
+DRAIN_SHARE = 0.7  # of stop_timeout, for what other models have open; the rest is for the engine's own end
+
 
 class Service:
     """One model instance. `submit` never raises: whatever is wrong with a request goes back to its client."""
@@ -73,7 +76,8 @@ class Service:
         self._tenants = Tenants(config.max_tenant_requests)
         self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
-        self._stall_timeout = config.stall_timeout
+        self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
+        self._most_seconds = config.request_timeout or math.inf
         self._render = functools.partial(render, self._tokenizer, seconds=config.chat_template_timeout)
         self._responder = Responder(
             metrics,
@@ -81,6 +85,7 @@ class Service:
             self._tenants,
             first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
+            look_seconds=config.stall_timeout,
         )
         eos = self._assembly.loaded.spec.eos_ids
         self._grammars = Grammars(
@@ -127,13 +132,19 @@ class Service:
             return None
 
     def stop(self) -> None:
-        """End both threads, and what else was started. The server calls this once every stream of its own has ended."""
+        """End both threads, and what else was started, within stop_timeout. The server calls this once every stream of
+        its own has ended, and waits for it: nothing can be sent to it any more."""
+        deadline = time.monotonic() + self._stop_timeout
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         if self._listener:
-            self._listener.drain()
+            self._listener.drain(DRAIN_SHARE * left())
             self._listener.close()
         self._grammars.stop()
-        self._engine.stop()
-        self._responder.stop()
+        self._engine.stop(left())
+        self._responder.stop(left())
         self._assembly.close()
 
     def submit(self, pb_request: Any) -> None:
@@ -225,8 +236,19 @@ class Service:
             self._tenants.check(sampling.cache_salt)
             request = self._request(call, sampling, turn)
             samples = self._samples(call, request)
-            offsets, size = self._prompt_offsets(call, request, samples[0].text), limits.block_size
-            return Stream(request, call, channel, samples, arrived, self._encode, self._token_text, offsets, turn, size)
+            return Stream(
+                request,
+                call,
+                channel,
+                samples,
+                arrived,
+                self._encode,
+                self._token_text,
+                self._prompt_offsets(call, request, samples[0].text),
+                turn,
+                limits.block_size,
+                most_seconds=self._most_seconds,
+            )
         except Exception:
             if turn:
                 turn.undo()

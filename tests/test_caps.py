@@ -64,6 +64,8 @@ ELSEWHERE = {
     "max_queue_size": "test_admission.test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away",
     "max_tenant_requests": "test_admission.test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside",
     "max_response_mib": "test_admission.test_an_answer_has_a_largest_size",
+    "request_timeout": "test_faults.test_a_step_that_never_ends_keeps_neither_requests_nor_the_end",
+    "stop_timeout": "test_faults.test_a_step_that_never_ends_keeps_neither_requests_nor_the_end",
     "stall_timeout": "test_admission.test_a_step_that_does_not_end_is_told_as_not_ready",
     "max_sessions": "test_sessions.test_one_too_many_is_refused",
     "chat_template_timeout": "test_conversation.test_a_template_that_does_not_end_is_ended",

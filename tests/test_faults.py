@@ -1,6 +1,7 @@
 """Faults on purpose: each comes once, where it was asked for, and a name or a number that means nothing is refused."""
 
 import json
+import time
 
 import pytest
 
@@ -17,9 +18,10 @@ ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reaso
 def faulty(tiny, monkeypatch):
     """A service with faults."""
 
-    def make(async_scheduling=False, **asked):
+    def make(**asked):
+        options = {name: asked.pop(name) for name in [*asked] if name not in faults.FAULTS}
         monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
-        return serving(tiny[0], async_scheduling=async_scheduling)
+        return serving(tiny[0], **{"async_scheduling": False} | options)
 
     return make
 
@@ -107,6 +109,29 @@ def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
         assert all(died in error or late in error for error in found)
         assert not calls.service.ready
         assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
+
+
+def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
+    """Its requests end at their time, with what they have; the engine is given up on."""
+    limits = {"request_timeout": 1, "stop_timeout": 1}
+    with faulty(stuck_step=4, **limits) as calls:
+        callers = ask_all(calls)
+        for caller in callers:
+            assert caller.all()[-1]["finish_reason"] == [b"timeout"]
+        assert calls.service._engine.alive
+    assert not calls.service._engine.alive
+
+
+def test_the_wall_clock_may_jump(faulty, monkeypatch):
+    for name in ("time", "time_ns"):
+        monkeypatch.setattr(time, name, getattr(time, name))  # it is put back
+    own, limits = time.time, {"request_timeout": 600, "session_ttl": 600.0}
+    with faulty(wall_clock=2, **limits) as calls:
+        ahead = []
+        for _ in range(4):
+            assert calls.ask(**ASKED)["finish_reason"] == [b"length"]
+            ahead.append(round((time.time() - own()) / 3600))
+    assert ahead == [0, 1, -1, 1]
 
 
 def test_without_faults_nothing_is_wrapped(tiny):

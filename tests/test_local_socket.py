@@ -49,8 +49,8 @@ class Engine:
     def next(self):
         return self.taken.get(timeout=WAIT)
 
-    def stop(self):
-        self.listener.drain()
+    def stop(self, seconds=WAIT):
+        self.listener.drain(seconds)
         self.listener.close()
 
 
@@ -337,6 +337,15 @@ def test_an_engine_that_leaves_ends_what_is_open(relay):
     new.next().send(answer("b", "stop"), final=True)
     assert request.next() == ([b"b"], True)
     new.stop()
+
+
+def test_what_is_open_when_an_engines_time_is_over_ends_with_one_error(relay):
+    engine = Engine()
+    request = asked(relay)
+    channel = engine.next()
+    engine.stop(seconds=0)
+    assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+    until(channel.is_cancelled)
 
 
 def test_instances_take_turns(relay):

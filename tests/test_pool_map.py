@@ -50,7 +50,9 @@ PB_UTILS = SimpleNamespace(
     Tensor=lambda name, value: (name, value),
     InferenceResponse=lambda output_tensors, error=None: (output_tensors, error),
     TritonError=type(
-        "TritonError", (), {"INTERNAL": 1, "__init__": lambda self, text, code: setattr(self, "text", text)}
+        "TritonError",
+        (),
+        {"INTERNAL": 1, "UNAVAILABLE": 2, "__init__": lambda self, text, code: setattr(self, "text", text)},
     ),
 )
 
@@ -118,6 +120,17 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder
     responder.look(late.channel())
     for sent in (waiting, late):
         assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
+
+
+def test_an_engine_that_does_not_answer_keeps_nobody():
+    made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), look_seconds=0), Sent()
+    made.start(SimpleNamespace())
+    made.look(waiting.channel())
+    reason = "the engine has not told what its pool holds within 0 s"
+    assert waiting.the_only() == ({}, f"Error generating stream: UNAVAILABLE: {reason}", True)
+    made.emit(POOL)  # late
+    made.stop()
+    assert waiting.empty()
 
 
 def test_one_clients_trouble_is_not_the_others(responder):

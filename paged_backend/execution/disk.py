@@ -140,10 +140,11 @@ class DiskTier:
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
 
-    def close(self) -> None:
-        """Write what is queued, and end."""
-        self._queue.put(None)
-        self._writer.join()
+    def close(self, seconds: float | None = None) -> None:
+        """Write what is queued, and end; wait so long for it at the most, or as long as it takes."""
+        with contextlib.suppress(Full):
+            self._queue.put(None, timeout=None if seconds is None else max(0.0, seconds))
+            self._writer.join(None if seconds is None else max(0.0, seconds))
 
     def _scan(self) -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # files tell which tokens they are of

@@ -18,8 +18,6 @@ from paged_backend.limits import Caps
 
 log = logging.getLogger("paged_llm")
 
-DRAIN_SECONDS = 30.0  # that requests get to end in when the model is unloaded, as servers give (--exit-timeout-secs)
-
 
 class LocalChannel:
     """One request that came by the socket."""
@@ -65,8 +63,8 @@ class Listener:
         self._leaving = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
-    def drain(self) -> None:
-        """Let nothing in, and wait until what is open has ended."""
+    def drain(self, seconds: float) -> None:
+        """Let nothing in, and wait until what is open has ended, or so many seconds."""
         self._leaving = True
         local_socket.remove(self._name)
         with self.changed:
@@ -74,8 +72,8 @@ class Listener:
         for peer in peers:
             peer.send(pack({"leaving": True}))
         with self.changed:
-            if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), DRAIN_SECONDS):
-                log.warning("requests of other models are open after %g s; they end now", DRAIN_SECONDS)
+            if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
+                log.warning("requests of other models are open after %g s; they end now", seconds)
 
     def close(self) -> None:
         """End it, and what is open. To be called after `drain`."""

@@ -59,6 +59,7 @@ class Look:
     """Answer with the next map of the pool."""
 
     channel: Channel
+    arrived: float  # time.monotonic()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +84,13 @@ class Responder:
         *,
         first_response: float | None = None,
         max_response_mib: int = 64,
+        look_seconds: float = 60.0,
     ):
         """first_response: seconds after which a streaming request without a token gets an empty response; None: never.
-        max_response_mib: of one request."""
+        max_response_mib: of one request. look_seconds: that the engine has to tell what its pool holds."""
         self._first_response = first_response
         self._max_response_mib = max_response_mib
+        self._look_seconds = look_seconds
         self._unanswered: deque[Stream] = deque()  # that an empty response may be for, by arrival
         self._next_audit = 0.0
         self._turn_began: float | None = None  # time.monotonic(), while messages are being worked off
@@ -99,7 +102,7 @@ class Responder:
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._died: RequestError | None = None
         self._streams: dict[int, Stream] = {}
-        self._lookers: list[Channel] = []  # those who wait for a map of the pool
+        self._lookers: list[Look] = []  # those who wait for a map of the pool, by arrival
         self._next_poll = 0.0
         self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
         self._stats: SchedulerStats | None = None  # newest
@@ -111,10 +114,12 @@ class Responder:
         self._engine = engine
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread once everything that was put before is out."""
+    def stop(self, seconds: float | None = None) -> None:
+        """End the thread once everything that was put before is out, or give up on it after so many seconds."""
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.error("answers have not gone out in %.3g s; they are left to the end of the process", seconds)
 
     @property
     def alive(self) -> bool:
@@ -141,7 +146,7 @@ class Responder:
 
     def look(self, channel: Channel) -> None:
         """Answer with the next map of the pool. Must come before the engine is asked for it."""
-        self._inbox.put(Look(channel))
+        self._inbox.put(Look(channel, time.monotonic()))
 
     def emit(self, output: StepOutput | PoolMap | Lost | EngineDied) -> None:
         self._inbox.put(output)
@@ -190,7 +195,7 @@ class Responder:
                 message.error = self._died
                 touched[message.request.key] = message
         elif isinstance(message, Look):
-            self._lookers.append(message.channel)
+            self._lookers.append(message)
             if self._died:
                 self._fail_lookers(self._died)
         elif isinstance(message, PoolMap):
@@ -219,7 +224,7 @@ class Responder:
         messages = []
         try:
             now = time.monotonic()
-            poll = self._next_poll - now if self._streams else None
+            poll = self._next_poll - now if self._streams or self._lookers else None
             show = self._next_show - now if self._stats else None
             waits = [wait for wait in (poll, show, self._sessions.seconds_left()) if wait is not None]
             messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
@@ -291,8 +296,15 @@ class Responder:
 
     def _answer_lookers(self, answer: Callable[[Channel], None]) -> None:
         lookers, self._lookers = self._lookers, []
-        for channel in lookers:
-            _answer(channel, answer)
+        for looker in lookers:
+            _answer(looker.channel, answer)
+
+    def _dismiss_lookers(self, now: float) -> None:
+        """Those who have waited long: an engine that hangs must not keep them, and with them the server, for ever."""
+        reason = f"the engine has not told what its pool holds within {self._look_seconds:g} s"
+        error = RequestError(ErrorCode.UNAVAILABLE, reason)
+        while self._lookers and now > self._lookers[0].arrived + self._look_seconds:
+            _answer(self._lookers.pop(0).channel, lambda channel: channel.fail(error))
 
     def _cancel_all(self, message: Cancel) -> None:
         found = [
@@ -409,6 +421,7 @@ class Responder:
         if now < self._next_poll:
             return
         self._sessions.expire()
+        self._dismiss_lookers(now)
         if self._streams and now >= self._next_audit and not self._died:
             self._next_audit = now + AUDIT_SECONDS
             assert self._engine is not None

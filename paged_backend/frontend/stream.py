@@ -124,6 +124,7 @@ class Stream:
     prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
     turn: Turn | None = None
     block_size: int = 1
+    most_seconds: float = math.inf  # that it may take, whatever its own limit
     error: RequestError | None = None
     usage: Usage | None = None
     entered: float | None = field(default=None, init=False)  # when it first computed
@@ -141,7 +142,7 @@ class Stream:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
         if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
             self.prompt_logprobs = ()  # there is nothing that the engine could tell
-        self.deadline = self.arrived + min(filter(None, limits), default=math.inf)
+        self.deadline = self.arrived + min(*filter(None, limits), self.most_seconds, math.inf)
 
     @property
     def is_search(self) -> bool:

@@ -83,10 +83,10 @@ class PlainServer:
 
 @contextmanager
 def plain_server(
-    repository: Path, *flags: str, backends: Path | None = None, without: Path | None = None
+    repository: Path, *flags: str, backends: Path | None = None, without: Path | None = None, **variables: str
 ) -> Iterator[PlainServer]:
     """tritonserver on a model repository, with no wrapper and no variable but those that the wheel's server itself
-    needs. `without` is taken from the paths where Python looks for modules."""
+    needs, and those that are given. `without` is taken from the paths where Python looks for modules."""
     files = find_server()
     ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
     backends = backends or files.backend_directory
@@ -99,6 +99,7 @@ def plain_server(
     environment = {name: value for name, value in server_environment(files).items() if name in needed}
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if without is None or Path(path) != without)
+    environment |= variables
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         log = [""]

@@ -23,9 +23,12 @@ class Models:
     def load(self) -> None:
         self._control.load_model(MODEL)
 
-    def unload(self) -> None:
-        """The server says so at once; what is open then ends first."""
+    def start_unloading(self) -> None:
+        """What is open ends first, and its gRPC streams have to be closed, too."""
         self._control.unload_model(MODEL)
+
+    def unload(self) -> None:
+        self.start_unloading()
         until(lambda: self._state() == ("UNAVAILABLE", "unloaded"), "the model's end")
 
     def replace(self) -> None:
