@@ -29,7 +29,7 @@ from paged_backend.lora.adapters import Adapters
 from paged_backend.machine import compute_alone
 from paged_backend.request import GenerateRequest, TokenDelta
 from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
-from paged_backend.scheduling.content import Entry, extend_chain, new_chain
+from paged_backend.scheduling.content import Before, Chain, Entry
 from paged_backend.scheduling.plan import Drawn, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
@@ -106,7 +106,7 @@ class Fetched:
     """A request that is ready for the scheduler, and the blocks of its prompt that were on disk."""
 
     request: GenerateRequest
-    blocks: tuple[tuple[Entry, list[Tensor]], ...] = ()
+    blocks: tuple[tuple[int, list[Tensor]], ...] = ()  # the number of each in the prompt, and what it holds
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,8 @@ class Engine:
 
     def _add(self, message: GenerateRequest | Fetched | Failed) -> bool:
         request = message.request if isinstance(message, Fetched) else message
-        if isinstance(message, Fetched):
-            for entry, content in message.blocks:
-                self._keep(entry, content)
+        if isinstance(message, Fetched) and message.blocks:
+            self._keep(message)
         if request.key not in self._expected:
             return False  # aborted meanwhile
         self._expected.remove(request.key)
@@ -455,36 +454,42 @@ class Engine:
 
     def _fetch(self, request: GenerateRequest) -> None:
         """On the fetcher's thread."""
-        found: list[tuple[Entry, list[Tensor]]] = []
+        found: list[tuple[int, list[Tensor]]] = []
         try:
             found = self._read(request)
         except Exception:  # the request goes on without
             log.exception("request %d: could not read its prefix from disk", request.key)
         self._inbox.put(Fetched(request, tuple(found)))
 
-    def _read(self, request: GenerateRequest) -> list[tuple[Entry, list[Tensor]]]:
+    def _read(self, request: GenerateRequest) -> list[tuple[int, list[Tensor]]]:
         """What the prompt's prefix has on disk, and neither device nor host have. Looking at their indexes from another
         thread may err, which costs a read or a hit, never a wrong block."""
         assert self._disk and self._scheduler.blocks.host
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.host
         size, tokens = blocks.block_size, request.prompt_token_ids
-        chain = new_chain(request.root)
-        found: list[tuple[Entry, list[Tensor]]] = []
-        for count in range(1, (len(tokens) - 1) // size + 1):
-            extend_chain(chain, tokens, count, size)
-            key = chain[-1].key
-            if not blocks.index.has_key(key) and not host.index.has_key(key):
-                block = self._disk.get(key) if len(found) < host.num_available else None
+        before: Before = request.origin
+        known: Before | None = request.origin  # the same, as far as somebody has it
+        found: list[tuple[int, list[Tensor]]] = []
+        for index in range((len(tokens) - 1) // size):
+            content = tokens[index * size : (index + 1) * size]
+            before = entry = Entry(before, content)
+            known = here = None if known is None else blocks.contents.find(known, content)
+            if here is None or blocks.find(here) is None:
+                block = self._disk.get(entry) if len(found) < host.num_available else None
                 if block is None:
                     break
-                found.append(block)
+                found.append((index, block))
         return found
 
-    def _keep(self, entry: Entry, content: list[Tensor]) -> None:
-        assert self._scheduler.blocks.host and self._runner.host
-        block = self._scheduler.blocks.host.keep(entry)
-        if block is not None:
-            self._runner.host.fill(block, content)
+    def _keep(self, fetched: Fetched) -> None:
+        """What was on disk is on the host from now on."""
+        blocks, host, memory = self._scheduler.blocks, self._scheduler.blocks.host, self._runner.host
+        assert host and memory
+        chain = Chain(fetched.request.origin)
+        for index, content in fetched.blocks:
+            block = host.keep(blocks.entry(chain, fetched.request.prompt_token_ids, index))
+            if block is not None:
+                memory.fill(block, content)
 
     def _write(self, plan: Plan) -> None:
         """What has just gone to the host goes to disk as well."""
@@ -492,7 +497,7 @@ class Engine:
             return
         assert self._runner.host
         for move in plan.outs:
-            if move.entry and self._disk.lacks(move.entry.key):
+            if move.entry and self._disk.lacks(move.entry):
                 self._disk.put(move.entry, self._runner.host.block(move.target))
 
     def _spill(self) -> None:

@@ -17,7 +17,7 @@ from paged_backend.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from paged_backend.sampling.masks import Guide
 
-from paged_backend.scheduling.content import Key, root_key
+from paged_backend.scheduling.content import Origin
 
 
 class FinishReason(Enum):
@@ -84,9 +84,9 @@ class GenerateRequest:
         return self.sampling.has_penalty or bool(self.endings)
 
     @property
-    def root(self) -> Key:
-        """Where the keys of its blocks begin: what other tenants or adapters computed is not for it."""
-        return root_key(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
+    def origin(self) -> Origin:
+        """Where its blocks' contents begin: what other tenants or adapters computed is not for it."""
+        return Origin(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
     @property
     def rank(self) -> tuple[int, int]:

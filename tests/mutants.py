@@ -19,6 +19,7 @@ BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN = (
     for module in ("block_manager", "content", "scheduler", "tables", "sequence", "beam_search", "pins", "plan")
 )
 SESSIONS = "frontend/sessions.py"
+REQUEST, DISK = "request.py", "execution/disk.py"
 
 MUTANTS = {  # (file, what is right, what is not)
     "a released block is not let go": (BLOCKS, "        self._references[block] -= 1\n", ""),
@@ -31,7 +32,7 @@ MUTANTS = {  # (file, what is right, what is not)
     "a cached block stays evictable while it is held": (BLOCKS, "        self._cached.pop(block, None)\n", ""),
     "the newest cached block is evicted first": (BLOCKS, "popitem(last=False)", "popitem(last=True)"),
     "the head is released before the tail": (BLOCKS, "for block in reversed(table):", "for block in table:"),
-    "an evicted block is still found": (CONTENT, "        del self._by_key[entry.key]\n", ""),
+    "an evicted block is still found": (CONTENT, "        del self._blocks[entry]\n", ""),
     "an evicted block keeps its key": (
         BLOCKS,
         "        self.index.remove(block)\n        self._fresh.pop(block, None)\n        self.counters",
@@ -47,14 +48,44 @@ MUTANTS = {  # (file, what is right, what is not)
     "who finds no room has evicted": (
         BLOCKS,
         "        if count > self.num_available:\n            return None\n",
-        "        if count > self.num_available:\n            self.forget()\n            return None\n",
+        "        if count > self.num_available:\n"
+        "            self.release(self._allocate(self.num_available))\n"
+        "            return None\n",
     ),
     "tokens are not compared": (
         CONTENT,
-        "return block if block is not None and self._entries[block] == entry else None",
-        "return block",
+        "return self._entries.get((before, tokens))",
+        "return next((one for (above, _), one in self._entries.items() if above == before), None)",
     ),
-    "adapters are forgotten": (CONTENT, "key=adapter, ", ""),
+    "the last of a block's tokens is not compared": (
+        CONTENT,
+        "return self._entries.get((before, tokens))",
+        "return next((one for at, one in self._entries.items() if (at[0], at[1][:-1]) == (before, tokens[:-1])), None)",
+    ),
+    "what is before a block is not compared": (
+        CONTENT,
+        "return self._entries.get((before, tokens))",
+        "return next((one for one in self._entries.values() if one.tokens == tokens), None)",
+    ),
+    "one content has two entries": (CONTENT, "            if entry is None:\n", "            if True:\n"),
+    "entries are kept for ever": (CONTENT, "= WeakValueDictionary()", "= {}"),
+    "adapters are forgotten": (REQUEST, 'self.adapter.digest if self.adapter else b""', 'b""'),
+    "what is in a file is not compared": (DISK, "if (origin, tokens) != entry.prefix:", "if False:"),
+    "the last block of a file alone is compared": (
+        DISK,
+        "if (origin, tokens) != entry.prefix:",
+        "if tuple(tokens[-len(entry.tokens) :]) != entry.tokens:",
+    ),
+    "the origin of a file is not compared": (
+        DISK,
+        "if (origin, tokens) != entry.prefix:",
+        "if tokens != entry.prefix[1]:",
+    ),
+    "a file of others turns the tier off": (
+        DISK,
+        "if _key(origin, tokens, len(entry.tokens)) != entry.key:",
+        "if True:",
+    ),
     "what was computed wrongly is still found": (
         BLOCKS,
         "entry = self.index.remove(block)",
@@ -71,9 +102,8 @@ MUTANTS = {  # (file, what is right, what is not)
         "        del siblings[bisect_left(siblings, (entry.tokens, block))]\n",
         "",
     ),
-    "salts are forgotten": (CONTENT, "blake2b(salt.encode(),", "blake2b(b'',"),
-    "a key does not depend on what came before": (CONTENT, 'parent + array("q", tokens)', 'array("q", tokens)'),
-    "a hit may leave nothing to compute": (BLOCKS, "len(tokens) - 1\n", "len(tokens)\n"),
+    "salts are forgotten": (REQUEST, "Origin(self.sampling.cache_salt, ", 'Origin("", '),
+    "a hit may leave nothing to compute": (BLOCKS, "len(tokens) - 1, chain", "len(tokens), chain"),
     "a partial hit is one token too long": (
         BLOCKS,
         "return (Place(block, there[1] > here[1]), length) if length",
@@ -130,7 +160,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "needed + taken > available",
         "needed > available",
     ),
-    "priorities are forgotten": ("request.py", "return self.sampling.priority, self.key", "return 0, self.key"),
+    "priorities are forgotten": (REQUEST, "return self.sampling.priority, self.key", "return 0, self.key"),
     "an equal displaces an equal": (SCHEDULER, "one.rank[0] > group.rank[0]]", "one.rank[0] >= group.rank[0]]"),
     "an equal takes the slot of an equal": (
         SCHEDULER,
@@ -206,10 +236,10 @@ MUTANTS = {  # (file, what is right, what is not)
     ),
     "what comes from disk may be there twice": (
         BLOCKS,
-        "if self.index.has_key(entry.key) or not self.num_available:",
+        "if self.index.find(entry) is not None or not self.num_available:",
         "if not self.num_available:",
     ),
-    "what the host has goes there once more": (BLOCKS, " and not self.host.index.has_key(entry.key):", ":"),
+    "what the host has goes there once more": (BLOCKS, "self.host.index.find(entry) is None and ", ""),
     "what comes back can be evicted on the host": (
         BLOCKS,
         "                self.host.lock(block)\n                moves",
@@ -310,6 +340,10 @@ RARE = {
     "sessions never expire",
     "a failed turn ends the session",
     "a session that ends keeps its blocks",
+    "what is in a file is not compared",
+    "the last block of a file alone is compared",
+    "the origin of a file is not compared",
+    "a file of others turns the tier off",
 }
 ENDLESS = {
     "an equal displaces an equal",

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """What a full block holds. Keys are the model's own, salt and all tokens up to the block's end, or those of the
-    block manager, where what it does with keys that collide is looked at."""
+    """What a full block holds."""
 
-    key: Hashable
-    parent: Hashable
+    key: tuple[int, tuple[int, ...]]  # salt and all tokens up to its end
+    parent: tuple[int, tuple[int, ...]]  # and up to its beginning
     tokens: tuple[int, ...]
 
 
@@ -74,14 +73,7 @@ class PoolModel:
         return evicted
 
     def find(self, content: Content) -> int | None:
-        block = self._by_key.get(content.key)
-        return block if block is not None and self.known[block] == content else None
-
-    def has_key(self, content: Content) -> bool:
-        return content.key in self._by_key
-
-    def collides(self, content: Content) -> bool:
-        return self.has_key(content) and self.find(content) is None
+        return self._by_key.get(content.key)
 
     def know(self, block: int, content: Content, digests: list[int]) -> bool:
         if block in self.known or content.key in self._by_key:

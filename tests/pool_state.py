@@ -10,13 +10,15 @@ is found out.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paged_backend.scheduling.block_manager import BlockManager, Copy, Hit, Move, Place
-from paged_backend.scheduling.content import Entry, extend_chain, new_chain, root_key
+from paged_backend.scheduling.content import Chain, Contents, Origin
 from tests.pool_model import Content, PoolModel
 
 FULL_CHECK_EVERY = 16  # steps; states, counts and what is known are compared after each
@@ -44,7 +46,7 @@ class Request:
     salt: int
     tokens: list[int]
     digests: list[int]  # what its slots must hold
-    chain: list[Entry]
+    chain: Chain
     contents: list[Content] = field(default_factory=list)  # of full blocks, as far as asked for
     table: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)
@@ -64,16 +66,29 @@ class Flight:
 
 
 Known = tuple[Content, list[int]] | None  # what a block that arrives is to be known by, and what it must hold
+OnDisk = tuple[Origin, list[int], Content, list[int]]  # whose tokens, all up to the block's end, and what it must hold
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the entries that nobody keeps."""
+
+    dispatch_table = copyreg.dispatch_table | {Contents: lambda _: (Contents, ())}
+
+
+def everything(blocks: BlockManager) -> bytes:
+    """All that a block manager knows: who is refused has changed nothing of it."""
+    file = io.BytesIO()
+    _Pickler(file).dump(blocks)
+    return file.getvalue()
 
 
 class State:
     """A block manager, the model of it, and who uses it."""
 
-    def __init__(self, choices: Choices, seen: Counter[str], *, cut: bool = False):
-        """cut: whether keys collide; then a block is told from another by its own tokens only."""
+    def __init__(self, choices: Choices, seen: Counter[str]):
         below = choices.below
         size, count, host = 1 + below(4), 8 + below(25), (0, 3, 8, 32)[below(4)]
-        self.choices, self.seen, self.cut, self.size = choices, seen, cut, size
+        self.choices, self.seen, self.size = choices, seen, size
         caching = below(8) > 0
         behind = BlockManager(host, size, caching=caching) if host else None
         self.blocks = BlockManager(count, size, caching=caching, host=behind)
@@ -81,7 +96,7 @@ class State:
         self.host = PoolModel(host, caching=caching)
         self.slots = [[0] * size for _ in range(count)]
         self.host_slots = [[0] * size for _ in range(host)]
-        self.disk: dict[bytes, tuple[Entry, Content, list[int]]] = {}
+        self.disk: dict[bytes, OnDisk] = {}
         self.requests: list[Request] = []
         self.hogs: list[list[int]] = []
         self.past: list[list[int]] = [[0]]  # prompts that there have been
@@ -144,26 +159,16 @@ class State:
         for position in range(len(request.digests), len(request.tokens)):
             before = request.digests[-1] if request.digests else 1 + request.salt
             token = request.tokens[position]
-            request.digests.append(token if self.cut else hash((before, token)))
+            request.digests.append(hash((before, token)))
 
     def _content(self, request: Request, index: int) -> Content:
         size = self.size
         while len(request.contents) <= index:
             start = len(request.contents) * size
-            if self.cut:
-                chain = new_chain(root_key(SALTS[request.salt]))
-                extend_chain(chain, request.tokens, start // size + 1, size)
-                request.contents.append(Content(*chain[-1]))
-            else:
-                known = request.salt, tuple(request.tokens[: start + size])
-                parent = request.salt, tuple(request.tokens[:start])
-                request.contents.append(Content(known, parent, tuple(request.tokens[start : start + size])))
+            known = request.salt, tuple(request.tokens[: start + size])
+            parent = request.salt, tuple(request.tokens[:start])
+            request.contents.append(Content(known, parent, tuple(request.tokens[start : start + size])))
         return request.contents[index]
-
-    def _parent(self, request: Request, index: int) -> object:
-        if index:
-            return self._content(request, index - 1).key
-        return root_key(SALTS[request.salt]) if self.cut else (request.salt, ())
 
     def _check_hit(self, request: Request, hit: Hit) -> None:
         """The longest that there is, by looking at every block; at least one token is left to compute."""
@@ -176,12 +181,12 @@ class State:
             content = self._content(request, len(places))
             block, there = self.device.find(content), self.host.find(content)
             if block is None and there is None:
-                self.seen["keys that collide"] += self.device.collides(content)
                 break
             places.append(Place(there, True) if block is None else Place(block, False))
         assert hit.blocks == tuple(places)
         start = len(places) * size
-        parent, rest = self._parent(request, len(places)), tuple(request.tokens[start : min(start + size, most)])
+        parent = request.salt, tuple(request.tokens[:start])
+        rest = tuple(request.tokens[start : min(start + size, most)])
         here, there = self.device.most_common(parent, rest), self.host.most_common(parent, rest)
         assert hit.partial_tokens == max(here, there)
         if hit.partial:
@@ -190,7 +195,7 @@ class State:
             assert content.parent == parent and content.tokens[: hit.partial_tokens] == rest[: hit.partial_tokens]
             assert hit.partial.on_host == (there > here)
         other = 1 - request.salt, tuple(request.tokens[:size])
-        if not self.cut and not hit.blocks and any(one.key == other for one in self.device.known.values()):
+        if not hit.blocks and any(one.key == other for one in self.device.known.values()):
             self.seen["another salt has it"] += 1
 
     def _grow(self, request: Request, tokens: int) -> None:
@@ -259,6 +264,6 @@ class State:
         if self.seen[f"{name} is refused"] % BYTES_EVERY:
             assert not call()
             return
-        before = pickle.dumps(self.blocks)
+        before = everything(self.blocks)
         assert not call()
-        assert pickle.dumps(self.blocks) == before, f"{name} was refused, but has changed something"
+        assert everything(self.blocks) == before, f"{name} was refused, but has changed something"

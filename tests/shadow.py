@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from paged_backend.request import GenerateRequest
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
-from paged_backend.scheduling.content import Entry, Key, extend_chain, new_chain
+from paged_backend.scheduling.content import Chain, Key, Origin
 from paged_backend.scheduling.plan import Drawn, Plan, reached
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
@@ -71,7 +71,8 @@ class ShadowStore:
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
-        self.disk: dict[Key, tuple[Entry, list[bytes | None]]] = {}
+        self.strangers = 0  # times that a file of this key was of others
+        self.disk: dict[Key, tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}  # whose tokens, and the slots
 
     def run(self, plan: Plan) -> list[Drawn]:
         self._copy(plan)
@@ -96,11 +97,11 @@ class ShadowStore:
 
     def spill(self, most: int) -> int:
         """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
-        plan = Plan((), outs=self._blocks.spill(lambda key: key not in self.disk, most))
+        plan = Plan((), outs=self._blocks.spill(lambda entry: entry.key not in self.disk, most))
         self._copy(plan)
         for move in plan.outs:
-            if move.entry:
-                self.disk[move.entry.key] = move.entry, self.host[self._span(move.target)]
+            if move.entry and move.entry.key not in self.disk:  # two of one plan may have one key
+                self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
         self._blocks.finish_outs(plan.outs)
         return len(plan.outs)
 
@@ -109,14 +110,14 @@ class ShadowStore:
         goes to the host. How many blocks."""
         blocks, host = self._blocks, self._blocks.host
         assert host
-        size, tokens, chain, found = blocks.block_size, request.prompt_token_ids, new_chain(request.root), 0
-        for count in range(1, (len(tokens) - 1) // size + 1):
-            extend_chain(chain, tokens, count, size)
-            key = chain[-1].key
-            if not blocks.index.has_key(key) and not host.index.has_key(key):
-                if key not in self.disk:
+        tokens, chain, found = request.prompt_token_ids, Chain(request.origin), 0
+        for index in range((len(tokens) - 1) // blocks.block_size):
+            entry = blocks.entry(chain, tokens, index)
+            if blocks.find(entry) is None:
+                prefix, content = self.disk.get(entry.key, (None, []))
+                if prefix != entry.prefix:
+                    self.strangers += prefix is not None
                     break
-                entry, content = self.disk[key]
                 block = host.keep(entry)
                 if block is None:
                     break

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import new_chain, root_key
-from tests.pool_machine import RULES, STATES, colliding_keys, play, play_seeds
+from paged_backend.scheduling.content import Chain, Origin
+from tests.pool_machine import RULES, STATES, play, play_seeds, short_keys
 from tests.pool_state import PART
 
 
@@ -32,11 +32,11 @@ def test_whatever_hypothesis_thinks_of(figures):
     seen, steps = Counter(), 0
 
     @settings(max_examples=1000, deadline=None)
-    @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.booleans())
-    def run(parts, cut):
+    @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.sampled_from([0, 0, 4, 8]))
+    def run(parts, bits):
         nonlocal steps
-        with colliding_keys() if cut else nullcontext():
-            steps += play(parts, seen, cut=cut)
+        with short_keys(bits) if bits else nullcontext():
+            steps += play(parts, seen)
 
     run()
     assert_all_happened(seen)
@@ -144,7 +144,7 @@ def test_a_state_tells_free_from_cached(free, cached, held):
     blocks = BlockManager(free + cached + held, 4, caching=True)
     table = blocks.allocate(cached)
     tokens = list(range(4 * cached))
-    chain = new_chain(root_key(""))
+    chain = Chain(Origin(""))
     for index, block in enumerate(table):
         blocks.seal(block, chain, tokens, index)
     keep = blocks.allocate(held)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.scheduling.block_manager import BlockManager, Hit
-from paged_backend.scheduling.content import new_chain, root_key
+from paged_backend.scheduling.content import Chain, Origin
 from paged_backend.scheduling.plan import Costs
+from tests.pool_machine import short_keys
 from tests.scheduler_storm import WEATHER, request, scheduler, storm
 from tests.shadow import ShadowStore, alone
 
@@ -57,7 +58,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
     held = []
     for _ in range(30):
         tokens, salt = [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.choice("ab")
-        chain = new_chain(root_key(salt))
+        chain = Chain(Origin(salt))
         hit = blocks.match(chain, tokens)
         assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
         table, _, _ = blocks.adopt(Hit(hit.blocks))
@@ -73,14 +74,14 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
 
 def longest(blocks, salt, tokens):
     """By brute force over what the manager says that its blocks hold."""
-    most, size, key = len(tokens) - 1, blocks.block_size, root_key(salt)
-    entries = [blocks.index.entry(block) for block in blocks.index.blocks]
-    known = {(entry.parent, entry.tokens): entry.key for entry in entries}
+    most, size = len(tokens) - 1, blocks.block_size
+    prefixes = [blocks.index.entry(block).prefix for block in blocks.index.blocks]
+    known = [content for origin, content in prefixes if origin == Origin(salt)]
     found = 0
-    while found + size <= most and (key, tuple(tokens[found : found + size])) in known:
-        key, found = known[key, tuple(tokens[found : found + size])], found + size
+    while found + size <= most and tokens[: found + size] in known:
+        found += size
     rest = tokens[found:most]
-    partial = [content for parent, content in known if parent == key]
+    partial = [content[found:] for content in known if content[:-size] == tokens[:found]]
     return found + max(
         (next((i for i, (a, b) in enumerate(zip(one, rest, strict=False)) if a != b), min(len(one), len(rest))))
         for one in [*partial, ()]
@@ -123,24 +124,29 @@ def test_salts_share_nothing():
     assert sched.stats.cached_tokens > 0
 
 
-def test_tokens_are_compared_whatever_the_keys_say(monkeypatch):
-    """With a key that does not tell one block of four tokens from another."""
-    for module in ("content", "block_manager"):
-        monkeypatch.setattr(
-            f"paged_backend.scheduling.{module}.chain_key", lambda parent, tokens: parent[:1] * 32, raising=False
-        )
-    sched = scheduler()
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tokens_are_compared_whatever_the_keys_say(bits, figures):
+    """2,000 prompts of few beginnings and two tenants, through a small pool, the host's and files; keys of so few bits
+    that most are of several contents. Whoever read another's block would get other tokens."""
+    rnd, wrong = random.Random(bits), 0
+    sched = scheduler(num_blocks=40, host=40)
     store = ShadowStore(sched, 97)
-    first, second = request(0, range(100, 105)), request(1, range(200, 205))
-    for one in (first, second, request(2, first.prompt_token_ids)):
-        sched.add(one)
-        outputs = {}
-        while sched.has_work:
-            plan = sched.schedule()
-            for delta in sched.commit(plan, store.run(plan)):
-                outputs.setdefault(delta.key, []).extend(delta.token_ids)
-        assert outputs[one.key] == alone(one, 0, 97)
-    assert sched.stats.cached_tokens == 4
+    pieces = [[rnd.randrange(97) for _ in range(4)] for _ in range(3)]
+    with short_keys(bits):
+        for first in range(0, 2000, 4):
+            asked = []
+            for key in range(first, first + 4):
+                prompt = [token for _ in range(rnd.randint(1, 6)) for token in rnd.choice(pieces)]
+                asked.append(request(key, [*prompt, key % 97], 2, cache_salt=rnd.choice(["", "tenant"])))
+                store.fetch(asked[-1])
+            outputs = finish(sched, store, *asked)
+            wrong += sum(outputs[one.key, 0] != alone(one, 0, 97) for one in asked)
+            store.spill(4)
+    stats = sched.stats
+    assert wrong == 0
+    assert min(stats.cached_tokens, stats.host_tokens, stats.evictions) > 1000
+    assert store.strangers > 100
+    figures(f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, files of others {store.strangers:,} times")
 
 
 def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
@@ -153,7 +159,7 @@ def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
     assert sched.stats.evictions == 1
 
     def known(tokens):
-        return len(sched.blocks.match(new_chain(root_key("")), [*tokens, 0]).blocks)
+        return len(sched.blocks.match(Chain(Origin("")), [*tokens, 0]).blocks)
 
     assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.mutants import BEAMS, ENDLESS, MUTANTS, RARE, ROOT, changed, found_by
+from tests.mutants import BEAMS, DISK, ENDLESS, MUTANTS, RARE, ROOT, changed, found_by
 
 NO_SHRINKING = (
     "from hypothesis import Phase, settings; settings.register_profile('first', phases=[Phase.generate]);"
@@ -48,6 +48,7 @@ def test_a_mistake_is_found(tmp_path, mistake):
         "adapter_slots",
         "sessions",
         *(["beams"] if file == BEAMS else []),
+        *(["disk"] if file == DISK else []),
         "memory",
         "block_manager",
     ]

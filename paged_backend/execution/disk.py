@@ -1,9 +1,10 @@
 """Cached blocks on disk, so that a server that starts again finds its prefixes.
 
-directory/<fingerprint of model and layout>/<first two digits>/<key>.safetensors, one file a block, with its tokens, the
-key of the block before it and a digest of its bytes. What does not read back exactly as it was written is never used:
-at the first such file, or any other trouble, the tier goes off and the server serves on without it. A file that is gone
-has only made way for others: the budget is one for all fingerprints, and servers may share a directory.
+directory/<fingerprint of model and layout>/<first two digits>/<key>.safetensors, one file a block, with its origin, all
+tokens up to its end and a digest of its bytes. Origin and tokens are compared with what is looked for; a file of others
+that have the same key is left alone. What does not read back exactly as it was written is never used: at the first such
+file, or any other trouble, the tier goes off and the server serves on without it. A file that is gone has only made way
+for others: the budget is one for all fingerprints, and servers may share a directory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from paged_backend.config import EngineConfig
 from paged_backend.machine import compute_alone
-from paged_backend.scheduling.content import Entry, Key, chain_key
+from paged_backend.scheduling.content import Chain, Contents, Entry, Key, Origin
 
 log = logging.getLogger("paged_llm")
 
@@ -38,6 +39,9 @@ QUEUE = 64  # blocks that wait to be written; past that they are left out
 SUFFIX, PART = ".safetensors", ".part"
 PART_SECONDS = 3600  # after which a half-written file is nobody's any more
 MAX_HEADER_BYTES = 1 << 20  # of a file beside its tensors
+MAX_PREFIX_BYTES = 1 << 26  # of tokens: four each
+TOKENS = "tokens"  # of the prefix, beside the tensors of the block, which are numbered
+TOKEN_TYPE = torch.int32
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 
@@ -66,7 +70,7 @@ class DiskTier:
         self._fingerprint = fingerprint
         self._budget = budget
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
-        self._largest = MAX_HEADER_BYTES + sum(tensor.nbytes for tensor in layout)
+        self._largest = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + sum(tensor.nbytes for tensor in layout)
         self._lock = threading.Lock()
         self._files: OrderedDict[str, int] = OrderedDict()  # bytes of each, by name, least recently used first
         self._nbytes = 0
@@ -100,9 +104,11 @@ class DiskTier:
         """Whether all that was queued is written."""
         return not self._queue.unfinished_tasks
 
-    def lacks(self, key: Key) -> bool:
+    def lacks(self, entry: Entry) -> bool:
+        """Whether there is room for it under its key."""
+        name = self._name(entry.key)
         with self._lock:
-            return self._up and self._name(key) not in self._files
+            return self._up and name not in self._files
 
     def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
         """Have a block written, if the queue has room and it is not there by then. `tensors` must not change any
@@ -113,16 +119,16 @@ class DiskTier:
             with self._lock:
                 self._left_out += 1
 
-    def get(self, key: Key) -> tuple[Entry, list[Tensor]] | None:
-        """A block by its key, if it is there and as it was written."""
-        name = self._name(key)
+    def get(self, entry: Entry) -> list[Tensor] | None:
+        """A block by what it holds, if it is there and as it was written."""
+        name = self._name(entry.key)
         with self._lock:
             if not self._up or name not in self._files:
                 return None
             self._files.move_to_end(name)
         path = self._directory / name
         try:
-            found = self._load(key, path)
+            found = self._load(entry, path)
             os.utime(path)  # the order of use outlives the process
         except Exception as error:  # gone, cut off, no safetensors at all, another's: the library has many words
             if path.exists() or not self._directory.is_dir():
@@ -132,7 +138,7 @@ class DiskTier:
             self._forget(name)
             return None
         with self._lock:
-            self._read += 1
+            self._read += found is not None
         return found
 
     def settle(self, timeout: float) -> None:
@@ -180,7 +186,7 @@ class DiskTier:
     def _write_all(self) -> None:
         compute_alone()
         while (item := self._queue.get()) is not None:
-            if self.lacks(item[0].key):
+            if self.lacks(item[0]):
                 try:
                     self._write(*item)
                 except Exception as error:  # the disk is full, or gone, or not ours to write, or whatever it was
@@ -188,8 +194,10 @@ class DiskTier:
             self._queue.task_done()
 
     def _write(self, entry: Entry, tensors: list[Tensor]) -> None:
-        metadata = {"parent": entry.parent.hex(), "tokens": json.dumps(entry.tokens), "digest": _digest(tensors)}
-        data = save({str(index): tensor for index, tensor in enumerate(tensors)}, metadata)
+        origin, tokens = entry.prefix
+        metadata = {"salt": origin.salt, "adapter": origin.adapter.hex(), "digest": _digest(tensors)}
+        held = {str(index): tensor for index, tensor in enumerate(tensors)}
+        data = save(held | {TOKENS: torch.tensor(tokens, dtype=TOKEN_TYPE)}, metadata)
         if len(data) > self._budget:
             raise OSError(f"a block takes {len(data)} bytes, and the budget is {self._budget}")
         self._make_room(len(data))
@@ -217,27 +225,35 @@ class DiskTier:
             self._forget(oldest)
             (self._directory / oldest).unlink(missing_ok=True)
 
-    def _load(self, key: Key, path: Path) -> tuple[Entry, list[Tensor]]:
+    def _load(self, entry: Entry, path: Path) -> list[Tensor] | None:
+        """None: it is of others, whose key is the same."""
         with path.open("rb") as file:  # read, not mapped: a disk that fails under a mapping ends the process
             data = file.read(self._largest + 1)
         if len(data) > self._largest:
             raise Damaged("is larger than a block")
         metadata, held = _metadata(data), load(data)
         tensors = [held[str(index)] for index in range(len(self._layout))]
-        entry = Entry(key, bytes.fromhex(metadata["parent"]), tuple(json.loads(metadata["tokens"])))
-        if chain_key(entry.parent, entry.tokens) != key:
-            raise Damaged("holds other tokens than its name says")
+        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held[TOKENS].tolist()
+        if (origin, tokens) != entry.prefix:
+            if _key(origin, tokens, len(entry.tokens)) != entry.key:
+                raise Damaged("holds other tokens than its name says")
+            return None
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._layout:
             raise Damaged("holds tensors of other shapes or types")
         if _digest(tensors) != metadata["digest"]:
             raise Damaged("its bytes have changed")
-        return entry, tensors
+        return tensors
 
     def _fail(self, reason: str) -> None:
         with self._lock:
             if self._up:
                 log.error("disk_cache_dir: %s; the tier is off until the model is loaded again", reason)
             self._up = False
+
+
+def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
+    """What the last of these blocks is called."""
+    return Contents().extend(Chain(origin), tokens, len(tokens) // block_size, block_size).key
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -266,6 +282,6 @@ def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype
         "transformers": transformers.__version__,
         "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
         "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size],
-        "code": "1",  # of this file: to be changed with the format
+        "code": "2",  # of this file: to be changed with the format
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

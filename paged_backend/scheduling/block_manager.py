@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paged_backend.scheduling.content import Entry, Index, Key, extend_chain
+from paged_backend.scheduling.content import Before, Chain, Contents, Entry, Index
 
 
 class Copy(NamedTuple):
@@ -84,6 +84,7 @@ class BlockManager:
         self.caching = caching
         self.host = host
         self.counters = BlockCounters()
+        self.contents: Contents = host.contents if host else Contents()
         self.index = Index()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -212,29 +213,37 @@ class BlockManager:
 
     # --- content -------------------------------------------------------------------------------------------------
 
-    def match(self, chain: list[Entry], tokens: Sequence[int]) -> Hit:
+    def match(self, chain: Chain, tokens: Sequence[int]) -> Hit:
         """The longest known prefix of `tokens`, always at least one token short of all: it must be computed, so that
-        there is something to sample from. `chain` gets what was worked out here, so that the next try is a matter of
+        there is something to sample from. `chain` gets what was found here, so that the next try is a matter of
         looking up. Changes nothing else."""
         if not self.caching:
             return NO_HIT
-        size, most = self.block_size, len(tokens) - 1
+        size, most, entries = self.block_size, len(tokens) - 1, chain.entries
         places: list[Place] = []
-        while (len(places) + 1) * size <= most:
-            place = self._find(self._entry(chain, tokens, len(places)))
+        for start in range(0, most // size * size, size):
+            index = len(places)
+            if index == len(entries):
+                entry = self.contents.find(chain.before(index), tuple(tokens[start : start + size]))
+                if entry is None:
+                    break
+                entries.append(entry)
+            place = self.find(entries[index])
             if place is None:
                 break
             places.append(place)
         start = len(places) * size
         return Hit(
-            tuple(places), *self._nearest(chain[len(places)].key, tuple(tokens[start : min(start + size, most)]))
+            tuple(places), *self._nearest(chain.before(len(places)), tuple(tokens[start : min(start + size, most)]))
         )
 
-    def _entry(self, chain: list[Entry], tokens: Sequence[int], index: int) -> Entry:
-        """What a sequence's full block `index` holds; works out and keeps those up to it."""
-        if index + 1 >= len(chain):
-            extend_chain(chain, tokens, index + 1, self.block_size)
-        return chain[index + 1]
+    def find(self, entry: Entry) -> Place | None:
+        """Where this content is known: here, or on the host. From any thread."""
+        block = self.index.find(entry)
+        if block is not None:
+            return Place(block, False)
+        block = self.host.index.find(entry) if self.host else None
+        return None if block is None else Place(block, True)
 
     def adopt(self, hit: Hit) -> tuple[list[int], list[Move], list[Copy]]:
         """A block table of a hit's blocks, the partial one as a block of its own; the moves that bring in what is on
@@ -260,11 +269,15 @@ class BlockManager:
                 self.counters.copies += 1
         return table, moves, copies
 
-    def seal(self, block: int, chain: list[Entry], tokens: Sequence[int], index: int) -> None:
+    def seal(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> None:
         """Make a sequence's full block `index` known by its content."""
         assert self._references[block], f"block {block}: sealed, but not in use"
-        if self.caching and not self.index.knows(block) and self.index.add(block, self._entry(chain, tokens, index)):
+        if self.caching and not self.index.knows(block) and self.index.add(block, self.entry(chain, tokens, index)):
             self._fresh[block] = None
+
+    def entry(self, chain: Chain, tokens: Sequence[int], index: int) -> Entry:
+        """What a sequence's full block `index` holds; works out and keeps those up to it."""
+        return self.contents.extend(chain, tokens, index + 1, self.block_size)
 
     def disown(self, table: list[int]) -> None:
         """Nobody is to find what these blocks hold any more, here or on the host. Their holders keep them."""
@@ -283,21 +296,9 @@ class BlockManager:
                 del self._cached[block]
                 self._free.append(block)
 
-    def forget(self) -> None:
-        """Empty the cache; blocks in use keep theirs until they are released."""
-        while self._cached:
-            self._free.append(self._evict())
-
-    def _find(self, entry: Entry) -> Place | None:
-        block = self.index.find(entry)
-        if block is not None:
-            return Place(block, False)
-        block = self.host.index.find(entry) if self.host else None
-        return None if block is None else Place(block, True)
-
-    def _nearest(self, parent: Key, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
-        here = self.index.nearest_child(parent, tokens) or (-1, 0)
-        there = (self.host.index.nearest_child(parent, tokens) if self.host else None) or (-1, 0)
+    def _nearest(self, before: Before, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
+        here = self.index.nearest_child(before, tokens) or (-1, 0)
+        there = (self.host.index.nearest_child(before, tokens) if self.host else None) or (-1, 0)
         block, length = max(here, there, key=lambda found: found[1])  # of equals the one that is nearer
         return (Place(block, there[1] > here[1]), length) if length else (None, 0)
 
@@ -348,7 +349,7 @@ class BlockManager:
         """Whether `spill` has something to look at."""
         return bool(self._fresh)
 
-    def spill(self, wanted: Callable[[Key], bool], most: int) -> tuple[Move, ...]:
+    def spill(self, wanted: Callable[[Entry], bool], most: int) -> tuple[Move, ...]:
         """Up to `most` known blocks of wanted content go to the host as well, those that became known first; each is
         looked at once."""
         left = most
@@ -356,7 +357,7 @@ class BlockManager:
             block = next(iter(self._fresh))
             entry = self.index.entry(block)
             assert entry
-            if wanted(entry.key) and not self.host.index.has_key(entry.key):
+            if self.host.index.find(entry) is None and wanted(entry):
                 kept = self._out(block)
                 if kept is None:
                     break
@@ -367,7 +368,7 @@ class BlockManager:
 
     def keep(self, entry: Entry) -> int | None:
         """A block that holds this and that nobody holds, to be filled at once. None where there is one, or no room."""
-        if self.index.has_key(entry.key) or not self.num_available:
+        if self.index.find(entry) is not None or not self.num_available:
             return None
         block = self._allocate(1)[0]
         self.index.add(block, entry)
@@ -484,4 +485,4 @@ class BlockManager:
         known = self.index.blocks
         assert not known & set(self._free), "a free block is known"
         assert self._cached.keys() <= known, "a cached block is not known"
-        self.index.check()
+        self.index.check(self.contents)

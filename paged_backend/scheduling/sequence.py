@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paged_backend.request import GenerateRequest, Logprobs, Usage
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
-from paged_backend.scheduling.content import Entry, new_chain
+from paged_backend.scheduling.content import Chain
 
 
 @dataclass(eq=False, slots=True)
@@ -18,12 +18,12 @@ class Sequence:
     computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
     committed |<----- and known to be in the pages --->|       the same between steps, if none is in flight
     blocks    |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
-    chain     root   e1     e2     e3                          what full blocks hold, as far as worked out
+    chain        e0     e1     e2                              what full blocks hold, as far as worked out
     """
 
     request: GenerateRequest
     tokens: list[int]
-    chain: list[Entry]
+    chain: Chain
     index: int = 0  # among the request's samples
     blocks: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)  # the host's blocks instead, while it waits after a preemption
@@ -109,12 +109,12 @@ class Group:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Group:
-        tokens, root = list(request.prompt_token_ids), request.root
+        tokens, origin = list(request.prompt_token_ids), request.origin
         if request.sampling.beam_width > 1:
             search = BeamSearch(request.sampling, request.stop_ids, request.ends)
-            return cls(request, [Sequence(request, tokens, new_chain(root))], forked=True, beams=Beams(search))
+            return cls(request, [Sequence(request, tokens, Chain(origin))], forked=True, beams=Beams(search))
         sequences = [
-            Sequence(request, list(tokens), new_chain(root), index) for index in range(request.sampling.num_samples)
+            Sequence(request, list(tokens), Chain(origin), index) for index in range(request.sampling.num_samples)
         ]
         return cls(request, sequences, forked=len(sequences) == 1)
 

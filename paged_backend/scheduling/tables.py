@@ -145,7 +145,7 @@ class Tables:
         for sequence in group.sequences[1:]:
             sequence.blocks = self._blocks.fork(leader.blocks)
             sequence.computed, sequence.committed = leader.computed, leader.committed
-            sequence.chain = leader.chain[: leader.num_prompt // self._blocks.block_size + 1]
+            sequence.chain = leader.chain.head(leader.num_prompt // self._blocks.block_size)
         group.forked = True
 
     def branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
@@ -164,7 +164,7 @@ class Tables:
         group.sequences = [beam for beam, _ in beams]
 
     def _child(self, parent: Sequence) -> Sequence:
-        child = Sequence(parent.request, list(parent.tokens), list(parent.chain))
+        child = Sequence(parent.request, list(parent.tokens), parent.chain.copy())
         child.blocks, child.computed = self._blocks.fork(parent.blocks), parent.computed
         child.committed = parent.committed
         return child

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
-from paged_backend.scheduling.content import chain_key, root_key
+from paged_backend.scheduling.content import Entry, Origin
 from paged_backend.serving.tritonserver import TritonServer
 from tests.in_process import byte_tokenizer, save_tiny
 from tests.server.conftest import idle, metrics, post, raw_stream, raw_streams, until
@@ -300,7 +300,7 @@ def test_samples_and_beams_in_a_pool_of_int8(small):
 def damage_first_block_of(text, directory):
     """Cut off the file of a prompt's first block."""
     tokens = tuple(byte_tokenizer().encode(text[:BLOCK], add_special_tokens=False))
-    key = chain_key(root_key(""), tokens).hex()
+    key = Entry(Origin(""), tokens).key.hex()
     (path,) = directory.glob(f"*/*/{key}.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
 
