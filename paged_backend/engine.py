@@ -43,10 +43,17 @@ STOP_SECONDS = 20.0  # for the step in hand and for what is cached and not on di
 
 @dataclass(frozen=True)
 class Abort:
-    """Drop a request that was cancelled, or end a sample of one that met a stop string or is past its deadline."""
+    """Drop a request that was cancelled or could not be answered."""
 
     key: int
-    index: int | None = None  # None: all of it
+
+
+@dataclass(frozen=True)
+class End:
+    """End a sample that met a stop string, or all of a request that was answered with what it had."""
+
+    key: int
+    index: int | None  # None: all of them
 
 
 @dataclass(frozen=True)
@@ -178,11 +185,10 @@ class Engine:
         self._adapters = adapters
         self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
         self._expected: set[int] = set()  # keys of requests that are on their way to the loop
-        self._submitted = 0  # requests
-        self._dropped = 0  # of them, before they came to the scheduler
+        self._queued: set[int] = set()  # keys of requests that have not computed yet, and are still to be answered
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
         self._inbox: SimpleQueue[
-            GenerateRequest | Fetched | Failed | Abort | Expire | Unpin | Show | Audit | Look | Die | None
+            GenerateRequest | Fetched | Failed | Abort | End | Expire | Unpin | Show | Audit | Look | Die | None
         ] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
@@ -222,9 +228,9 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that were submitted and have not computed yet; for the thread that submits. Never less than there
-        are: each of the numbers has one thread that changes it, and those that are subtracted only grow."""
-        return self._submitted - self._dropped - self._scheduler.departed
+        """Requests that were submitted, have not computed yet, and are still to be answered: whoever ends one before
+        that gives its place away at once, though the loop hears of it after the step in hand. For any thread."""
+        return len(self._queued)
 
     def submit(self, request: GenerateRequest) -> None:
         self.expect(request.key)
@@ -232,7 +238,7 @@ class Engine:
 
     def expect(self, key: int) -> None:
         """Announce a request: before anybody may abort it, and before it is delivered."""
-        self._submitted += 1
+        self._queued.add(key)
         self._expected.add(key)
 
     def expects(self, key: int) -> bool:
@@ -255,14 +261,21 @@ class Engine:
 
     def refuse(self, key: int, error: RequestError) -> None:
         """End one that was announced, and cannot be delivered."""
+        self._queued.discard(key)
         self._inbox.put(Failed(key, error))
 
     def abort(self, key: int) -> None:
+        self._queued.discard(key)
         self._inbox.put(Abort(key))
 
     def end(self, key: int, index: int) -> None:
         """End one sample, and the request with its last one."""
-        self._inbox.put(Abort(key, index))
+        self._inbox.put(End(key, index))
+
+    def end_all(self, key: int) -> None:
+        """End every sample. Unlike those of a request that is aborted, its blocks stay its session's."""
+        self._queued.discard(key)
+        self._inbox.put(End(key, None))
 
     def expire(self, key: int) -> None:
         """End a beam search that has come to the loop; what it has by then is emitted."""
@@ -313,8 +326,8 @@ class Engine:
             if message is None:
                 stopped = True
                 break
-            if isinstance(message, Abort):
-                changed |= self._drop(message)
+            if isinstance(message, Abort | End):
+                changed |= self._end(message)
             elif isinstance(message, Expire):
                 deltas = tuple(self._scheduler.expire(message.key))
                 self._emit(StepOutput(deltas, self._stats(), time.monotonic()))
@@ -352,7 +365,6 @@ class Engine:
             return False  # aborted meanwhile
         self._expected.remove(request.key)
         if isinstance(request, Failed):
-            self._dropped += 1
             delta = TokenDelta(request.key, error=request.error)
             self._emit(StepOutput((delta,), self._stats(), time.monotonic()))
             return False
@@ -362,17 +374,19 @@ class Engine:
     def _knows(self, key: int) -> bool:
         return key in self._expected or self._scheduler.knows(key)
 
-    def _drop(self, message: Abort) -> bool:
+    def _end(self, message: Abort | End) -> bool:
         if message.key in self._expected:
             self._expected.remove(message.key)
-            self._dropped += 1
             return True
-        if message.index is None:
+        if isinstance(message, Abort):
             return self._scheduler.abort(message.key)
+        if message.index is None:
+            return self._scheduler.end_all(message.key)
         return self._scheduler.end(message.key, message.index)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
+        self._queued.difference_update(self._scheduler.entered)
         if plan is not None:
             self._spilled = self._disk is None
             self._flights.append(Flight(plan, self._launch(plan)))

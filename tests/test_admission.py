@@ -294,13 +294,13 @@ def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
     gate.open()
 
 
+@pytest.mark.parametrize("end", [Engine.abort, Engine.end_all])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, monkeypatch, n):
+def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, monkeypatch, n, end):
     """As one may that was overdue once it was tokenized: the responder hears of it first."""
     with running(tiny_assembly(tiny[0])) as engine:
         engine.engine.expect(0)
-        for index in range(n):
-            engine.engine.end(0, index) if n > 1 else engine.engine.abort(0)
+        end(engine.engine, 0)
         with monkeypatch.context() as patch:
             patch.setattr(engine.engine, "submit", engine.engine.deliver)
             gone = engine.submit([5, 6, 7], max_tokens=9, n=n)
@@ -328,8 +328,7 @@ def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_aw
     )
     clock.ahead += HOUR / 1e3
     assert finish(waiting[1]) == ("timeout", 0)
-    gate.step(2)  # in which the engine is told
-    later = ask(service)
+    later = ask(service)  # while the same step runs
     assert "2 requests wait" in ask(service).answer()
     gate.open()
     assert [finish(one) for one in (running, waiting[0], later)] == [("length", 9)] * 3

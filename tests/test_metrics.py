@@ -10,7 +10,8 @@ def update_all(metrics):
     metrics.show(scheduler().stats)
     metrics.show_sessions(1)
     metrics.ended("stop")
-    metrics.prompt_tokens.increment(1)
+    metrics.accepted(prompt_tokens=1)
+    metrics.flush()
     metrics.answered(prompt=1, generated=1, n=1, seconds=1.0)
 
 

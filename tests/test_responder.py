@@ -84,7 +84,8 @@ def opened():
     """(responder, metrics, keys whose requests were aborted)"""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
     made = Responder(metrics, Sessions(60, 1, print), Tenants(0))
-    made.start(SimpleNamespace(abort=aborted.put, end=lambda key, index: aborted.put(key)))
+    engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
+    made.start(SimpleNamespace(**engine))
     yield made, metrics, aborted
     made.stop()
 
@@ -148,6 +149,25 @@ def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch
         responder.open(client.stream)
     clients[0].may_send.set()
     assert {aborted.get(timeout=WAIT) for _ in clients} == set(range(100))
+
+
+def test_those_who_leave_together_are_counted_together(opened):
+    """Telling the server of one is a round trip, too."""
+    responder, metrics, _ = opened
+    told = []
+    for outcome in metrics._ended.values():
+        (metric,) = outcome._metrics
+        metric.increment = told.append
+    clients = [Client(key) for key in range(96)]
+    clients[0].may_send.clear()
+    for client in clients:
+        client.cancelled = True
+        responder.open(client.stream)
+    clients[0].may_send.set()
+    for client in clients:
+        client.got.get(timeout=WAIT)
+    assert sum(told) == 96
+    assert len(told) <= 12
 
 
 def test_whoever_has_the_whole_answer_finds_it_counted(opened):

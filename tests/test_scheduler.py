@@ -1,6 +1,7 @@
 """The scheduler by itself: what runs in a step, who waits, who goes when the pool runs dry."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Group
 
 EOS = 7
 
@@ -165,6 +167,33 @@ def test_abort_frees_the_blocks_at_once(when):
     assert not sched.abort(0)
     assert not sched.abort(99)
     assert sched.schedule() is None
+
+
+@pytest.mark.parametrize("leave", [Scheduler.abort, Scheduler.end_all])
+def test_whoever_leaves_a_long_queue_is_not_looked_for_one_by_one(leave, monkeypatch):
+    """Each of 4,096 is found by a few comparisons, and those who stay keep their order."""
+    sched, asked = scheduler(), Counter()
+    for name in ("key", "rank"):
+        read = getattr(Group, name).fget
+        monkeypatch.setattr(
+            Group, name, property(lambda group, read=read, name=name: asked.update([name]) or read(group))
+        )
+    keys = list(range(4096))
+    for key in keys:
+        sched.add(request(key, prompt=2, priority=key % 3))
+    leaving = random.Random(1).sample(keys, 4000)
+    asked.clear()
+    for key in leaving:
+        assert sched.knows(key)
+        assert leave(sched, key)
+        assert not sched.knows(key) and not leave(sched, key)
+    assert asked.total() < 40 * len(leaving)
+    sched.check()
+    entered = []
+    while sched.has_work:
+        plan, _ = step(sched)
+        entered += plan.entered
+    assert entered == sorted(set(keys) - set(leaving), key=lambda key: (key % 3, key))
 
 
 def test_a_stop_token_ends_the_output_but_not_before_min_tokens():

@@ -231,6 +231,7 @@ class Metrics:
         self._counted = [0] * len(COUNTERS)
         ended = ("paged_requests_finished_total", "COUNTER", "Requests ended, by reason")
         self._ended = {reason: self._metric(*ended, {"reason": reason}) for reason in OUTCOMES}
+        self._due: dict[Metric, float] = {}  # what was counted, and the server has not been told
         self._sessions = self._metric("paged_sessions", "GAUGE", "Sessions that are open")
         self._shown_sessions = -1
         most = _trt_requests("max", lambda _: max_num_seqs)
@@ -277,8 +278,28 @@ class Metrics:
             self._sessions.set(count)
             self._shown_sessions = count
 
+    def accepted(self, prompt_tokens: int) -> None:
+        """This and the two below count one request, or its tokens; `flush` tells the server of all at once."""
+        self._count(self.prompt_tokens, prompt_tokens)
+
+    def generated(self, tokens: int) -> None:
+        self._count(self.generated_tokens, tokens)
+
     def ended(self, reason: str) -> None:
-        self._ended[reason].increment(1)
+        self._count(self._ended[reason], 1)
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._due)
+
+    def flush(self) -> None:
+        due, self._due = self._due, {}
+        for metric, count in due.items():
+            metric.increment(count)
+
+    def _count(self, metric: Metric, count: float) -> None:
+        self._due[metric] = self._due.get(metric, 0) + count
 
     def answered(self, *, prompt: int, generated: int, n: int, seconds: float) -> None:
         """Book what a request took that has had tokens: of its prompt, of all its samples, and since it arrived."""

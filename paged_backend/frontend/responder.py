@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -31,9 +31,10 @@ from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 
-POLL_SECONDS = 0.02  # how often an open stream is asked whether it was cancelled, where there are few
+POLL_SECONDS = 0.02  # how often open streams are looked at, and asked whether they were cancelled, where there are few
 POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
 POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
+LEAVING_SECONDS = 0.1  # that a turn goes on asking where one after the other has gone; answers wait for it
 GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 AUDIT_SECONDS = 2.0  # between two questions to the engine, while streams are open, whether it still has them
@@ -43,6 +44,7 @@ RESPONSE_BYTES = 1024  # that a response takes in the server beside its tensors
 class Aborts(Protocol):
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
+    def end_all(self, key: int) -> None: ...
     def expire(self, key: int) -> None: ...
     def audit(self, keys: tuple[int, ...]) -> None: ...
 
@@ -104,9 +106,9 @@ class Responder:
         self._streams: dict[int, Stream] = {}
         self._lookers: list[Look] = []  # those who wait for a map of the pool, by arrival
         self._next_poll = 0.0
+        self._next_overdue = 0.0
         self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
         self._stats: SchedulerStats | None = None  # newest
-        self._generated = 0  # tokens that the metrics have not been told of
         self._next_show = 0.0
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
@@ -155,31 +157,33 @@ class Responder:
         while not self._stopping:
             messages = self._collect()
             self._turn_began = time.monotonic()
-            try:
-                self._turn(messages)
-            except Exception:  # no stream's: those that are open are served on
-                log.exception("something between the streams went wrong")
+            self._turn(messages)
             self._turn_began = None
 
     def _turn(self, messages: list[_Message]) -> None:
         touched: dict[int, Stream] = {}
         for message in messages:
-            if message is None:
-                self._stopping = True
-            elif isinstance(message, StepOutput):
-                self._book(message, touched)
-            else:
-                self._take(message, touched)
-        if self._stats and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
-            self._show()
+            with _going_on():
+                if message is None:
+                    self._stopping = True
+                elif isinstance(message, StepOutput):
+                    self._book(message, touched)
+                else:
+                    self._take(message, touched)
+        if self._is_stale and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
+            with _going_on():
+                self._show()
         for stream in touched.values():
             try:  # as `_guarded` does, without a call more for each stream
                 self._deliver(stream)
             except Exception as error:
                 self._give_up(stream, error)
-        self._greet()
-        self._poll()
-        self._metrics.show_sessions(len(self._sessions))
+        with _going_on():
+            self._greet()
+        with _going_on():
+            self._poll()
+        with _going_on():
+            self._metrics.show_sessions(len(self._sessions))
 
     def _take(
         self, message: Stream | Look | PoolMap | Lost | Refused | Cancel | EngineDied, touched: dict[int, Stream]
@@ -190,7 +194,7 @@ class Responder:
             self._to_ask.append(message.request.key)
             if message.call.stream and self._first_response is not None:
                 self._unanswered.append(message)
-            self._metrics.prompt_tokens.increment(len(message.request.prompt_token_ids))
+            self._metrics.accepted(len(message.request.prompt_token_ids))
             if self._died:  # after it was asked whether it lives
                 message.error = self._died
                 touched[message.request.key] = message
@@ -211,12 +215,16 @@ class Responder:
 
     def _show(self) -> None:
         """Bring the metrics up to date. Before an answer ends, so that whoever has read it finds it counted."""
-        assert self._stats
-        self._metrics.show(self._stats)
-        if self._generated:
-            self._metrics.generated_tokens.increment(self._generated)
-        self._stats, self._generated = None, 0
         self._next_show = time.monotonic() + SHOW_SECONDS
+        stats, self._stats = self._stats, None
+        if stats:
+            self._metrics.show(stats)
+        self._metrics.flush()
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the metrics have not been told of something."""
+        return self._stats is not None or self._metrics.has_counted
 
     def _collect(self) -> list[_Message]:
         """All that has piled up; waits for the next message, but not past the next poll, which comes while streams are
@@ -225,7 +233,7 @@ class Responder:
         try:
             now = time.monotonic()
             poll = self._next_poll - now if self._streams or self._lookers else None
-            show = self._next_show - now if self._stats else None
+            show = self._next_show - now if self._is_stale else None
             waits = [wait for wait in (poll, show, self._sessions.seconds_left()) if wait is not None]
             messages.append(self._inbox.get(timeout=max(0.0, min(waits)) if waits else None))
             while True:
@@ -234,9 +242,7 @@ class Responder:
             return messages
 
     def _book(self, output: StepOutput, touched: dict[int, Stream]) -> None:
-        self._stats = output.stats
-        if not output.deltas:  # something else has changed, and no step may follow
-            self._next_show = 0.0
+        self._stats, generated = output.stats, 0
         streams, when = self._streams, output.when
         for key in output.entered:
             if key in streams:
@@ -252,12 +258,14 @@ class Responder:
                 stream.take(delta, when)
             except Exception as error:
                 self._give_up(stream, error)
-            self._generated += sample.num_tokens - before  # not what came with a stop string, but after it
+            generated += sample.num_tokens - before  # not what came with a stop string, but after it
             if not begun and stream.first_token is not None:
                 self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
             touched[delta.key] = stream
             if sample.finish and not delta.last:
                 self._end(delta.key, delta.sample)
+        if generated:
+            self._metrics.generated(generated)
 
     def _fail_lost(self, keys: tuple[int, ...]) -> dict[int, Stream]:
         """Streams that nobody works for: whatever went wrong, their clients must not wait for ever."""
@@ -312,8 +320,7 @@ class Responder:
             for stream in self._streams.values()
             if stream.call.request_id == message.request_id and not stream.ended  # whose answer is about to go out
         ]
-        for stream in found:
-            self._guarded(stream, lambda stream: self._cancel(stream, "the request was ended by a stop_request"))
+        self._cancel(found, "the request was ended by a stop_request")
         outputs = wire.write_num_stopped(len(found))
         _answer(message.channel, lambda channel: channel.send(outputs, final=True))
 
@@ -367,10 +374,12 @@ class Responder:
         outputs = self._outputs(stream) if not stream.error else {}
         if stream.error:
             self._close(stream, _OUTCOMES.get(stream.error.code, "error"))
-            stream.channel.fail(stream.error)
+            self._metrics.flush()
+            _tell(stream)
             return
         if stream.finished:
             self._close(stream, _outcome(stream))
+            self._metrics.flush()
         stream.channel.send(outputs, final=stream.finished)
 
     def _outputs(self, stream: Stream) -> dict[str, np.ndarray]:
@@ -426,41 +435,49 @@ class Responder:
             self._next_audit = now + AUDIT_SECONDS
             assert self._engine is not None
             self._engine.audit(tuple(self._streams))
-        for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
-            self._guarded(stream, self._expire)
-        before = len(self._streams)
-        asked = self._ask_some()
-        if len(self._streams) < before:  # where one has gone, others of the same client may have
-            return
-        took = time.monotonic() - now
+        if now >= self._next_overdue:
+            for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
+                self._guarded(stream, self._expire)
+            self._next_overdue = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
+        began, (asked, gone) = now, self._ask_some()
+        while gone:  # others of the same client may have
+            if time.monotonic() > now + LEAVING_SECONDS:
+                return
+            began, (asked, gone) = time.monotonic(), self._ask_some()
+        took = time.monotonic() - began
         share = POLL_SECONDS * asked / max(1, len(self._streams))
-        self._next_poll = now + max(share or POLL_SECONDS, took / POLL_SHARE)
+        self._next_poll = began + max(share or POLL_SECONDS, took / POLL_SHARE)
 
-    def _ask_some(self) -> int:
-        """Ask those whose turn it is; how many."""
-        asked = 0
+    def _ask_some(self) -> tuple[int, int]:
+        """Ask those whose turn it is, and end those who have gone; how many were asked, and have gone."""
+        asked, gone = 0, []
         for _ in range(len(self._to_ask)):
             stream = self._streams.get(key := self._to_ask.popleft())
             if stream is None:
                 continue
-            self._guarded(stream, self._ask)
+            try:
+                if stream.channel.is_cancelled():
+                    gone.append(stream)
+                elif stream.channel.stopped and stream.cut is None:
+                    self._cut(stream, FinishReason.CANCELLED)
+            except Exception as error:
+                self._give_up(stream, error)
             self._to_ask.append(key)
             asked += 1
             if asked == POLL_BATCH:
                 break
-        return asked
+        self._cancel(gone, "the request was cancelled by its client")
+        return asked, len(gone)
 
-    def _ask(self, stream: Stream) -> None:
-        """A round trip, like sending."""
-        if stream.channel.is_cancelled():
-            self._cancel(stream, "the request was cancelled by its client")
-        elif stream.channel.stopped and stream.cut is None:
-            self._cut(stream, FinishReason.CANCELLED)
-
-    def _cancel(self, stream: Stream, reason: str) -> None:
-        stream.error = RequestError(ErrorCode.CANCELLED, reason)
-        self._abort(stream.request.key)
-        self._deliver(stream)
+    def _cancel(self, streams: list[Stream], reason: str) -> None:
+        """All are counted before the first of them is told."""
+        for stream in streams:
+            stream.error = RequestError(ErrorCode.CANCELLED, reason)
+            self._abort(stream.request.key)
+            self._guarded(stream, lambda stream: self._close(stream, "cancelled"))
+        self._metrics.flush()
+        for stream in streams:
+            self._guarded(stream, _tell)
 
     def _expire(self, stream: Stream) -> None:
         if stream.call.embedding:  # of which a part is of no use
@@ -480,8 +497,8 @@ class Responder:
             self._engine.expire(stream.request.key)
             return
         stream.end(reason)
-        for index in range(len(stream.samples)):  # ended, not dropped: a session keeps what it has computed
-            self._end(stream.request.key, index)
+        assert self._engine is not None
+        self._engine.end_all(stream.request.key)
         self._deliver(stream)
 
     def _abort(self, key: int) -> None:
@@ -491,6 +508,21 @@ class Responder:
     def _end(self, key: int, index: int) -> None:
         assert self._engine is not None
         self._engine.end(key, index)
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """What goes wrong between the streams is none's: all of them are served on."""
+    try:
+        yield
+    except Exception:
+        log.exception("something between the streams went wrong")
+
+
+def _tell(stream: Stream) -> None:
+    """Its error."""
+    assert stream.error is not None
+    stream.channel.fail(stream.error)
 
 
 def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:

@@ -68,7 +68,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting = Waiting()
         self._running: dict[int, Group] = {}
-        self.departed = 0  # requests that no longer wait to compute for the first time
+        self.entered: list[int] = []  # keys of requests that the last call of `schedule` let in for the first time
         self._in_flight = 0  # plans that are not committed, nor have failed
         self._stuck = False  # whether somebody waits for a commit
         self._guess = guess if max_guesses else None
@@ -165,6 +165,14 @@ class Scheduler:
         self._end(group, sequence)
         return True
 
+    def end_all(self, key: int) -> bool:
+        """End every sample of a request; its blocks are free at once, or its session's. False where it had ended."""
+        group = self._find(key)
+        if group is None or group.beams:
+            return self.abort(key)
+        self._end_each(group)
+        return True
+
     def expire(self, key: int) -> list[TokenDelta]:
         """End a beam search with the best that it has, finished or not; nothing where it has ended already."""
         group = self._find(key)
@@ -187,6 +195,7 @@ class Scheduler:
         assert self._in_flight <= 1
         self._stuck = False
         draft = Draft(self.max_num_batched_tokens, self._clock())
+        self.entered = draft.entered
         preempted = self._recomputed + self._swapped
         decoding, feeding = self._running_in_order()
         self._extend_all(decoding, draft)
@@ -307,8 +316,7 @@ class Scheduler:
     def _end_prompt(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
         """Of a request for which nothing is to be drawn."""
         finish = FinishReason.LENGTH if hidden is None else FinishReason.STOP
-        for sequence in list(group.sequences):
-            self._end(group, sequence)
+        self._end_each(group)
         return [
             TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
             for index in range(group.request.sampling.num_samples)
@@ -489,7 +497,6 @@ class Scheduler:
         assert grown, "blocks that were counted available are not"
         if group.preemptions == 0:
             draft.entered.append(group.key)
-            self.departed += 1
             self._count_hit(group, hit)
         draft.put(group, leader, length)
 
@@ -600,6 +607,10 @@ class Scheduler:
         told = group.beams.search.agreed_logprobs(len(tokens))
         return [TokenDelta(group.key, tokens, None, None, index, group.usage, told) for index in outputs]
 
+    def _end_each(self, group: Group) -> None:
+        for sequence in list(group.sequences):
+            self._end(group, sequence)
+
     def _end(self, group: Group, sequence: Sequence) -> None:
         if group.request.session is not None and sequence.blocks:
             full = sequence.committed // self.blocks.block_size
@@ -618,7 +629,6 @@ class Scheduler:
             self._leave(group)
         else:
             self._waiting.remove(group)
-            self.departed += group.preemptions == 0
             self._paused -= group.preemptions > 0
 
     def _leave(self, group: Group) -> None:

@@ -12,7 +12,7 @@ from paged_backend.serving.tritonserver import TritonServer
 from tests.in_process import byte_tokenizer, generate_alone
 from tests.server.conftest import plain_server
 from tests.storm.models import Models
-from tests.storm.server import OPTIONS, engine_alone, save_printable
+from tests.storm.server import OPTIONS, engine_alone, save_printable, with_floor
 from tests.storm.storm import Storm
 
 SEED = 7
@@ -43,7 +43,7 @@ def printable(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    return engine_alone(tmp_path_factory.mktemp("repository"))
+    return with_floor(tmp_path_factory.mktemp("repository"))
 
 
 def well(verdict):

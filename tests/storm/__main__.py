@@ -11,7 +11,7 @@ from paged_backend.serving.tritonserver import TritonServer
 from tests.storm import table
 from tests.storm.checker import Verdict, check
 from tests.storm.history import load
-from tests.storm.server import OPTIONS, engine_alone, save_printable
+from tests.storm.server import OPTIONS, save_printable, with_floor
 from tests.storm.storm import Storm
 
 STORMS = ("calm", "kill", "dry", "hold", "soak")
@@ -32,13 +32,19 @@ def main() -> int:
 
 
 def _run(seed: int, storms: list[str]) -> list[Verdict]:
-    """The histories stay where they are printed to be."""
+    """The histories stay where they are printed to be. A server whose gRPC streams were cancelled is not asked to stop:
+    see Storm."""
     directory = Path(tempfile.mkdtemp(prefix="storm-"))
     save_printable(directory / "model")
-    with TritonServer(directory / "model", OPTIONS, repository=engine_alone(directory / "repository")) as server:
-        storm = Storm(server, directory, seed)
+    with TritonServer(directory / "model", OPTIONS, repository=with_floor(directory / "repository")) as server:
         asked = [one.partition("=") for one in storms]
-        return [*(getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS), storm.stop()]
+        cancels = any(name == "hold" for name, _, _ in asked)
+        storm = Storm(server, directory, seed, cancels=cancels)
+        verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
+        if not cancels:
+            return [*verdicts, storm.stop()]
+        server.kill()
+        return verdicts
 
 
 if __name__ == "__main__":

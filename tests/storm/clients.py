@@ -209,8 +209,8 @@ class GrpcWire:
             self._call.cancel()
 
 
-def message_of(plan: Plan) -> ModelInferRequest:
-    message = ModelInferRequest(model_name=MODEL, id=plan.id)
+def message_of(plan: Plan, model: str = MODEL) -> ModelInferRequest:
+    message = ModelInferRequest(model_name=model, id=plan.id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in {
         "text_input": plan.ask.text, "sampling_parameters": json.dumps(plan.sampling), "stream": True, **ALWAYS

@@ -17,8 +17,8 @@ from tests.storm.plans import Plan
 class Crowd:
     """Each of its streams carries many requests, until all leave at once."""
 
-    def __init__(self, grpc_url: str, history: History):
-        self._grpc_url, self._history = grpc_url, history
+    def __init__(self, grpc_url: str, history: History, model: str):
+        self._grpc_url, self._history, self._model = grpc_url, history, model
         self._open: dict[str, Plan] = {}
         self._streams: list[tuple[Any, Any, asyncio.Future[None]]] = []
 
@@ -30,7 +30,12 @@ class Crowd:
         for plan in plans:
             self._open[plan.id] = plan
             self._history.invoke(plan)
-            await call.write(message_of(plan))
+            await call.write(message_of(plan, self._model))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
 
     async def leave(self) -> None:
         for _, call, _ in self._streams:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PROC = Path("/proc")
+TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,6 +35,16 @@ def resident(pid: int) -> dict[str, int]:
     for name, process in processes(pid).items():
         with suppress(OSError):
             found[name] = int((PROC / str(process) / "statm").read_text().split()[1]) * PAGE
+    return found
+
+
+def busy_seconds(pid: int) -> dict[str, float]:
+    """Of a processor, that each process has had so far."""
+    found = {}
+    for name, process in processes(pid).items():
+        with suppress(OSError):
+            user, system = (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[11:13]
+            found[name] = (int(user) + int(system)) / TICKS
     return found
 
 

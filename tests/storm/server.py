@@ -17,6 +17,8 @@ from tests.in_process import save_tiny
 from tests.storm.asks import LETTERS, MODEL
 from tests.storm.footprint import footprint
 
+FLOOR = "floor"
+FLOOR_FILES = Path(__file__).with_name(FLOOR)
 OPTIONS = {
     "dtype": "float32",
     "block_size": 4,
@@ -67,18 +69,33 @@ def engine_alone(directory: Path) -> Path:
     return directory
 
 
+def with_floor(directory: Path) -> Path:
+    """And with a model that only holds requests, to be measured the same way."""
+    shutil.copytree(FLOOR_FILES, engine_alone(directory) / FLOOR, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+def held(server: Server, model: str) -> int:
+    """Requests that a model has, the engine's or the floor's, as of some tenths of a second ago."""
+    name = "floor_requests" if model == FLOOR else "paged_requests"
+    return sum(int(float(value)) for value in re.findall(rf"^{name}\{{.*?\}} (\S+)$", _metrics(server), re.M))
+
+
 def counters(server: Server) -> dict[str, float]:
     """Of the engine: blocks by state, requests by state, preemptions."""
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
-        text = reply.read().decode()
     found = {state: 0.0 for state in ("total", "used", "free", "cached", "running", "waiting", "preemptions")}
-    for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", text, re.M):
+    for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", _metrics(server), re.M):
         label = re.search(r'(?:state|kind)="(.*?)"', labels)
         if name in ("paged_kv_blocks", "paged_requests") and label:
             found[label.group(1)] = float(value)
         elif name == "paged_preemptions_total":
             found["preemptions"] += float(value)
     return found
+
+
+def _metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+        return reply.read().decode()
 
 
 def _held(server: Server) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import subprocess
 import time
@@ -13,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.storm import table
-from tests.storm.asks import ask_alone, catalogue
+from tests.storm.asks import MODEL, ask_alone, catalogue
 from tests.storm.checker import Verdict, check
 from tests.storm.clients import PATIENCE, Clients
 from tests.storm.crowd import Crowd
-from tests.storm.footprint import Memory
+from tests.storm.footprint import Memory, busy_seconds
 from tests.storm.history import History, load
 from tests.storm.models import Models
 from tests.storm.murder import murder
 from tests.storm.plans import Plan, plans, victims
-from tests.storm.server import Server, counters, footprint, settled
+from tests.storm.server import FLOOR, Server, counters, footprint, held, settled
 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 VICTIMS = 20  # requests of a process that is killed
@@ -93,8 +94,8 @@ class Storm:
         """The model is unloaded and loaded, and replaced while it serves, so many times each. Its new process inherits
         whatever the server has open while it starts, its clients' connections: that is tritonserver's own doing."""
         assert self._before
-        for held in self._before["processes"].values():
-            del held["sockets"], held["files"]
+        for one in self._before["processes"].values():
+            del one["sockets"], one["files"]
         return self._weather("reload", lambda here: here.reload(models, cycles))
 
     def stop(self) -> Verdict:
@@ -202,21 +203,46 @@ class Weather:
         await asyncio.gather(self._clients.play_all(some, open=OPEN, until=enough), watch())
 
     async def hold(self, count: int) -> None:
-        begun, crowd = time.monotonic(), Crowd(self._server.grpc_url, self._history)
+        """By a model that does nothing else, and by the engine."""
+        with open(os.devnull, "w") as nowhere:
+            floor = await self._hold(count, FLOOR, History(nowhere))
+        ours = await self._hold(count, MODEL, self._history)
+        self._figures |= {f"{name}, floor": value for name, value in floor.items()} | ours
+        for name in floor.keys() - {"held at once"}:
+            self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
+
+    async def _hold(self, count: int, model: str, history: History) -> dict[str, float]:
+        """What it took to send requests until so many were held at once, and from when all were cancelled until none
+        was left."""
+        crowd = Crowd(self._server.grpc_url, history, model)
         some = self._plans("held", long=True, kills=0, bad=0, pauses=0)
         leaving = (replace(plan, may=("left",), way="cancel", phase=None) for plan in some)
+        begun, spent = time.monotonic(), self._spent(model)
         for _ in range(HELD_STREAMS):
             await crowd.open(itertools.islice(leaving, count // HELD_STREAMS))
-        while (held := await self._held()) < count:  # some have ended by now
-            assert time.monotonic() < begun + 120, f"{held} of {count} requests are held"
-            await crowd.open(itertools.islice(leaving, count - held + OPEN))
-        self._figures |= {"held at once": held, "seconds until then": time.monotonic() - begun}
-        await crowd.leave()
+        while (most := await self._held(model)) < count:
+            assert time.monotonic() < begun + 120, f"{most} of {count} requests are held"
+            if crowd.num_open < count + OPEN:  # some have ended by now
+                await crowd.open(itertools.islice(leaving, count + 2 * OPEN - crowd.num_open))
+        left, sent = time.monotonic(), self._spent(model)
+        going = asyncio.ensure_future(crowd.leave())
+        while await self._held(model):
+            assert time.monotonic() < left + 120, "requests stay that were cancelled"
+        gone, ended = time.monotonic(), self._spent(model)
+        await going
+        found = {"held at once": most, "seconds to send": left - begun, "seconds from cancelled to none": gone - left}
+        for what, before, after in (("to send", spent, sent), ("from cancelled to none", sent, ended)):
+            found |= {f"processor seconds of {who} {what}": after[who] - before[who] for who in before}
+        return found
 
-    async def _held(self) -> int:
-        await asyncio.sleep(0.3)  # the metrics are that old at the most
-        now = await asyncio.to_thread(counters, self._server)
-        return int(now["running"] + now["waiting"])
+    async def _held(self, model: str) -> int:
+        await asyncio.sleep(0.05)
+        return await asyncio.to_thread(held, self._server, model)
+
+    def _spent(self, model: str) -> dict[str, float]:
+        """Processor seconds."""
+        busy = busy_seconds(self._server.pid)
+        return {"clients": time.process_time(), "server": busy["tritonserver"], "model": busy[f"stub of {model}"]}
 
     async def reload(self, models: Models, cycles: int) -> None:
         """Nobody cancels a stream here: see clients.GrpcWire."""
