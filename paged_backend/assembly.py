@@ -140,6 +140,7 @@ def _put_together(
         max_guesses=config.num_speculative_tokens,
         step_seconds=_step_seconds(config, device),
         max_loras=config.max_loras if config.enable_lora else 0,
+        fair_tenants=config.fair_tenants,
     )
     log.info(
         "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",

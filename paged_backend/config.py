@@ -142,6 +142,13 @@ class EngineConfig(Caps):
         " `UNAVAILABLE`. 0: no limit",
         0,
     )
+    fair_tenants: bool = option(
+        _flag,
+        "of the requests of one priority that wait, the next to be let in is of the `cache_salt` that has had the"
+        " fewest tokens (prompts' that were computed, and outputs'), not the one that came first: one tenant's long"
+        " queue holds up nobody else. For where tenants cannot choose their salt, since a new one waits the shortest",
+        False,
+    )
     max_prompt_chars: int | None = option(
         whole(1),
         "characters of a prompt, before it is tokenized; default: `max_model_len` times the longest token, which no"

@@ -88,11 +88,6 @@ class GenerateRequest:
         """Where its blocks' contents begin: what other tenants or adapters computed is not for it."""
         return Origin(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The order in which requests are served: by priority, and within one by arrival."""
-        return self.sampling.priority, self.key
-
     @classmethod
     def admit(
         cls,

@@ -14,9 +14,20 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN = (
+BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN, WAITING, ACCOUNTS = (
     f"scheduling/{module}.py"
-    for module in ("block_manager", "content", "scheduler", "tables", "sequence", "beam_search", "pins", "plan")
+    for module in (
+        "block_manager",
+        "content",
+        "scheduler",
+        "tables",
+        "sequence",
+        "beam_search",
+        "pins",
+        "plan",
+        "waiting",
+        "accounts",
+    )
 )
 SESSIONS = "frontend/sessions.py"
 REQUEST, DISK = "request.py", "execution/disk.py"
@@ -160,17 +171,40 @@ MUTANTS = {  # (file, what is right, what is not)
         "needed + taken > available",
         "needed > available",
     ),
-    "priorities are forgotten": (REQUEST, "return self.sampling.priority, self.key", "return 0, self.key"),
-    "an equal displaces an equal": (SCHEDULER, "one.rank[0] > group.rank[0]]", "one.rank[0] >= group.rank[0]]"),
+    "priorities are forgotten": (SEQUENCE, "        return self.request.sampling.priority\n", "        return 0\n"),
+    "an equal displaces an equal": (SCHEDULER, "one.priority > group.priority]", "one.priority >= group.priority]"),
     "an equal takes the slot of an equal": (
         SCHEDULER,
-        "if ones[0].rank[0] > group.rank[0])",
-        "if ones[0].rank[0] >= group.rank[0])",
+        "if ones[0].priority > group.priority)",
+        "if ones[0].priority >= group.priority)",
     ),
     "who uses the slot that is to come free is not looked at": (
         SCHEDULER,
         "in slot_users or [self._last]",
         "in [self._last]",
+    ),
+    # fair tenants
+    "a prompt counts for nobody": (ACCOUNTS, "        account.served += tokens\n", ""),
+    "an output counts for nobody": (SCHEDULER, "account.served += len(chunk.draws)", "account.served += 0"),
+    "a tenant that was away has credit": (ACCOUNTS, "if not account.waiting:", "if False:"),
+    "a tenant that comes begins where another did": (ACCOUNTS, "min(tokens, MOST_BEHIND)", "0"),
+    "a tenant that comes waits for what another was let in with": (ACCOUNTS, "min(tokens, MOST_BEHIND)", "tokens"),
+    "who has nobody waiting is forgotten": (ACCOUNTS, "if not account.open:", "if not account.waiting:"),
+    "tenants are kept for ever": (ACCOUNTS, "if not account.open:", "if False:"),
+    "the order of tenants is that of their first requests": (
+        WAITING,
+        "elif order == (now := _order(line[0])):",
+        "elif order == (now := _order(line[0])) or True:",
+    ),
+    "who was pushed out waits for its tenant's turn": (
+        WAITING,
+        "    return group.priority, -1, group.turn\n",
+        "    return group.priority, group.account.served, group.turn\n",
+    ),
+    "who was let in first is pushed out for the older": (
+        SEQUENCE,
+        "return self.priority, self.turn",
+        "return self.priority, self.key",
     ),
     "one is displaced for nothing": (
         SCHEDULER,

@@ -29,6 +29,7 @@ WEATHER = {  # of each storm one of each
     "overlap": (False, True),
     "guesses": (0, 0, 1, 4),
     "loras": (0, 0, 1, 2),
+    "fair": (False, True),
 }
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
@@ -51,6 +52,7 @@ def scheduler(
     preemption="auto",
     guesses=0,
     loras=0,
+    fair=False,
 ) -> Scheduler:
     behind = BlockManager(host, block_size, caching=caching) if host else None
     blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
@@ -64,6 +66,7 @@ def scheduler(
         guess=PromptLookup(shortest=1, longest=3),
         max_guesses=guesses,
         max_loras=loras,
+        fair_tenants=fair,
     )
 
 
@@ -82,11 +85,12 @@ class Storm:
     overlap: a step is planned, and runs, before the one before is committed."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 guesses, loras):  # fmt: skip
+                 guesses, loras, fair):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.overlap, self.loras = disk and host, pinned, overlap, loras
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
-                               preemption="swap" if swap else "recompute", guesses=guesses, loras=loras)  # fmt: skip
+                               preemption="swap" if swap else "recompute", guesses=guesses, loras=loras,
+                               fair=fair)  # fmt: skip
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}  # of those that go on

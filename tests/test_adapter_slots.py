@@ -202,11 +202,11 @@ def test_any_storm_of_priorities_and_adapters_ends_with_every_request_answered(s
         if plan := sched.schedule():
             sched.check()
             waiting = (one for one in sched._waiting if one.request.adapter)
-            if first := min(waiting, key=lambda one: one.rank, default=None):
+            if first := min(waiting, key=lambda one: one.priority, default=None):
                 first_users = {}
                 for one in sched.running:
                     first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None
-                assert all(one.rank[0] <= first.rank[0] for one in first_users.values())
+                assert all(one.priority <= first.priority for one in first_users.values())
             deltas = sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
             answered += [delta.key for delta in deltas if delta.finish]
     assert sorted(answered) == list(range(40))

@@ -359,6 +359,25 @@ def test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside(serve, 
     assert sorted(ended) == ["cancelled"] + ["length"] * 6 + ["refused"] + ["tenant_full"] * 2
 
 
+@pytest.mark.parametrize(("fair_tenants", "before"), [(True, 1), (False, 10)])
+def test_where_tenants_are_served_fairly_one_request_does_not_wait_behind_anothers_queue(
+    serve, gate, fair_tenants, before
+):
+    service = serve(max_num_seqs=1, fair_tenants=fair_tenants)
+    running = ask(service, cache_salt="many", max_tokens=2)
+    gate.wait()
+    waiting = [ask(service, cache_salt="many", max_tokens=1) for _ in range(9)]
+    one = ask(service, cache_salt="one", max_tokens=1)
+    assert "max_tokens" in ask(service, max_tokens=10**6).answer()  # by when those before have come to the engine
+    gate.step(1 + before)
+    gate.let()
+    assert finish(running) == ("length", 2)
+    assert [finish(ended) for ended in (*waiting[: before - 1], one)] == [("length", 1)] * before
+    assert all(other.empty() for other in waiting)
+    gate.open()
+    assert [finish(other) for other in waiting[before - 1 :]] == [("length", 1)] * (10 - before)
+
+
 def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
     service = serve(num_gpu_blocks_override=8, max_queue_size=1)
     lower = ask(service, "a" * 16, priority=1)

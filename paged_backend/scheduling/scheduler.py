@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import cast
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.lora.slots import AdapterSlots
 from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
+from paged_backend.scheduling.accounts import Accounts
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager, Hit
 from paged_backend.scheduling.pace import Pace
@@ -53,11 +54,13 @@ class Scheduler:
         max_guesses: int = 0,
         step_seconds: float | None = None,
         max_loras: int = 0,
+        fair_tenants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or by cost. session_blocks: how many sessions may keep between turns.
         max_guesses: of a sequence in a step. step_seconds: that a step should take while sequences decode; chunks of
-        prompts beside them are made to fit. max_loras: adapters that the device holds. clock: in seconds."""
+        prompts beside them are made to fit. max_loras: adapters that the device holds. fair_tenants: of a priority,
+        who has had the fewest tokens is let in first, not who came first. clock: in seconds."""
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.pins = Pins(blocks, session_blocks)
         self.slots = AdapterSlots(max_loras)
@@ -67,8 +70,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting = Waiting()
+        self._accounts = Accounts(by_tenant=fair_tenants)
         self._running: dict[int, Group] = {}
         self.entered: list[int] = []  # keys of requests that the last call of `schedule` let in for the first time
+        self._turns = count()
         self._in_flight = 0  # plans that are not committed, nor have failed
         self._stuck = False  # whether somebody waits for a commit
         self._guess = guess if max_guesses else None
@@ -126,7 +131,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Group, ...]:
-        """Requests that hold blocks, by arrival."""
+        """Requests that hold blocks, by rank."""
         return tuple(self._running.values())
 
     @property
@@ -136,7 +141,7 @@ class Scheduler:
         return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
 
     def add(self, request: GenerateRequest) -> None:
-        self._waiting.add(Group.of(request))
+        self._waiting.add(Group.of(request, self._accounts.join(request)))
 
     def knows(self, key: int) -> bool:
         """Whether a request waits or runs."""
@@ -237,6 +242,9 @@ class Scheduler:
     def _advance(self, plan: Plan) -> None:
         """From here on what the plan computes counts as computed, and what it draws as drawn."""
         self._in_flight += 1
+        if self._accounts.by_tenant:
+            for chunk in plan.chunks:
+                self._running[chunk.sequence.key].account.served += len(chunk.draws)
         draws = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -354,6 +362,10 @@ class Scheduler:
         assert not any(sequence.blocks for group in self._waiting for sequence in group.sequences)
         assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
         assert self._paused == sum(group.preemptions > 0 for group in self._waiting)
+        self._accounts.check(
+            (group.account for group in self._waiting if group.turn is None),
+            (group.account for group in (*self.running, *self._waiting) if group.turn is not None),
+        )
         self.slots.check(group.request for group in self.running)
         self.blocks.check([*(sequence.blocks for sequence in self._sequences()), *self.pins.tables])
         if self.blocks.host:
@@ -434,10 +446,10 @@ class Scheduler:
     def _next(self) -> Group | None:
         """The first of those that wait, but for those whose adapter finds no slot, and who may displace nobody for one.
         Behind such a one nobody with an adapter is let in, who might keep the slots in use for ever."""
-        first = self._waiting.first
+        first = self._waiting.first()
         if first is None or self._has_slot(first) or self._slot_users_below(first):
             return first
-        return self._waiting.first_without_adapter
+        return self._waiting.first_without_adapter()
 
     def _has_slot(self, group: Group) -> bool:
         return group.request.adapter is None or self.slots.has_room(group.request.adapter)
@@ -452,12 +464,12 @@ class Scheduler:
         for one in self._running.values():  # by rank
             if one.request.adapter:
                 users.setdefault(one.request.adapter.digest, []).append(one)
-        lower = (ones for ones in users.values() if ones[0].rank[0] > group.rank[0])
-        return max(lower, key=lambda ones: (ones[0].rank[0], -len(ones), ones[0].rank), default=[])
+        lower = (ones for ones in users.values() if ones[0].priority > group.priority)
+        return max(lower, key=lambda ones: (ones[0].priority, -len(ones), ones[0].rank), default=[])
 
     def _would_fit(self, group: Group, room: _Room, demand: Demand | None) -> bool:
         """Whether a request would find room if all of lower priority, and idle sessions, made way."""
-        lower = [one for one in self._running.values() if one.rank[0] > group.rank[0]]
+        lower = [one for one in self._running.values() if one.priority > group.priority]
         if not lower or group.num_seqs > room.seqs + sum(one.num_seqs for one in lower):
             return False
         tables = [sequence.blocks for one in lower for sequence in one.sequences] + self.pins.tables
@@ -478,11 +490,14 @@ class Scheduler:
         self._running[group.key] = group
         if group.request.adapter:
             self.slots.take(group.request.adapter)
-        if last and last.rank > group.rank:
-            self._running = {one.key: one for one in sorted(self.running, key=_order)}
-        if group.preemptions:
+        is_new = group.turn is None
+        if is_new:
+            group.turn = next(self._turns)
+        else:
             self._paused -= 1
             group.preempted_seconds += self._clock() - group.preempted_at
+        if last and last.rank > group.rank:
+            self._running = {one.key: one for one in sorted(self.running, key=lambda one: one.rank)}
         if group.swapped:
             self._tables.swap_in(group, draft)
             for sequence in group.active:
@@ -495,8 +510,9 @@ class Scheduler:
             length = draft.room(group, leader.computed, length)
         grown = self._tables.grow(group, leader.blocks, leader.computed + length)
         assert grown, "blocks that were counted available are not"
-        if group.preemptions == 0:
+        if is_new:
             draft.entered.append(group.key)
+            self._accounts.enter(group.account, group.feed - leader.computed)
             self._count_hit(group, hit)
         draft.put(group, leader, length)
 
@@ -511,7 +527,7 @@ class Scheduler:
 
     @property
     def _last(self) -> Group:
-        """Of those that run, the newest of the lowest priority."""
+        """Of those that run, the one of the lowest priority that was let in last."""
         return next(reversed(self._running.values()))
 
     def _preempt(self, group: Group, draft: Draft) -> None:
@@ -629,7 +645,8 @@ class Scheduler:
             self._leave(group)
         else:
             self._waiting.remove(group)
-            self._paused -= group.preemptions > 0
+            self._paused -= group.turn is not None
+        self._accounts.leave(group.account, waits=group.turn is None)
 
     def _leave(self, group: Group) -> None:
         """It runs no longer."""
@@ -643,7 +660,3 @@ def _finish(request: GenerateRequest, token: int, generated: int) -> FinishReaso
     if token in request.stop_ids and (request.guides or generated >= request.sampling.min_tokens):
         return FinishReason.STOP
     return FinishReason.LENGTH if generated >= request.sampling.max_tokens else None
-
-
-def _order(group: Group) -> tuple[int, int]:
-    return group.rank

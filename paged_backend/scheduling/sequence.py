@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from paged_backend.request import GenerateRequest, Logprobs, Usage
+from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain
 
@@ -86,8 +87,10 @@ class Group:
     """
 
     request: GenerateRequest
+    account: Account  # its tenant's, or its own
     sequences: list[Sequence]  # those that have not ended, by index
     forked: bool
+    turn: int | None = None  # grows from one that is let in to the next; None: it waits for the first time
     beams: Beams | None = None
     cached_tokens: int = 0  # this and those below: see Usage
     blocks_new: int = 0
@@ -108,23 +111,31 @@ class Group:
         self.has_output = self.request.sampling.max_tokens > 0
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> Group:
+    def of(cls, request: GenerateRequest, account: Account | None = None) -> Group:
+        account = account or Account(request.sampling.priority, request.sampling.cache_salt)
         tokens, origin = list(request.prompt_token_ids), request.origin
         if request.sampling.beam_width > 1:
             search = BeamSearch(request.sampling, request.stop_ids, request.ends)
-            return cls(request, [Sequence(request, tokens, Chain(origin))], forked=True, beams=Beams(search))
+            beam = Sequence(request, tokens, Chain(origin))
+            return cls(request, account, [beam], forked=True, beams=Beams(search))
         sequences = [
             Sequence(request, list(tokens), Chain(origin), index) for index in range(request.sampling.num_samples)
         ]
-        return cls(request, sequences, forked=len(sequences) == 1)
+        return cls(request, account, sequences, forked=len(sequences) == 1)
 
     @property
     def key(self) -> int:
         return self.request.key
 
     @property
+    def priority(self) -> int:
+        return self.request.sampling.priority
+
+    @property
     def rank(self) -> tuple[int, int]:
-        return self.request.rank
+        """Of one that runs: by priority, and within one by who was let in first."""
+        assert self.turn is not None
+        return self.priority, self.turn
 
     @property
     def usage(self) -> Usage | None:
