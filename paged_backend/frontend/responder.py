@@ -23,6 +23,7 @@ from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel
 from paged_backend.frontend.metrics import Metrics
+from paged_backend.frontend.round_trips import RoundTrips
 from paged_backend.frontend.sessions import Sessions
 from paged_backend.frontend.stream import Stream
 from paged_backend.frontend.tenants import Tenants
@@ -33,6 +34,7 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.02  # how often open streams are looked at, and asked whether they were cancelled, where there are few
 POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
+HELPERS = 4  # threads that ask and answer beside the responder's where one after the other has gone
 POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
 LEAVING_SECONDS = 0.1  # that a turn goes on asking where one after the other has gone; answers wait for it
 GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
@@ -110,6 +112,7 @@ class Responder:
         self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
         self._stats: SchedulerStats | None = None  # newest
         self._next_show = 0.0
+        self._round_trips = RoundTrips(HELPERS, POLL_BATCH)
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self, engine: Aborts) -> None:
@@ -159,6 +162,7 @@ class Responder:
             self._turn_began = time.monotonic()
             self._turn(messages)
             self._turn_began = None
+        self._round_trips.stop()
 
     def _turn(self, messages: list[_Message]) -> None:
         touched: dict[int, Stream] = {}
@@ -331,8 +335,8 @@ class Responder:
             self._give_up(stream, error)
 
     def _give_up(self, stream: Stream, error: Exception) -> None:
-        """One stream's trouble, whatever it is, must not reach another's. Within an `except`."""
-        log.exception("request %d: could not answer", stream.request.key)
+        """One stream's trouble, whatever it is, must not reach another's."""
+        log.error("request %d: could not answer", stream.request.key, exc_info=error)
         self._abort(stream.request.key)
         stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         self._drop(stream)
@@ -439,35 +443,35 @@ class Responder:
             for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
                 self._guarded(stream, self._expire)
             self._next_overdue = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
-        began, (asked, gone) = now, self._ask_some()
+        began, (asked, gone) = now, self._ask_some(POLL_BATCH)
         while gone:  # others of the same client may have
             if time.monotonic() > now + LEAVING_SECONDS:
                 return
-            began, (asked, gone) = time.monotonic(), self._ask_some()
+            began, (asked, gone) = time.monotonic(), self._ask_some(POLL_BATCH * (1 + HELPERS))
         took = time.monotonic() - began
         share = POLL_SECONDS * asked / max(1, len(self._streams))
         self._next_poll = began + max(share or POLL_SECONDS, took / POLL_SHARE)
 
-    def _ask_some(self) -> tuple[int, int]:
+    def _ask_some(self, most: int) -> tuple[int, int]:
         """Ask those whose turn it is, and end those who have gone; how many were asked, and have gone."""
-        asked, gone = 0, []
+        asked: list[Stream] = []
         for _ in range(len(self._to_ask)):
-            stream = self._streams.get(key := self._to_ask.popleft())
-            if stream is None:
-                continue
-            try:
-                if stream.channel.is_cancelled():
-                    gone.append(stream)
-                elif stream.channel.stopped and stream.cut is None:
-                    self._cut(stream, FinishReason.CANCELLED)
-            except Exception as error:
-                self._give_up(stream, error)
-            self._to_ask.append(key)
-            asked += 1
-            if asked == POLL_BATCH:
+            if stream := self._streams.get(self._to_ask.popleft()):
+                asked.append(stream)
+            if len(asked) == most:
                 break
+        gone = []
+        for stream, answer in self._round_trips.each(_is_cancelled, asked):
+            if isinstance(answer, Exception):
+                self._give_up(stream, answer)
+            elif answer:
+                gone.append(stream)
+            else:
+                self._to_ask.append(stream.request.key)
+                if stream.channel.stopped and stream.cut is None:
+                    self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))
         self._cancel(gone, "the request was cancelled by its client")
-        return asked, len(gone)
+        return len(asked), len(gone)
 
     def _cancel(self, streams: list[Stream], reason: str) -> None:
         """All are counted before the first of them is told."""
@@ -476,8 +480,9 @@ class Responder:
             self._abort(stream.request.key)
             self._guarded(stream, lambda stream: self._close(stream, "cancelled"))
         self._metrics.flush()
-        for stream in streams:
-            self._guarded(stream, _tell)
+        for stream, answer in self._round_trips.each(_tell, streams):
+            if isinstance(answer, Exception):
+                self._give_up(stream, answer)
 
     def _expire(self, stream: Stream) -> None:
         if stream.call.embedding:  # of which a part is of no use
@@ -517,6 +522,10 @@ def _going_on() -> Iterator[None]:
         yield
     except Exception:
         log.exception("something between the streams went wrong")
+
+
+def _is_cancelled(stream: Stream) -> bool:
+    return stream.channel.is_cancelled()
 
 
 def _tell(stream: Stream) -> None:
