@@ -45,6 +45,7 @@ def test_a_mistake_is_found(tmp_path, mistake):
     (tmp_path / "paged_backend" / file).write_text(changed(mistake))
     modules = [
         "scheduler",
+        "fair_tenants",
         "adapter_slots",
         "sessions",
         *(["beams"] if file == BEAMS else []),
