@@ -168,6 +168,24 @@ def _stuck_step(when: int, service: Service, assembly: Assembly) -> None:
     _step(when, assembly, hang)
 
 
+def _tell_drops(when: int, service: Service, assembly: Assembly) -> None:
+    """No fault but a witness: from this one on, the log tells when a request is dropped and its blocks are free."""
+    scheduler, responder, count = assembly.scheduler, service._responder, itertools.count(1)
+    ask, abort, ids = responder._abort, scheduler.abort, {}
+
+    def asks(key: int) -> None:
+        ids[key] = responder._streams[key].call.request_id
+        ask(key)
+
+    def tells(key: int) -> bool:
+        dropped, name = abort(key), ids.pop(key, "")
+        if dropped and next(count) >= when:
+            log.info("dropped %s at %.6f", name, time.monotonic())
+        return dropped
+
+    responder._abort, scheduler.abort = asks, tells  # type: ignore[method-assign]
+
+
 def _wall_clock(when: int, service: Service, assembly: Assembly) -> None:
     """The wall clock of this process goes an hour ahead, and with the next request an hour back, in turn."""
     take, count, own = service.take, itertools.count(1), (time.time, time.time_ns)
@@ -204,5 +222,6 @@ FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
     "out_of_memory": _out_of_memory,
     "dead_engine": _dead_engine,
     "stuck_step": _stuck_step,
+    "tell_drops": _tell_drops,
     "wall_clock": _wall_clock,
 }

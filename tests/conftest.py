@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.in_process import TINY, save_tiny
-from tests.storm import table as storms
+from tests.storm import table
 
 FIGURES = pytest.StashKey[list[str]]()
 
@@ -19,14 +19,29 @@ def figures(pytestconfig, request):
     return lambda text: pytestconfig.stash.setdefault(FIGURES, []).append(f"{request.node.name}: {text}")
 
 
+@pytest.fixture
+def tell(pytestconfig):
+    """Call it with a line that is to be seen at once."""
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    return lambda text: reporter.write_line(f"    {text}")
+
+
+def pytest_addoption(parser):
+    sizes = "'cycles=500 restarts=200 responses=100000000': of storms over a server; also killed, held, preemptions"
+    parser.addoption("--storm", default="", help=sizes)
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if told := config.stash.get(FIGURES, []):
         terminalreporter.section("figures")
         for line in told:
             terminalreporter.line(line)
-    if storms.rows:
+    if table.rows:
         terminalreporter.section("storms")
-        terminalreporter.line(storms.text())
+        terminalreporter.line(table.text())
+    if told := table.goals():
+        terminalreporter.section("goals")
+        terminalreporter.line(told)
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])

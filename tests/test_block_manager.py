@@ -21,6 +21,7 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import Chain, Origin
 from tests.pool_machine import RULES, STATES, play, play_seeds, short_keys
 from tests.pool_state import PART
+from tests.storm import table
 
 
 def assert_all_happened(seen):
@@ -28,7 +29,7 @@ def assert_all_happened(seen):
     assert [name for name in (*RULES, *STATES) if not seen[name]] == []
 
 
-def test_whatever_hypothesis_thinks_of(figures):
+def test_whatever_hypothesis_thinks_of():
     seen, steps = Counter(), 0
 
     @settings(max_examples=1000, deadline=None)
@@ -40,7 +41,7 @@ def test_whatever_hypothesis_thinks_of(figures):
 
     run()
     assert_all_happened(seen)
-    figures(f"{steps:,} steps of the block manager, chosen by hypothesis")
+    table.done("block manager: steps that hypothesis chooses", steps)
     assert steps >= 200_000
 
 
@@ -67,7 +68,8 @@ def test_whatever_comes(wanted, first, limit, figures):
                 if steps < wanted and monotonic() < until:
                     running.add(processes.submit(play_seeds, next(batches)))
     assert_all_happened(seen)
-    figures(f"{steps:,} steps of the block manager, seeds from {first}")
+    figures(f"seeds from {first}")
+    table.done("block manager: steps that seeds choose", steps)
 
 
 def test_a_released_block_of_no_pool_is_named():

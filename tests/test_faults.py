@@ -7,8 +7,9 @@ import pytest
 
 from paged_backend import faults
 from paged_backend.config import ConfigError
-from tests.callers import serving
+from tests.callers import Caller, serving
 from tests.in_process import WAIT
+from tests.storm.server import Drops
 
 ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reason": True,
          "sampling_parameters": '{"max_tokens": 6, "temperature": 0, "ignore_eos": true}'}  # fmt: skip
@@ -132,6 +133,22 @@ def test_the_wall_clock_may_jump(faulty, monkeypatch):
             assert calls.ask(**ASKED)["finish_reason"] == [b"length"]
             ahead.append(round((time.time() - own()) / 3600))
     assert ahead == [0, 1, -1, 1]
+
+
+def test_the_log_tells_when_blocks_of_one_that_was_dropped_are_free(faulty, caplog):
+    caplog.set_level("INFO", "paged_llm")
+    with faulty(tell_drops=1) as calls:
+        gone = Caller(**ASKED | {"sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}', "stream": True})
+        gone.request_id, gone.is_cancelled = lambda: "gone", lambda: True
+        calls.service.submit(gone)
+        assert "CANCELLED" in ends(gone)[1]
+        calls.ask(**ASKED)  # which is not told
+    (line,) = [one.getMessage() for one in caplog.records if "dropped" in one.getMessage()]
+    drops = Drops()
+    drops(f"{line}\n")
+    ((id, at),) = drops.take()
+    assert id == "gone" and 0 <= time.monotonic() - at < WAIT
+    assert drops.take() == []
 
 
 def test_without_faults_nothing_is_wrapped(tiny):

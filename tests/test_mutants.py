@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.mutants import BEAMS, DISK, ENDLESS, MUTANTS, RARE, ROOT, changed, found_by
+from tests.storm import table
 
 NO_SHRINKING = (
     "from hypothesis import Phase, settings; settings.register_profile('first', phases=[Phase.generate]);"
@@ -34,11 +35,13 @@ def test_a_storm_finds_what_is_wrong(figures):
     found = dict(zip(quick, causes, strict=True))
     assert [mistake for mistake, by in found.items() if by is None] == []
     figures(f"{len(found)} of {len(quick)} mistakes found")
+    table.done("mistakes on purpose that are found", len(found), of=len(quick))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_found(tmp_path, mistake):
+    table.done("mistakes on purpose that are found", 0, of=1)
     for name in ("paged_backend", "tests", "kernels", "client"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     file = MUTANTS[mistake][0]
@@ -62,3 +65,4 @@ def test_a_mistake_is_found(tmp_path, mistake):
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 1, done.stdout[-2000:]
+    table.done("mistakes on purpose that are found", 1)

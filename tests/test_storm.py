@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.storm import table
 from tests.storm.asks import Ask, catalogue
 from tests.storm.checker import check, error_class
 from tests.storm.clients import Clients
@@ -49,6 +50,14 @@ def stopped(code=0, seconds=1.0, left=0):
     return {"kind": "stopped", "code": code, "seconds": seconds, "left": left}
 
 
+def cycle(stubs=1, shm=6):
+    return {"kind": "cycle", "number": 3, "stubs": stubs, "shm": shm, "before": 6}
+
+
+def knocked(refused):
+    return {"kind": "knocked", "refused": refused}
+
+
 PROBE = {"kind": "probe", "id": "a"}
 WELL = [invoke(), tokens([5], at=0), tokens([6, 7], at=1), finish()]
 
@@ -61,7 +70,8 @@ WELL = [invoke(), tokens([5], at=0), tokens([6, 7], at=1), finish()]
         [invoke(may=["left"]), tokens([5]), left()],
         [invoke(may=["timeout"]), tokens([5]), finish("timeout")],
         [invoke(may=["CANCELLED"]), error("CANCELLED: the request was cancelled by its client")],
-        [PROBE, *WELL, idle(), idle(free=1, cached=7), stopped()],
+        [PROBE, *WELL, idle(), idle(free=1, cached=7), knocked(True), stopped()],
+        [cycle()],
     ],
 )
 def test_what_is_well(events):
@@ -100,6 +110,10 @@ def test_what_is_well(events):
         ([idle(processes={"stub": {"threads": 9, "files": 5, "sockets": 1}})], "leak"),
         ([idle(processes={})], "leak"),
         ([idle(seconds=3)], "slow"),
+        ([cycle(stubs=2)], "leak"),
+        ([cycle(stubs=0)], "leak"),
+        ([cycle(shm=7)], "leak"),
+        ([knocked(False)], "bad stop"),
         ([stopped(seconds=6)], "slow"),
         ([stopped(code=1)], "bad stop"),
         ([stopped(left=1)], "bad stop"),
@@ -122,6 +136,40 @@ def test_what_is_counted():
     assert verdict.outcomes == {"finish": 1, "left": 1}
     assert (verdict.idle_seconds, verdict.stopped_seconds) == (0.5, 1.5)
     assert "1 streams killed: rst in decode 1" in str(verdict)
+
+
+def test_what_is_open_at_once_is_counted():
+    """Two, and later two, of which one has a token each time."""
+    many = [invoke(id, may=["left"]) | {"face": "http"} for id in "abcd"]
+    events = [many[0], many[1], tokens([5], id="a"), left("a"), left("b"), many[2], tokens([5], id="c"), many[3]]
+    verdict = check([*events, left("c"), left("d")])
+    assert (verdict.most_open, verdict.most_begun) == (2, 1)
+
+
+def test_how_long_blocks_are_held_after_a_client_has_left():
+    """Of one that left before a token a server learns over gRPC alone; who was killed has left at an unknown time."""
+    first = [invoke(id, may=["left"]) | {"face": "grpc" if id == "b" else "http"} for id in "abcd"]
+    ends = [left(id) | {"t": 10.0} for id in "abc"] + [left("d") | {"t": 10.0, "way": "kill"}]
+    freed = [{"kind": "freed", "id": id, "at": 10.0 + 0.25 * number} for number, id in enumerate("abcdx", 1)]
+    verdict = check([*first, tokens([5], id="a"), *ends, *freed])
+    assert verdict.freed == {"noticed": [0.25, 0.5], "over HTTP before a token": [0.75]}
+
+
+def test_a_row_of_the_table_tells_how_far_a_run_came():
+    enough = table.Goal("steps", "enough", 100, 1000, done=[60, 40])
+    assert enough.cells() == ("steps", "100", "1,000", "100", "as asked of make test")
+    assert table.Goal("steps", "enough", 100, 1000, done=[900, 200]).cells()[-1] == "as asked of make nightly"
+    assert table.Goal("steps", "enough", 100, 1000, done=[7]).cells()[-1] == "7% of what make test is asked"
+    assert table.Goal("held", "enough", 100, 1000, "at once", done=[60, 70]).cells()[3] == "70 at once"
+    assert table.Goal("growth", "below", 2, 0.5, "MiB", done=[0.7, 0.1]).cells()[1:] == (
+        "< 2 MiB", "< 0.5 MiB", "0.7 MiB", "as asked of make test"
+    )  # fmt: skip
+    assert table.Goal("growth", "below", 2, 0.5, done=[3]).cells()[-1] == "above"
+
+
+def test_nothing_is_told_with_what_that_says():
+    assert table.bound(0, 5_000) == "0 of 5,000: under 0.06% at 95%"
+    assert table.bound(2, 5_000) == "2 of 5,000"
 
 
 def test_errors_have_classes():

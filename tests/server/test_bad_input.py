@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tests.bad_input import GOOD, Body, body, message
 from tests.server.conftest import MODEL, idle, post, raw_stream
+from tests.storm import table
 
 ANSWER = 5  # seconds that an answer may take
 WORKERS = 4  # of each protocol
@@ -144,6 +145,9 @@ def storm(server, count, seed, until=None):
         working = [pool.submit(made.work, kind, index) for kind in (OverHttp, OverGrpc) for index in range(WORKERS)]
         for one in working:
             one.result()
+    refused = made.found["ours"] + made.found["core"]
+    table.done("bad requests", refused)
+    table.done("bad requests without an error that says whose it is", len(made.faults), of=refused)
     assert made.faults == []
     idle(server)
     assert server.pid == pid
@@ -157,11 +161,10 @@ def test_bad_requests_are_answered_with_what_is_wrong(tiny_server):
 
 
 @pytest.mark.nightly
-def test_a_million_bad_requests(tiny_server, capsys):
+def test_a_million_bad_requests(tiny_server, figures):
     """Or as many as there is an hour for."""
-    found = storm(tiny_server, 1_000_000, seed=time.time(), until=time.monotonic() + 3600)
-    with capsys.disabled():
-        print(f"\n{found['ours'] + found['core']} bad requests refused, 0 without a class; all: {dict(found)}")
+    seed = time.time()
+    figures(f"seed {seed}: {dict(storm(tiny_server, 1_000_000, seed=seed, until=time.monotonic() + 3600))}")
 
 
 JSON = st.recursive(

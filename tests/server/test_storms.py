@@ -3,7 +3,8 @@ once, models that come and go. See tests/storm. In two sizes: what fits beside t
 
 import json
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,9 @@ from paged_backend import faults
 from paged_backend.serving.tritonserver import TritonServer
 from tests.in_process import byte_tokenizer, generate_alone
 from tests.server.conftest import plain_server
+from tests.storm import table
 from tests.storm.models import Models
-from tests.storm.server import OPTIONS, engine_alone, save_printable, with_floor
+from tests.storm.server import OPTIONS, Drops, engine_alone, save_printable, with_floor
 from tests.storm.storm import Storm
 
 SEED = 7
@@ -23,15 +25,22 @@ class Size:
     killed: int  # streams
     held: int  # requests at once
     preemptions: int
-    seconds: float  # of the soak
-    responses: int  # in it
+    responses: int  # of the soak
     cycles: int  # of loading
+    restarts: int  # of servers
 
 
 SIZES = [
-    pytest.param(Size(1_000, 1_000, 200, 10, 3_000, 1), id="seeded"),
-    pytest.param(Size(5_000, 10_000, 2_000, 180, 300_000, 20), id="whole", marks=pytest.mark.nightly),
+    pytest.param(Size(1_000, 1_000, 200, 3_000, 2, 2), id="seeded"),
+    pytest.param(Size(5_000, 10_000, 2_000, 300_000, 20, 10), id="whole", marks=pytest.mark.nightly),
 ]
+
+
+@pytest.fixture(params=SIZES)
+def size(request):
+    """With what --storm asks for."""
+    asked = dict(one.split("=") for one in request.config.getoption("storm").split())
+    return replace(request.param, **{name: int(count) for name, count in asked.items()})
 
 
 @pytest.fixture(scope="module")
@@ -52,50 +61,62 @@ def well(verdict):
     return verdict
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path):
-    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED)
+def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path, tell, monkeypatch):
+    monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
+    drops = Drops()
+    with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
+        storm = Storm(server, tmp_path, SEED, drops=drops, tell=tell)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
                 assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
-        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
+        verdict = well(storm.kill(size.killed // 2))
+        assert verdict.killed.total() >= size.killed // 2
+        assert verdict.freed["noticed"]
         well(storm.dry(size.preemptions))
-        assert well(storm.soak(size.seconds, size.responses)).responses >= size.responses
+        assert well(storm.soak(size.responses)).responses >= size.responses
         well(storm.stop())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path):
+def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path, monkeypatch):
     """Those of gRPC: see Storm."""
-    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48)
+    monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
+    drops = Drops()
+    with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
+        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, drops=drops)
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
         well(storm.hold(size.held))
         server.kill()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_models_come_and_go_under_load(printable, size, tmp_path):
+def test_models_come_and_go_under_load(printable, size, tmp_path, tell):
     repository = engine_alone(tmp_path / "repository")
     settings = repository / "paged_llm" / "1" / "model.json"
     settings.write_text(json.dumps(OPTIONS | {"model": str(printable[0])}))
-    with plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server:
-        storm = Storm(server, tmp_path, SEED, asks=16)
-        with closing(Models(server, repository)) as models:
-            verdict = well(storm.reload(models, size.cycles))
+    with (
+        plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server,
+        closing(Models(server, repository)) as models,
+    ):
+        storm = Storm(server, tmp_path, SEED, asks=16, tell=tell)
+        verdict = well(storm.reload(models, size.cycles))
         assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while there was none
+        models.close()
         well(storm.stop())
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", range(10))
-def test_a_server_that_is_told_to_stop_stops(printable, repository, number, tmp_path):
-    with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED + number, asks=16)
-        well(storm.kill(100))
-        well(storm.stop())
+def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, size, tmp_path, tell):
+    """On the same ports, and answers as before."""
+    ports, first = {}, None
+    for number in range(size.restarts + 1):
+        with TritonServer(printable[0], OPTIONS, repository=repository, **ports) as server:
+            ports = {name: getattr(server, name) for name in ("http_port", "grpc_port", "metrics_port")}
+            storm = Storm(server, tmp_path, SEED, asks=16)
+            assert storm.asks == (first := first or storm.asks)
+            well(storm.kill(50))
+            well(storm.crash() if number % 2 else storm.stop())
+        assert not list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
+        table.done("servers stopped or killed, and started again", number > 0)
+        tell(f"{number} of {size.restarts} servers started again")
 
 
 def test_faults_on_purpose_are_found(printable, repository, tmp_path, monkeypatch):

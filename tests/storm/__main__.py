@@ -1,17 +1,20 @@
-"""Storms by hand: `python -m tests.storm run --seed 3 kill=5000 soak=180`, or `python -m tests.storm check FILE`."""
+"""Storms by hand: `python -m tests.storm run --seed 3 kill=5000 soak=300000`, or `python -m tests.storm check FILE`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 from pathlib import Path
 
+from paged_backend import faults
 from paged_backend.serving.tritonserver import TritonServer
 from tests.storm import table
 from tests.storm.checker import Verdict, check
 from tests.storm.history import load
-from tests.storm.server import OPTIONS, save_printable, with_floor
+from tests.storm.server import OPTIONS, Drops, save_printable, with_floor
 from tests.storm.storm import Storm
 
 STORMS = ("calm", "kill", "dry", "hold", "soak")
@@ -27,7 +30,7 @@ def main() -> int:
     one.add_argument("storms", nargs="+", metavar="STORM=SIZE", help=f"of {', '.join(STORMS)}, in this order")
     asked = parser.parse_args()
     verdicts = [check(load(asked.file))] if asked.command == "check" else _run(asked.seed, asked.storms)
-    print(table.text() or verdicts[0])
+    print(f"{table.text()}\n\n{table.goals()}" if table.rows else verdicts[0])
     return int(any(verdict.problems for verdict in verdicts))
 
 
@@ -36,10 +39,12 @@ def _run(seed: int, storms: list[str]) -> list[Verdict]:
     see Storm."""
     directory = Path(tempfile.mkdtemp(prefix="storm-"))
     save_printable(directory / "model")
-    with TritonServer(directory / "model", OPTIONS, repository=with_floor(directory / "repository")) as server:
+    os.environ[faults.VARIABLE] = json.dumps({"tell_drops": 1})
+    repository, drops = with_floor(directory / "repository"), Drops()
+    with TritonServer(directory / "model", OPTIONS, repository=repository, echo=drops) as server:
         asked = [one.partition("=") for one in storms]
         cancels = any(name == "hold" for name, _, _ in asked)
-        storm = Storm(server, directory, seed, cancels=cancels)
+        storm = Storm(server, directory, seed, cancels=cancels, drops=drops)
         verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
         if not cancels:
             return [*verdicts, storm.stop()]

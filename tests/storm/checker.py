@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.storm.history import Event
+from tests.storm.plans import LEAVES
 
 CLASSES = re.compile(r"(?:Error generating stream: )?(INVALID_ARGUMENT|UNAVAILABLE|CANCELLED|INTERNAL): ")
 # What tritonserver says by itself, of a model that is not loaded and of a body that is no JSON.
@@ -29,6 +30,7 @@ class Request:
     tokens: list[list[int]]
     texts: list[str]
     terminal: Event | None = None
+    begun: bool = False
 
 
 @dataclass
@@ -41,6 +43,9 @@ class Verdict:
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by way and phase, of those that had not ended
+    most_open: int = 0  # requests at once
+    most_begun: int = 0  # of them such as had tokens
+    freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a client's leaving to free blocks
     idle_seconds: float | None = None  # the longest
     stopped_seconds: float | None = None
 
@@ -80,6 +85,7 @@ class _Check:
         self._idle_within, self._stopped_within = idle_within, stopped_within
         self._requests: dict[str, Request] = {}
         self._probes: list[str] = []
+        self._open = self._begun = 0
         self._verdict = Verdict()
 
     def run(self, events: Iterable[Event]) -> Verdict:
@@ -102,6 +108,8 @@ class _Check:
             self._problem("double invoke", id, "the same id twice")
         self._requests[id] = Request(event, [[] for _ in range(samples)], [""] * samples)
         self._verdict.requests += 1
+        self._open += 1
+        self._verdict.most_open = max(self._verdict.most_open, self._open)
 
     def _tokens(self, event: Event) -> None:
         id, request = event["id"], self._requests[event["id"]]
@@ -114,6 +122,10 @@ class _Check:
             return
         if event["at"] is not None and event["at"] != len(request.texts[0]):
             self._problem("gap", id, f"text from {event['at']} on, after {len(request.texts[0])} characters")
+        if not request.begun and not request.terminal:
+            request.begun = True
+            self._begun += 1
+            self._verdict.most_begun = max(self._verdict.most_begun, self._begun)
         for index, (tokens, text) in enumerate(zip(event["tokens"], event["texts"], strict=True)):
             request.tokens[index] += tokens
             request.texts[index] += text
@@ -140,6 +152,8 @@ class _Check:
             self._problem("double terminal", id, f"{_told(request.terminal)}, then {_told(event)}")
             return
         request.terminal = event
+        self._open -= 1
+        self._begun -= request.begun
         outcome = self._outcome(request)
         self._verdict.outcomes[outcome] += 1
         invoke = request.invoke
@@ -181,6 +195,23 @@ class _Check:
 
     def _probe(self, event: Event) -> None:
         self._probes.append(event["id"])
+
+    def _freed(self, event: Event) -> None:
+        """Of clients that left by themselves. A server notices one that left over HTTP with its next response only."""
+        request = self._requests.get(event["id"])
+        if request and request.terminal and request.terminal.get("way") in LEAVES:
+            noticed = request.begun or request.invoke["face"] == "grpc"
+            name = "noticed" if noticed else "over HTTP before a token"
+            self._verdict.freed.setdefault(name, []).append(event["at"] - request.terminal["t"])
+
+    def _cycle(self, event: Event) -> None:
+        if event["stubs"] != 1 or event["shm"] != event["before"]:
+            what = f"{event['stubs']} processes, {event['shm']} regions, of which there were {event['before']}"
+            self._problem("leak", f"cycle {event['number']}", what)
+
+    def _knocked(self, event: Event) -> None:
+        if not event["refused"]:
+            self._problem("bad stop", "server", "lets connections in until its last stream has ended")
 
     def _idle(self, event: Event) -> None:
         before, after, verdict = event["before"], event["after"], self._verdict

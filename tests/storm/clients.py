@@ -16,10 +16,9 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from tests.storm.asks import ALWAYS, MODEL, as_list, split
 from tests.storm.history import History
-from tests.storm.plans import Plan
+from tests.storm.plans import LEAVES, Plan
 
 PATIENCE = 60.0  # seconds after which an answer that does not come counts as lost
-LEAVES = ("fin", "rst", "cancel", "close")  # what a client does by itself; the other ways come from elsewhere
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,32 @@ class Clients:
         for channel in self._channels:
             await channel.close()
 
-    async def play(self, plan: Plan) -> None:
-        """Never raises: whatever comes of it is in the history."""
+    async def play(self, plan: Plan) -> bool:
+        """Whether it was answered with an error. Never raises: whatever comes of it is in the history."""
         self._history.invoke(plan)
         wire = self._wire(plan)
         try:
-            await asyncio.wait_for(self._talk(plan, wire), self._patience)
+            return await asyncio.wait_for(self._talk(plan, wire), self._patience)
         except asyncio.TimeoutError:
             self._end(plan, "lost", why=f"no end within {self._patience:.0f} s")
         except Exception as error:  # whatever a server may do to its client
             self._end(plan, "lost", why=f"{type(error).__name__}: {error}")
         finally:
             await wire.close()
+        return False
 
-    async def play_all(self, plans: Any, *, open: int, until: Callable[[], bool] = lambda: False) -> None:
-        """`open` at the same time, until there are no more or it is enough."""
+    async def play_all(
+        self, plans: Any, *, open: int, until: Callable[[], bool] = lambda: False, rest: float = 0.0
+    ) -> None:
+        """`open` at the same time, until there are no more or it is enough. rest: seconds that a client waits after an
+        error before it asks again."""
 
         async def some() -> None:
             for plan in plans:
-                await self.play(plan)
+                refused = await self.play(plan)
                 if until():
                     return
+                await asyncio.sleep(rest if refused else 0)
 
         plans = iter(plans)
         await asyncio.gather(*(some() for _ in range(open)))
@@ -105,10 +109,10 @@ class Clients:
         self._turn += 1
         return GrpcWire(self._channels[self._turn % len(self._channels)])
 
-    async def _talk(self, plan: Plan, wire: Wire) -> None:
+    async def _talk(self, plan: Plan, wire: Wire) -> bool:
         await wire.send(plan)
         wants_to_go = plan.way in (*LEAVES, "stop_request")
-        count, ended, paused = 0, False, not plan.pause
+        count, ended, failed, paused = 0, False, False, not plan.pause
         if wants_to_go and not plan.after:
             waiting = asyncio.ensure_future(wire.receive())
             await asyncio.wait([waiting], timeout=plan.delay)
@@ -117,24 +121,26 @@ class Clients:
                 if await self._go(plan, wire):
                     waiting.cancel()
                     await asyncio.gather(waiting, return_exceptions=True)
-                    return
+                    return False
             response = await waiting
         else:
             response = await wire.receive()
         while response is not None:
             note(self._history, plan.id, response)
             count += max(map(len, response.tokens), default=0)
-            ended = ended or bool(response.finish or response.error)
+            failed = failed or response.error is not None
+            ended = ended or failed or bool(response.finish)
             if wants_to_go and count >= plan.after and not ended:
                 wants_to_go = False
                 if await self._go(plan, wire):
-                    return
+                    return False
             if not paused:
                 paused = True
                 await asyncio.sleep(plan.pause)
             response = await wire.receive()
         if not ended:
             raise Lost("the server closed it without an end")
+        return failed
 
     async def _go(self, plan: Plan, wire: Wire) -> bool:
         """Whether that was all for the client."""

@@ -65,13 +65,13 @@ class Memory:
         """MiB a minute that each process has grown by in the second half: the line nearest to what was seen."""
         half = self._seen[len(self._seen) // 2 :]
         return {
-            name: _slope([(when, held[name]) for when, held in half]) * 60 / 2**20
+            name: slope([(when, held[name]) for when, held in half]) * 60 / 2**20
             for name in (half[0][1] if len(half) > 1 else {})
             if all(name in held for _, held in half)
         }
 
 
-def _slope(points: list[tuple[float, int]]) -> float:
+def slope(points: list[tuple[float, int]]) -> float:
     """By least squares."""
     middle, mean = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((when - middle) ** 2 for when, _ in points)

@@ -5,6 +5,10 @@
     tokens     id, tokens: of each sample; texts; at: where the server says that the text of the first sample begins
     terminal   id, how: finish, error, left or lost; finish or error or way; bare: whether the response had no tokens
     idle       seconds until it was; before, after: what the server held
+    freed      id, at: the time at which the engine had dropped one that its client had left
+    cycle      number; stubs, shm: processes of models, and regions of shared memory, after a model was replaced;
+               before: regions before
+    knocked    refused: whether the server lets nobody in, while its last streams go on
     probe      what was asked alone after the storm: the invoke that follows has this id
     stopped    code; seconds since its last stream had ended; left: of its shared memory
 
@@ -30,6 +34,7 @@ class History:
         self.begun: set[str] = set()  # requests that have had a token
         self.responses = 0  # with tokens
         self.killed = 0  # that have ended, and not well, by the nemesis' hand
+        self.ended: set[str] = set()
         self._doomed: set[str] = set()
 
     def add(self, kind: str, **fields: Any) -> None:
@@ -49,6 +54,7 @@ class History:
         elif event["kind"] == "invoke" and event["way"]:
             self._doomed.add(event["id"])
         elif event["kind"] == "terminal":
+            self.ended.add(event["id"])
             self.killed += event["id"] in self._doomed and set(event.get("finish", ["timeout"])) == {"timeout"}
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
 

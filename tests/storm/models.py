@@ -18,6 +18,7 @@ class Models:
 
     def __init__(self, server: Server, repository: Path):
         self._control = grpcclient.InferenceServerClient(server.grpc_url)
+        self._control.is_server_live()  # from now on it has its connection
         self._repository = repository
 
     def load(self) -> None:

@@ -14,6 +14,7 @@ WAYS = {  # by face. A raw socket ends with FIN, or with RST and what was sent t
     "http": ("fin", "rst", "deadline", "stop_request"),
     "grpc": ("deadline", "stop_request", "cancel", "close"),
 }
+LEAVES = ("fin", "rst", "cancel", "close")  # what a client does by itself; the other ways come from elsewhere
 CANCELS = ("cancel", "close")  # of gRPC streams: see Storm
 MAY = {"deadline": "timeout", "stop_request": "CANCELLED"}  # how a request may end beside well; else its client left
 BAD = (  # refused by the engine, never by the server: see clients.GrpcWire

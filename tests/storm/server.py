@@ -29,6 +29,25 @@ OPTIONS = {
 }
 
 
+class Drops:
+    """What a server's log tells of requests that its engine has dropped, by PAGED_FAULTS tell_drops: one that is given
+    each line of it."""
+
+    LINE = re.compile(r"dropped (\S+) at (\d+\.\d+)$")
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, float]] = []
+
+    def __call__(self, line: str) -> None:
+        if found := self.LINE.search(line.rstrip()):
+            self._seen.append((found[1], float(found[2])))
+
+    def take(self) -> list[tuple[str, float]]:
+        """Ids, and times by the monotonic clock, since it was asked last."""
+        seen, self._seen = self._seen, []
+        return seen
+
+
 class Server(Protocol):
     """As TritonServer is one."""
 
@@ -48,6 +67,8 @@ class Server(Protocol):
     def pid(self) -> int: ...
 
     def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
 
     def wait(self, timeout: float | None = None) -> int: ...
 

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import os
 import random
+import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,18 @@ from tests.storm.asks import MODEL, ask_alone, catalogue
 from tests.storm.checker import Verdict, check
 from tests.storm.clients import PATIENCE, Clients
 from tests.storm.crowd import Crowd
-from tests.storm.footprint import Memory, busy_seconds
+from tests.storm.footprint import Memory, busy_seconds, resident, slope
 from tests.storm.history import History, load
 from tests.storm.models import Models
 from tests.storm.murder import murder
 from tests.storm.plans import Plan, plans, victims
-from tests.storm.server import FLOOR, Server, counters, footprint, held, settled
+from tests.storm.server import FLOOR, Drops, Server, counters, footprint, held, settled, until
 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 VICTIMS = 20  # requests of a process that is killed
 HELD_STREAMS = 10
 LAST_STREAMS = 24  # open at SIGTERM
+MURDER_EVERY = 10_000  # responses of a soak
 IDLE_WITHIN = 10.0  # seconds. The goal is 2, which the table is to be read for: other things may run on the same cores
 
 
@@ -51,9 +54,13 @@ class Storm:
         cancels: bool = False,
         asks: int = 96,
         patience: float = PATIENCE,
+        drops: Drops | None = None,
+        tell: Callable[[str], None] = print,
     ):
         """cancels: whether gRPC streams are. patience: seconds that clients wait for an end, and the end of a storm for
-        an idle server."""
+        an idle server. drops: the server's own, to see how long blocks are held after a client has left. tell: gets a
+        line now and then of what goes on for long."""
+        self.tell, self._drops = tell, drops
         self.cancels = cancels
         self.server, self.seed = server, seed
         self._directory, self._patience = directory, patience
@@ -64,6 +71,7 @@ class Storm:
         warm = self._weather("warm-up", self._warm_up)
         assert not warm.problems, str(warm)
         self._before = settled(server)[1]
+        self.regions: int = self._before["shm"]
         if cancels:
             del self._before["processes"]["tritonserver"]
 
@@ -77,9 +85,9 @@ class Storm:
         """At least so many streams, in every phase and way, among others that go on to their end."""
         return self._weather("kill", lambda here: here.kill(count))
 
-    def soak(self, seconds: float, responses: int = 0) -> Verdict:
-        """All kinds of things at once, for a time, and until so many responses have come."""
-        return self._weather("soak", lambda here: here.soak(seconds, responses))
+    def soak(self, responses: int) -> Verdict:
+        """All kinds of things at once, until so many responses have come."""
+        return self._weather("soak", lambda here: here.soak(responses))
 
     def hold(self, count: int) -> Verdict:
         """At least so many requests at the same time, from a few gRPC streams; then all are cancelled."""
@@ -94,9 +102,14 @@ class Storm:
         """The model is unloaded and loaded, and replaced while it serves, so many times each. Its new process inherits
         whatever the server has open while it starts, its clients' connections: that is tritonserver's own doing."""
         assert self._before
-        for one in self._before["processes"].values():
-            del one["sockets"], one["files"]
+        for name, one in self._before["processes"].items():
+            if name != "tritonserver":
+                del one["sockets"], one["files"]
         return self._weather("reload", lambda here: here.reload(models, cycles))
+
+    def crash(self) -> Verdict:
+        """SIGKILL for the server and its processes, while streams are open."""
+        return self._weather("crash", lambda here: here.crash(), last=True)
 
     def stop(self) -> Verdict:
         """SIGTERM while streams are open: they end, the server ends, and nothing is left."""
@@ -126,6 +139,8 @@ class Storm:
                 seconds, after = settled(self.server, self._before, patience=self._patience)
                 history.add("idle", seconds=seconds, before=self._before, after=after)
                 asyncio.run(self._under(history, figures, lambda here: here.probe()))
+            for id, at in self._drops.take() if self._drops else ():
+                history.add("freed", id=id, at=at)
         verdict = check(load(file), idle_within=idle_within)
         print(f"{name}, seed {self.seed}, {file}: {verdict}\n{figures or ''}")
         if self._before is not None:
@@ -171,18 +186,23 @@ class Weather:
             self.murders(max(1, count // 10 // VICTIMS)),
         )
 
-    async def soak(self, seconds: float, responses: int) -> None:
-        begun, memory = time.monotonic(), Memory(self._server.pid)
+    async def soak(self, responses: int) -> None:
+        begun, memory, history = time.monotonic(), Memory(self._server.pid), self._history
 
-        def enough() -> bool:
-            return time.monotonic() > begun + seconds and self._history.responses >= responses
+        async def nemesis() -> None:
+            """Murders by the count of responses, so that a slower machine has as many."""
+            for number in range(0, responses, MURDER_EVERY):
+                while history.responses < number:
+                    await asyncio.sleep(0.05)
+                await self.murders(1)
+                if number:
+                    seconds = time.monotonic() - begun
+                    self._storm.tell(f"soak: {history.responses:,} of {responses:,} responses in {seconds:.0f} s")
 
         watch = asyncio.ensure_future(memory.watch())
         some = self._plans("soak", kills=0.1)
-        await asyncio.gather(
-            self._clients.play_all(some, open=OPEN, until=enough),
-            self.murders(max(1, int(seconds / 10)), every=10.0),
-        )
+        enough = self._clients.play_all(some, open=OPEN, until=lambda: history.responses >= responses)
+        await asyncio.gather(enough, nemesis())
         watch.cancel()
         self._figures["seconds"] = time.monotonic() - begun
         self._figures |= {f"MiB/min of {name}": slope for name, slope in memory.slopes().items()}
@@ -249,30 +269,69 @@ class Weather:
         done = False
         some = self._plans("reload", kills=0, bad=0)
         patient = (replace(plan, may=("SERVER", "UNAVAILABLE")) for plan in some)
-        playing = asyncio.ensure_future(self._clients.play_all(patient, open=OPEN // 4, until=lambda: done))
-        for _ in range(cycles):
+        everybody = self._clients.play_all(patient, open=OPEN // 4, until=lambda: done, rest=0.2)
+        playing = asyncio.ensure_future(everybody)
+        memory = []
+        for number in range(cycles):
             await asyncio.to_thread(models.unload)
             await asyncio.to_thread(models.load)
-            await asyncio.sleep(0.5)  # under load for a while
+            await self._goes_on()
             await asyncio.to_thread(models.replace)
-            await asyncio.sleep(0.5)
+            await self._goes_on()
+            memory.append((number, await asyncio.to_thread(self._after_cycle, number)))
+            self._storm.tell(f"reload: {number + 1} of {cycles} cycles")
         self._figures |= {"unloaded and loaded": cycles, "replaced": cycles}
+        if len(memory) >= 4:
+            self._figures["MiB a cycle of tritonserver"] = slope(memory[len(memory) // 2 :]) / 2**20
         done = True
         await playing
 
-    async def stop(self) -> None:
+    async def _goes_on(self) -> None:
+        """Until some more responses have come from what is loaded now."""
+        responses = self._history.responses + OPEN
+        while self._history.responses < responses:
+            await asyncio.sleep(0.02)
+
+    def _after_cycle(self, number: int) -> int:
+        """Notes what there is once the instance before has gone; the server's memory in bytes."""
+        before, found = self._storm.regions, {}
+
+        def alone() -> bool:
+            found.update(footprint(self._server.pid, self._server.shm_prefix))
+            return found["shm"] == before and len(found["processes"]) == 2
+
+        with suppress(AssertionError):  # the checker says what is there
+            until(alone, "the end of the instance before")
+        stubs = len(found["processes"]) - 1
+        self._history.add("cycle", number=number, stubs=stubs, shm=found["shm"], before=before)
+        return resident(self._server.pid)["tritonserver"]
+
+    async def _last(self) -> tuple[set[str], asyncio.Future[None]]:
+        """Streams that have begun, and go on for a while: their ids, and their end."""
         some = self._plans("last", long=True, kills=0, bad=0, pauses=0)
-        waiting = set()
-
-        def waits(plan: Plan) -> Plan:
-            waiting.add(plan.id)
-            return plan
-
-        streams = map(waits, itertools.islice(some, LAST_STREAMS))
-        playing = asyncio.ensure_future(self._clients.play_all(streams, open=LAST_STREAMS))
-        while len(self._history.begun & waiting) < LAST_STREAMS and not playing.done():
+        plans = [replace(plan, may=("left",)) for plan in itertools.islice(some, LAST_STREAMS)]
+        ids = {plan.id for plan in plans}
+        playing = asyncio.ensure_future(self._clients.play_all(plans, open=LAST_STREAMS))
+        while not ids <= self._history.begun and not playing.done():
             await asyncio.sleep(0.005)
+        return ids, playing
+
+    async def crash(self) -> None:
+        ids, playing = await self._last()
+        self._server.kill()
+        playing.cancel()  # before any of them notices
+        await asyncio.gather(playing, return_exceptions=True)
+        for id in sorted(ids - self._history.ended):
+            self._history.add("terminal", id=id, how="left", way="crash")
+
+    async def stop(self) -> None:
+        _, playing = await self._last()
         self._server.terminate()
+        refused = False
+        while not (refused or playing.done()):
+            refused = await asyncio.to_thread(self._server_refuses)
+            await asyncio.sleep(0.005)
+        self._history.add("knocked", refused=refused)
         await playing
         await self._clients.close()
         begun = time.monotonic()
@@ -293,6 +352,15 @@ class Weather:
         asks = self._storm.long if long else self._storm.asks
         name = self._storm.name(name)
         return plans(self._storm.seed_of_next(), asks, name=name, cancels=self._storm.cancels, **shares)
+
+    def _server_refuses(self) -> bool:
+        """Whether somebody who comes now is let in."""
+        try:
+            with socket.create_connection(("127.0.0.1", self._server.http_port), timeout=5) as client:
+                client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                return not client.recv(1)
+        except OSError:
+            return True
 
     def _end(self) -> int | None:
         try:
