@@ -278,6 +278,9 @@ class EngineConfig(Caps):
     chat_template_timeout: float = option(
         _above_zero, "seconds that the chat template may take, while nobody else is let in", RENDER_SECONDS
     )
+    tokenize_timeout: float = option(
+        _above_zero, "seconds that a long prompt may take to be tokenized, beside those that are short", 10
+    )
     structured_outputs_timeout: float = option(
         _above_zero, "seconds that it may take to compile a schema, an expression or a grammar", 10
     )

@@ -21,6 +21,13 @@ class ErrorCode(Enum):
     INTERNAL = "INTERNAL"
 
 
+_OUTCOMES = {
+    ErrorCode.CANCELLED: "cancelled",
+    ErrorCode.DEADLINE_EXCEEDED: "timeout",
+    ErrorCode.INTERNAL: "error",
+}
+
+
 class RequestError(Exception):
     """Ends one request. `str()` tells its class and what is wrong: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`.
     What of it UTF-8 cannot carry is written out: a parameter's name, which comes from JSON, may hold halves of
@@ -31,18 +38,11 @@ class RequestError(Exception):
         super().__init__(text.encode(errors="backslashreplace").decode())
         self.code = code
         self.verbatim = verbatim
+        self.outcome = _OUTCOMES.get(code, "refused")  # what the metrics count it as, in mid-answer, too
 
 
-class NoPlace(RequestError):
-    """As many requests are there as may. `outcome` is what it counts as."""
-
-    outcome = "refused"
-
-
-class TenantFull(NoPlace):
+class TenantFull(RequestError):
     """As many requests of the tenant are open as may."""
-
-    outcome = "tenant_full"
 
     def __init__(self, most: int):
         super().__init__(
@@ -50,17 +50,17 @@ class TenantFull(NoPlace):
             f"{most} requests of this cache_salt are open, which is max_tenant_requests; send it again when one has"
             " ended",
         )
+        self.outcome = "tenant_full"
 
 
-class QueueFull(NoPlace):
+class QueueFull(RequestError):
     """As many requests wait as may."""
-
-    outcome = "queue_full"
 
     def __init__(self, waiting: int):
         super().__init__(
             ErrorCode.UNAVAILABLE, f"{waiting} requests wait, which is max_queue_size; send it again later"
         )
+        self.outcome = "queue_full"
 
 
 def invalid(field_name: str, value: Any, limit: str) -> RequestError:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import json
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from paged_backend import faults
 from paged_backend.assembly import assemble
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ErrorCode, NoPlace, QueueFull, RequestError, invalid
+from paged_backend.errors import ErrorCode, QueueFull, RequestError, invalid
 from paged_backend.frontend import wire
 from paged_backend.frontend.beam_stops import ending
 from paged_backend.frontend.channel import Channel, ServerChannel
-from paged_backend.frontend.conversation import check_count
+from paged_backend.frontend.conversation import Message, check_count
 from paged_backend.frontend.detokenizer import Detokenizer
 from paged_backend.frontend.embedding import parse_sampling
 from paged_backend.frontend.local_listener import Listener
@@ -37,6 +40,7 @@ from paged_backend.frontend.stop_tokens import StopTokens
 from paged_backend.frontend.stream import Sample, Stream
 from paged_backend.frontend.templates import render
 from paged_backend.frontend.tenants import Tenants
+from paged_backend.frontend.tokenizing import LONG_CHARS, Tokenizing
 from paged_backend.guided.grammars import Grammars
 from paged_backend.request import GenerateRequest, check_prompt_length
 from paged_backend.sampling.masks import Guide
@@ -45,6 +49,22 @@ from paged_backend.sampling_params import SamplingParams
 log = logging.getLogger("paged_llm")
 
 DRAIN_SHARE = 0.7  # of stop_timeout, for what other models have open; the rest is for the engine's own end
+
+
+Encode = Callable[..., list[int]]  # one of the two of Tokenizing
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A request that was read and checked, and whose prompt is to be tokenized."""
+
+    call: wire.Call
+    channel: Channel
+    arrived: float  # time.monotonic()
+    sampling: SamplingParams
+    turn: Turn | None
+    messages: list[Message] | None  # those of a session's earlier turns among them
+    size: int  # characters of the text, or of the conversation as JSON
 
 
 class Service:
@@ -74,7 +94,10 @@ class Service:
         self._keys = itertools.count()
         self._max_queue_size = config.max_queue_size
         self._tenants = Tenants(config.max_tenant_requests)
-        self._taking = threading.Lock()  # a tokenizer, and the order of requests, are one thread's at a time
+        self._taking = threading.Lock()  # the order of requests is one thread's at a time
+        self._tokenizing = Tokenizing(self._tokenizer, config.tokenize_timeout)
+        self._beside = ThreadPoolExecutor(1, "long prompts")
+        self._long: list[Arrival] = []  # those that are tokenized there, or wait for it
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
         self._most_seconds = config.request_timeout or math.inf
@@ -142,6 +165,7 @@ class Service:
         if self._listener:
             self._listener.drain(DRAIN_SHARE * left())
             self._listener.close()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         self._grammars.stop()
         self._engine.stop(left())
         self._responder.stop(left())
@@ -157,31 +181,52 @@ class Service:
         self.take(channel)
 
     def take(self, channel: Channel) -> None:
-        """Read, tokenize, check and queue one request. May be called from any thread."""
+        """Read, check, tokenize and queue one request. May be called from any thread."""
         arrived = time.monotonic()
-        with self._taking:
-            self._take(channel, arrived)
-
-    def _take(self, channel: Channel, arrived: float) -> None:
-        try:
-            if trouble := self._trouble():
-                raise RequestError(ErrorCode.UNAVAILABLE, trouble)
-            received, caps = channel.received(), self._assembly.limits.caps
-            if question := wire.question(*received, caps=caps):
-                self._answer(question, channel, wire.request_id(received[1], received[-1], caps))
+        with self._taking, self._refusing(channel):
+            arrival = self._begin(channel, arrived)
+            if arrival is None:
                 return
-            call = wire.read(*received, caps=caps)
-            stream = self._admit(call, channel, arrived)
-            if stream is not None:
-                self._engine.expect(stream.request.key)
-                self._responder.open(stream)
-                self._deliver(stream.request)
+            with _undoing(arrival.turn):
+                if arrival.size > LONG_CHARS:
+                    self._long.append(arrival)
+                    self._beside.submit(self._take_long, arrival)
+                else:
+                    self._enter(arrival, self._tokenize(arrival, self._tokenizing.encode))
+
+    def _take_long(self, arrival: Arrival) -> None:
+        """Others are let in while this one's prompt is tokenized."""
+        with self._refusing(arrival.channel), _undoing(arrival.turn):
+            try:
+                if arrival.channel.is_cancelled():
+                    raise RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
+                tokens = self._tokenize(arrival, self._tokenizing.encode_long)
+            except BaseException:
+                self._long.remove(arrival)
+                raise
+            with self._taking:
+                self._long.remove(arrival)
+                self._check_place(arrival.sampling)
+                self._enter(arrival, tokens)
+
+    @contextmanager
+    def _refusing(self, channel: Channel) -> Iterator[None]:
+        """What is wrong with a request goes back to its client."""
+        try:
+            yield
         except RequestError as error:
             _refuse(channel, error)
-            self._responder.refused(error.outcome if isinstance(error, NoPlace) else "refused")
+            self._responder.refused(error.outcome)
         except Exception as error:
             log.exception("a request could not be taken")
             _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            self._responder.refused("error")
+
+    def _enter(self, arrival: Arrival, tokens: list[int]) -> None:
+        stream = self._stream(arrival, tokens)
+        self._engine.expect(stream.request.key)
+        self._responder.open(stream)
+        self._deliver(stream.request)
 
     def _answer(self, question: str, channel: Channel, request_id: str) -> None:
         if question == "pool_map":
@@ -193,6 +238,8 @@ class Service:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, "stop_request: has no request id (`id` over HTTP); give that of the request"
             )
+        elif any(arrival.call.request_id == request_id for arrival in self._long):  # which are to be found, too
+            self._beside.submit(self._responder.cancel, channel, request_id)
         else:
             self._responder.cancel(channel, request_id)
 
@@ -216,43 +263,54 @@ class Service:
             structure, request.sampling.num_samples, compiled, wanted=lambda: self._engine.expects(key)
         )
 
-    def _admit(self, call: wire.Call, channel: Channel, arrived: float) -> Stream | None:
-        """A stream of a request that may be queued; None where the request was answered here."""
-        limits = self._assembly.limits
+    def _begin(self, channel: Channel, arrived: float) -> Arrival | None:
+        """Read and check a request. None where it was answered here."""
+        if trouble := self._trouble():
+            raise RequestError(ErrorCode.UNAVAILABLE, trouble)
+        received, limits = channel.received(), self._assembly.limits
+        if question := wire.question(*received, caps=limits.caps):
+            self._answer(question, channel, wire.request_id(received[1], received[-1], limits.caps))
+            return None
+        call = wire.read(*received, caps=limits.caps)
         if call.embedding:
             checked = call.embedding.checked(limits)
             call = replace(call, embedding=checked, input_ids=checked.ids)
         sampling = (parse_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
         turn = self._turn(call, sampling) if call.sequence else None
-        try:
-            if call.only_ends and turn:
-                outputs = wire.write(call, [wire.SampleOutput("", "stop", ())], prompt_token_ids=())
-                turn.finish([], "")
-                turn = None
-                channel.send(outputs, final=True)
-                return None
-            if self._max_queue_size and (waiting := self._engine.waiting) >= self._max_queue_size:
-                raise QueueFull(waiting)
-            self._tenants.check(sampling.cache_salt)
-            request = self._request(call, sampling, turn)
-            samples = self._samples(call, request)
-            return Stream(
-                request,
-                call,
-                channel,
-                samples,
-                arrived,
-                self._encode,
-                self._token_text,
-                self._prompt_offsets(call, request, samples[0].text),
-                turn,
-                limits.block_size,
-                most_seconds=self._most_seconds,
-            )
-        except Exception:
-            if turn:
-                turn.undo()
-            raise
+        if call.only_ends and turn:
+            turn.finish([], "")
+            channel.send(wire.write(call, [wire.SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+            return None
+        with _undoing(turn):
+            self._check_place(sampling)
+            _check_use(call, sampling)
+            sampling = self._spread(sampling)
+            self._check_adapter(sampling.lora_name)
+            messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+            if messages is not None:
+                check_count(messages, limits.caps)  # those of a session's earlier turns among them
+            if call.prompt is not None:
+                self._check_length(call.prompt_field, call.prompt)
+            size = len(call.prompt or "") if messages is None else len(json.dumps([messages, call.tools]))
+            return Arrival(call, channel, arrived, sampling, turn, messages, size)
+
+    def _check_place(self, sampling: SamplingParams) -> None:
+        """Raises RequestError where there is none in the queue, or none for the tenant."""
+        waiting = self._engine.waiting + len(self._long)
+        if self._max_queue_size and waiting >= self._max_queue_size:
+            raise QueueFull(waiting)
+        self._tenants.check(sampling.cache_salt)
+
+    def _stream(self, arrival: Arrival, tokens: list[int]) -> Stream:
+        """A stream of a request that may be queued."""
+        call, turn = arrival.call, arrival.turn
+        request = self._request(arrival, tokens)
+        samples = self._samples(call, request)
+        offsets = self._prompt_offsets(call, request, samples[0].text)
+        return Stream(
+            request, call, arrival.channel, samples, arrival.arrived, self._encode, self._token_text, offsets, turn,
+            self._assembly.limits.block_size, most_seconds=self._most_seconds,
+        )  # fmt: skip
 
     def _tell_adapters(self, channel: Channel) -> None:
         adapters, slots = self._assembly.adapters, self._assembly.scheduler.slots
@@ -283,13 +341,10 @@ class Service:
         session = SessionName(sampling.cache_salt, name)
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
 
-    def _request(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> GenerateRequest:
-        _check_use(call, sampling)
-        sampling = self._spread(sampling)
+    def _request(self, arrival: Arrival, tokens: list[int]) -> GenerateRequest:
+        call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
-        self._check_adapter(sampling.lora_name)
-        tokens = self._tokenize(call, sampling, turn)
         limits, bad_words = self._assembly.limits, self._bad_words(sampling)
         request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
@@ -338,27 +393,30 @@ class Service:
         self._assembly.adapters.check(name)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizing.encode("text", text)
 
-    def _tokenize(self, call: wire.Call, sampling: SamplingParams, turn: Turn | None) -> list[int]:
+    def _tokenize(self, arrival: Arrival, encode: Encode) -> list[int]:
         """The prompt, after what the session has said before. Only its beginning gets what the tokenizer puts there."""
+        call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
         before = turn.tokens_before() if turn and call.messages is None else []
         last = None if sampling.truncate_prompt_tokens is None else -sampling.truncate_prompt_tokens
         if call.input_ids is not None:
             return before + self._token_ids(call.input_ids[last:], sampling)
-        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
-        if messages is not None:
-            check_count(messages, self._assembly.limits.caps)  # those of a session's earlier turns among them
-        text = call.prompt if messages is None else self._render(messages, call.tools)
+        text = call.prompt
+        if text is None:
+            text = self._render(arrival.messages, call.tools)
+            self._check_length(call.prompt_field, text)
+        special = sampling.add_special_tokens and call.prompt is not None and not before
+        return before + encode(call.prompt_field, text, special=special)[last:]
+
+    def _check_length(self, field: str, text: str) -> None:
         if len(text) > self._longest_text:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"{call.prompt_field}: {len(text)} characters; must be at most {self._longest_text}"
+                f"{field}: {len(text)} characters; must be at most {self._longest_text}"
                 " (max_prompt_chars; default: what no prompt within"
                 f" max_model_len={self._assembly.limits.max_model_len} exceeds)",
             )
-        special = sampling.add_special_tokens and call.prompt is not None and not before
-        return before + self._tokenizer.encode(text, add_special_tokens=special)[last:]
 
     def _token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
         """Raises RequestError for too many of them, and for one that is none of the model's."""
@@ -396,6 +454,17 @@ class Service:
             return Sample(detokenizer, sampling.include_stop_str_in_output, StopTokens.of(sampling, eos), text=echoed)
 
         return [sample() for _ in range(sampling.num_samples)]
+
+
+@contextmanager
+def _undoing(turn: Turn | None) -> Iterator[None]:
+    """A turn of a session is as if it had never been sent where its request fails."""
+    try:
+        yield
+    except BaseException:
+        if turn:
+            turn.undo()
+        raise
 
 
 def _check_use(call: wire.Call, sampling: SamplingParams) -> None:

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "stall_timeout": "test_admission.test_a_step_that_does_not_end_is_told_as_not_ready",
     "max_sessions": "test_sessions.test_one_too_many_is_refused",
     "chat_template_timeout": "test_conversation.test_a_template_that_does_not_end_is_ended",
+    "tokenize_timeout": "test_tokenizing.test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most",
     "structured_outputs_timeout": (
         "test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"
     ),
@@ -81,10 +82,10 @@ ELSEWHERE = {
 }
 # Options of such names that refuse no request: they size what runs at once, or judge files of the operator's.
 NO_CAPS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
-# What is no option: limits of files that the operator gives, and of a picture.
+# What is no option: limits of what the operator gives, of a picture, and of a batch (config.pbtxt has it).
 CONSTANTS = {
     "MAX_BYTES", "MAX_LAYERS", "MAX_POSITIONS", "MAX_TEMPLATE_CHARS", "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES",
-    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS",
+    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS", "MAX_PREFIX_BYTES",
 }  # fmt: skip
 
 

@@ -377,7 +377,7 @@ class Responder:
                 return
         outputs = self._outputs(stream) if not stream.error else {}
         if stream.error:
-            self._close(stream, _OUTCOMES.get(stream.error.code, "error"))
+            self._close(stream, stream.error.outcome)
             self._metrics.flush()
             _tell(stream)
             return
@@ -542,9 +542,6 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
         log.exception("a question could not be answered")
         with suppress(Exception):
             channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
-
-
-_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.DEADLINE_EXCEEDED: "timeout"}  # of errors
 
 
 def _nbytes(tensor: np.ndarray) -> int:

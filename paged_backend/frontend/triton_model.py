@@ -3,6 +3,7 @@ return."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model and start the engine. An error's message is what the server reports for the model."""
+        faulthandler.enable()  # what the threads were at goes to the server's log where a signal ends the process
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         version = Path(pb_utils.get_model_dir())
         labels = {"model": args["model_name"], "version": args["model_version"]}

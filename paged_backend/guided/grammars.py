@@ -167,7 +167,7 @@ class Grammars:
             return self._compiled(key)
         except GrammarError as error:
             return error
-        except Exception as error:
+        except BaseException as error:  # what the library panics of is no Exception, and somebody waits for an answer
             log.exception("a grammar could not be compiled")
             return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL, lasts=0)
 

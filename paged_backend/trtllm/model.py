@@ -3,6 +3,7 @@ torch, so that they are ready at once."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 from typing import Any
@@ -16,6 +17,7 @@ from paged_backend.trtllm.relay import Relay
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        faulthandler.enable()  # what the threads were at goes to the server's log where a signal ends the process
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         config = json.loads(args["model_config"])
         given = {name: value["string_value"] for name, value in config["parameters"].items()}

@@ -583,13 +583,18 @@ def test_the_engine_may_be_unloaded_and_loaded_again(tiny, tmp_path):
         idle(server)
 
 
+CRASH = "Fatal Python error: Segmentation fault"
+
+
 def kill(server, model):
-    """The process that the server runs this model in."""
+    """The process that the server runs this model in, as by a crash, which the server's log tells of."""
+    told = server.log().count(CRASH)
     for process in Path("/proc").iterdir():
         with suppress(OSError):
             line = (process / "cmdline").read_bytes().decode(errors="replace")
             if process.name.isdigit() and server.shm_prefix in line and f"/{model}/1/model.py" in line:
-                os.kill(int(process.name), signal.SIGKILL)
+                os.kill(int(process.name), signal.SIGSEGV)
+                until(lambda: server.log().count(CRASH) > told, "what its threads were at")
                 return
     raise AssertionError(f"no process of {model}")
 
