@@ -1,15 +1,18 @@
-"""A process full of clients, for somebody to kill: plans come at its standard input, history goes to its output."""
+"""A process full of clients, for somebody to kill: plans come at its standard input, history goes to its output. What
+is named after the server's addresses each of them asks for, too."""
 
 import asyncio
 import json
 import sys
 
+from tests.storm.asks import ALWAYS
 from tests.storm.clients import Clients
 from tests.storm.history import History
 from tests.storm.plans import from_json
 
 
-async def main(http_port: int, grpc_url: str) -> None:
+async def main(http_port: int, grpc_url: str, *more: str) -> None:
+    ALWAYS.update(dict.fromkeys(more, True))
     plans = [from_json(json.loads(line)) for line in sys.stdin]
     clients = Clients(http_port, grpc_url, History(sys.stdout))
     await clients.play_all(plans, open=len(plans))
@@ -18,4 +21,4 @@ async def main(http_port: int, grpc_url: str) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))
