@@ -300,6 +300,24 @@ def test_the_wait_after_a_preemption_is_told_apart():
     assert usages == {0: (0, 0.0), 1: (1, 7.0)}  # from the third step until the tenth
 
 
+def test_nothing_is_planned_ahead_for_one_whose_last_token_is_on_its_way():
+    sched = scheduler()
+    sched.add(request(0, prompt=2, max_tokens=1))
+    sched.add(request(1, prompt=2, max_tokens=2))
+    flights = [sched.schedule(), sched.schedule()]
+    assert [shape(plan) for plan in flights] == [[(0, 0, 2, True), (1, 0, 2, True)], [(1, 2, 1, True)]]
+    sched.commit(flights[0], [1, 1])
+    assert sched.schedule() is None
+
+
+@pytest.mark.parametrize(("sampling", "waits"), [({}, False), ({"n": 2}, False), ({"n": 2, "beam_width": 2}, True)])
+def test_a_step_of_beams_waits_for_the_one_before(sampling, waits):
+    sched = scheduler()
+    sched.add(request(0, prompt=2, **sampling))
+    sched.schedule()
+    assert sched.wants_results == waits
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("prompt", range(1, 9))
 @pytest.mark.parametrize("last", range(1, 5))
@@ -363,6 +381,18 @@ def test_chunks_beside_decoding_are_made_to_fit_the_time_of_a_step():
 def test_a_prompt_goes_on_however_slow_its_steps_are():
     assert fed_beside_decoding(lambda number: 1.0)[-1] == 32
     assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
+
+
+@pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (9, 4)])
+def test_nothing_is_guessed_past_the_last_token(max_tokens, guesses):
+    """Of those that may follow the first token the last is drawn after the guesses."""
+    blocks = BlockManager(16, 4)
+    guess = lambda sequence, most: [1] * most  # noqa: E731
+    sched = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=16, guess=guess, max_guesses=4)
+    sched.add(request(0, prompt=3, max_tokens=max_tokens))
+    step(sched)
+    (chunk,) = sched.schedule().chunks
+    assert len(chunk.guesses) == guesses
 
 
 def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
