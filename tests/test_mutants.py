@@ -41,7 +41,7 @@ def test_a_storm_finds_what_is_wrong(figures):
     found = dict(zip(QUICK, causes, strict=True))
     assert [mistake for mistake, by in found.items() if by is None] == []
     figures(f"{len(found)} of {len(QUICK)} mistakes found")
-    table.done("mistakes on purpose that are found", len(found), of=len(quick))
+    table.done("mistakes on purpose that are found", len(found), of=len(QUICK))
 
 
 @pytest.mark.nightly
