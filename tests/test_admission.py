@@ -14,6 +14,7 @@ from paged_backend import engine as engine_module
 from paged_backend.engine import Engine
 from paged_backend.execution.runner import Runner
 from paged_backend.frontend import responder
+from paged_backend.frontend.stream import Stream
 from paged_backend.frontend.wire import SEQUENCE_END, SEQUENCE_START
 from tests.callers import Caller, serving
 from tests.in_process import WAIT, running, tiny_assembly
@@ -485,8 +486,9 @@ def test_a_request_that_the_engine_loses_ends_with_an_error(serve, gate, clock, 
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_has_a_largest_size(serve, gate, streams):
+def test_an_answer_has_a_largest_size(serve, gate, streams, monkeypatch):
     """As Triton keeps what a client does not read. 1,680 tokens with 20 of the likeliest each are 2 MB."""
+    ended = outcomes(monkeypatch)
     service = serve(max_response_mib=1, num_gpu_blocks_override=512)
     gate.open()
     big = {"max_tokens": 240, "logprobs": 20, "n": 7, "temperature": 1, "ignore_eos": True}
@@ -499,6 +501,20 @@ def test_an_answer_has_a_largest_size(serve, gate, streams):
     assert last
     assert "UNAVAILABLE: its answer is larger than max_response_mib=1" in error
     assert finish(ask(service)) == ("length", 9)
+    assert ended == ["refused", "length"]
+
+
+def test_what_is_refused_once_it_was_let_in_is_no_error_of_ours(serve, gate, monkeypatch):
+    """A grammar that does not compile, say. An error is what went wrong here."""
+    ended = outcomes(monkeypatch)
+    service = serve()
+    gate.open()
+    bad = Caller(text_input="abcd", sampling_parameters='{"regex": "("}')
+    service.submit(bad)
+    assert "INVALID_ARGUMENT: regex" in bad.refusal()
+    monkeypatch.setattr(Stream, "take", lambda self, delta, when: 1 / 0)
+    assert "INTERNAL: ZeroDivisionError" in ask(service).answer()
+    assert ended == ["refused", "error"]
 
 
 def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.bad_input import GOOD, Body, body, message
+from tests.gateway import error_of, gateway
 from tests.server.conftest import MODEL, idle, post, raw_stream
 from tests.storm import table
 
@@ -193,6 +194,33 @@ HUGE = [  # over gRPC: bodies of megabytes end a tritonserver of 2.51 before a m
     ({"sampling_parameters": json.dumps({"stop": ["a"] * 500_000})}, "(max_stop_strings)"),
     ({"regex": "a" * (20 << 20)}, "(max_structure_bytes)"),
 ]
+
+
+def to_gateway(**fields):
+    return json.dumps({"model": MODEL, "prompt": "a"} | fields).encode()
+
+
+DEEP = 200_000
+# To the gateway, over HTTP, with its error's beginning. Larger bodies it does not read (tests/test_openai.py).
+BEFORE_THE_SERVER = [
+    (to_gateway(prompt="a" * ((10 << 20) - 100)), "prompt: text_input: 10485660 characters; must be at most"),
+    (b'{"model": "paged_llm", "prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}", "the body is not valid JSON: recursion"),
+    (b'{"x": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}", "the body is not valid JSON: recursion"),
+    (to_gateway(json_schema="[" * DEEP + "]" * DEEP), "json_schema="),
+    (to_gateway(logit_bias=dict.fromkeys(map(str, range(500_000)), 1)), "logit_bias="),
+]
+
+
+def test_the_gateway_keeps_what_a_server_does_not_survive_from_it(tiny_server):
+    pid = tiny_server.pid
+    with gateway(tiny_server.grpc_url) as front, undisturbed(tiny_server):
+        for data, reason in BEFORE_THE_SERVER:
+            status, answer = front.ask("/v1/completions", data)
+            assert (status, error_of(status, answer)["message"][: len(reason)]) == (400, reason)
+            assert len(answer["error"]["message"]) < 1000
+        assert front.ask("/v1/completions", {"model": "paged_llm", "prompt": "abcd", "max_tokens": 2})[0] == 200
+    idle(tiny_server)
+    assert tiny_server.pid == pid
 
 
 def test_what_is_huge_is_refused(tiny_server):
