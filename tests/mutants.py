@@ -393,7 +393,7 @@ ENDLESS = {
 }
 
 NEW_EACH_TIME = ("paged_backend", "tests.scheduler_storm", "tests.shadow", "tests.pool_")
-MOST_SECONDS = 30
+MOST_SECONDS = 60
 
 
 def changed(mistake: str) -> str:
@@ -404,7 +404,7 @@ def changed(mistake: str) -> str:
     return source.replace(right, wrong)
 
 
-def found_by(mistake: str | None, most_seeds: int = 30) -> str | None:
+def found_by(mistake: str | None, most_seeds: int = 120) -> str | None:
     """What is first to find a mistake, or to fail where there is none; None: nothing is."""
     with _made(mistake) if mistake else contextlib.nullcontext():
         rules, storms = (importlib.import_module(f"tests.{name}") for name in ("pool_machine", "scheduler_storm"))

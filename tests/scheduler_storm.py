@@ -29,7 +29,7 @@ WEATHER = {  # of each storm one of each
     "overlap": (False, True),
     "guesses": (0, 0, 1, 4),
     "loras": (0, 0, 1, 2),
-    "fair": (False, True),
+    "fair": (False, False, False, True),
 }
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
