@@ -29,10 +29,11 @@ def assert_all_happened(seen):
     assert [name for name in (*RULES, *STATES) if not seen[name]] == []
 
 
-def test_whatever_hypothesis_thinks_of():
+@pytest.mark.parametrize("examples", [1000, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_whatever_hypothesis_thinks_of(examples):
     seen, steps = Counter(), 0
 
-    @settings(max_examples=1000, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.sampled_from([0, 0, 4, 8]))
     def run(parts, bits):
         nonlocal steps

@@ -63,18 +63,23 @@ def test_another_salt_sees_no_difference_and_the_same_salt_does(tiny):
 @pytest.mark.nightly
 def test_on_the_clock_it_is_the_same(tiny, capsys):
     """Seconds to the first token, as a client has them."""
-    areas = {}
+    areas, hits = {}, []  # tokens that a probe of another salt has found
     with serving(tiny[0], **POOL) as server:
 
         def seconds(prompt, salt):
             sampling = json.dumps({"cache_salt": salt, "max_tokens": 1})
             began = time.perf_counter()
-            server.ask(input_ids=prompt, sampling_parameters=sampling)
-            return time.perf_counter() - began
+            answer = server.ask(input_ids=prompt, sampling_parameters=sampling, return_receipt=True)
+            took = time.perf_counter() - began
+            if salt != "victim":
+                hits.append(json.loads(answer["receipt"][0])["cached_tokens"])
+            return took
 
         for name, salt in (("across salts", None), ("within one", "victim")):
             areas[name] = area(*probed(seconds, salt, 1000))
     with capsys.disabled():
         print(f"\narea under the curve, 2,000 probes each: {areas}")
+    table.done("tokens found in the cache under another salt, by probes", sum(hits), of=len(hits))
+    assert len(hits) == 2000 and not any(hits)
     assert areas["across salts"] == pytest.approx(0.5, abs=0.05)
     assert areas["within one"] > 0.9

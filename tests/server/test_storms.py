@@ -14,7 +14,7 @@ from tests.in_process import byte_tokenizer, generate_alone
 from tests.server.conftest import plain_server
 from tests.storm import table
 from tests.storm.models import Models
-from tests.storm.server import OPTIONS, Drops, engine_alone, save_printable, with_floor
+from tests.storm.server import OPTIONS, ROOMY, Drops, engine_alone, save_printable, with_floor
 from tests.storm.storm import Storm
 
 SEED = 7
@@ -87,6 +87,14 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path, 
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
         well(storm.hold(size.held))
         server.kill()
+
+
+@pytest.mark.nightly
+def test_thousands_stream_at_once(printable, repository, tmp_path):
+    with TritonServer(printable[0], ROOMY, repository=repository) as server:
+        storm = Storm(server, tmp_path, SEED, asks=16)
+        assert well(storm.stream(2_500)).most_begun >= 2_000
+        well(storm.stop())
 
 
 def test_models_come_and_go_under_load(printable, size, tmp_path, tell):

@@ -209,6 +209,10 @@ class _Check:
             what = f"{event['stubs']} processes, {event['shm']} regions, of which there were {event['before']}"
             self._problem("leak", f"cycle {event['number']}", what)
 
+    def _grows(self, event: Event) -> None:
+        if event["by"] > event["most"]:
+            self._problem("leak", "server", f"grows by {event['by']:.2g} MiB a cycle, more than {event['most']}")
+
     def _knocked(self, event: Event) -> None:
         if not event["refused"]:
             self._problem("bad stop", "server", "lets connections in until its last stream has ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.storm.plans import Plan
 
 
 class Crowd:
-    """Each of its streams carries many requests, until all leave at once."""
+    """Each of its streams carries many requests, until all have ended or all leave at once."""
 
     def __init__(self, grpc_url: str, history: History, model: str):
         self._grpc_url, self._history, self._model = grpc_url, history, model
@@ -37,14 +38,22 @@ class Crowd:
         """Requests that have not ended."""
         return len(self._open)
 
+    async def finish(self) -> None:
+        for _, call, listener in self._streams:
+            await call.done_writing()
+            await listener
+        for channel, _, _ in self._streams:
+            await channel.close()
+
     async def leave(self) -> None:
+        left = time.monotonic()
         for _, call, _ in self._streams:
             call.cancel()
         await asyncio.gather(*(listener for _, _, listener in self._streams))
         for channel, _, _ in self._streams:
             await channel.close()
         for id in self._open:
-            self._history.add("terminal", id=id, how="left", way="cancel")
+            self._history.put({"t": left, "kind": "terminal", "id": id, "how": "left", "way": "cancel"})
 
     async def _listen(self, call: Any) -> None:
         try:

@@ -8,6 +8,7 @@
     freed      id, at: the time at which the engine had dropped one that its client had left
     cycle      number; stubs, shm: processes of models, and regions of shared memory, after a model was replaced;
                before: regions before
+    grows      by, most: MiB of the server's memory a cycle, in the second half
     knocked    refused: whether the server lets nobody in, while its last streams go on
     probe      what was asked alone after the storm: the invoke that follows has this id
     stopped    code; seconds since its last stream had ended; left: of its shared memory

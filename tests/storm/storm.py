@@ -30,7 +30,9 @@ from tests.storm.server import FLOOR, Drops, Server, counters, footprint, held, 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 VICTIMS = 20  # requests of a process that is killed
 HELD_STREAMS = 10
+CYCLE_MIB = 4  # that the server may grow by with each load, in the second half of many
 LAST_STREAMS = 24  # open at SIGTERM
+STREAM_SECONDS = 600  # that thousands may stream for
 MURDER_EVERY = 10_000  # responses of a soak
 IDLE_WITHIN = 10.0  # seconds. The goal is 2, which the table is to be read for: other things may run on the same cores
 
@@ -93,6 +95,14 @@ class Storm:
         """At least so many requests at the same time, from a few gRPC streams; then all are cancelled."""
         assert self.cancels
         return self._weather("hold", lambda here: here.hold(count), idle_within=self._patience)
+
+    def stream(self, count: int) -> Verdict:
+        """So many requests on a few gRPC streams, of a server that computes all of them at once, until all have ended:
+        as long as the model lets them be, so that the first go on when the last begin."""
+        longest = catalogue(self._dice, 16, prompt=(4, 8), output=(235, 240))
+        answered = ask_alone(self.server.http_url, longest)
+        self.long = [ask for ask in answered if min(map(len, ask.tokens)) >= 235]
+        return self._weather("stream", lambda here: here.stream(count))
 
     def dry(self, preemptions: int) -> Verdict:
         """Long outputs, until so many requests were sent back to the queue."""
@@ -205,7 +215,7 @@ class Weather:
         await asyncio.gather(enough, nemesis())
         watch.cancel()
         self._figures["seconds"] = time.monotonic() - begun
-        self._figures |= {f"MiB/min of {name}": slope for name, slope in memory.slopes().items()}
+        self._figures |= {f"MiB/min of {name}": growth for name, growth in memory.slopes().items()}
 
     async def dry(self, preemptions: int) -> None:
         before = counters(self._server)["preemptions"]
@@ -230,6 +240,14 @@ class Weather:
         self._figures |= {f"{name}, floor": value for name, value in floor.items()} | ours
         for name in floor.keys() - {"held at once"}:
             self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
+
+    async def stream(self, count: int) -> None:
+        begun, crowd = time.monotonic(), Crowd(self._server.grpc_url, self._history, MODEL)
+        some = self._plans("stream", long=True, kills=0, bad=0, pauses=0)
+        for _ in range(HELD_STREAMS):
+            await crowd.open(itertools.islice(some, count // HELD_STREAMS))
+        await asyncio.wait_for(crowd.finish(), STREAM_SECONDS)
+        self._figures["seconds"] = time.monotonic() - begun
 
     async def _hold(self, count: int, model: str, history: History) -> dict[str, float]:
         """What it took to send requests until so many were held at once, and from when all were cancelled until none
@@ -282,7 +300,9 @@ class Weather:
             self._storm.tell(f"reload: {number + 1} of {cycles} cycles")
         self._figures |= {"unloaded and loaded": cycles, "replaced": cycles}
         if len(memory) >= 4:
-            self._figures["MiB a cycle of tritonserver"] = slope(memory[len(memory) // 2 :]) / 2**20
+            grows = slope(memory[len(memory) // 2 :]) / 2**20
+            self._figures["MiB a cycle of tritonserver"] = grows
+            self._history.add("grows", by=grows, most=CYCLE_MIB)
         done = True
         await playing
 

@@ -116,7 +116,7 @@ def _reach(storm: str, verdict: Verdict, figures: dict[str, float]) -> None:
     done("requests with tokens, not ended", verdict.most_begun)
     if "preemptions" in figures:
         done("preemptions", figures["preemptions"])
-    if noticed := verdict.freed.get("noticed"):
+    if storm in ("kill", "soak") and (noticed := verdict.freed.get("noticed")):
         done("client gone -> blocks free, p99, after a response or over gRPC", 1e3 * share(noticed, 0.99))
     if storm == "soak":
         done("responses of a soak", verdict.responses)
