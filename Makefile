@@ -26,7 +26,7 @@ help:
 	@echo "                   OPTIONS='key=value ...'    engine options"
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    8000, 8001 and 8002 if not given"
 	@echo "make test        lint, then every test but the nightly ones; ARGS='...' goes to pytest"
-	@echo "make nightly     the long tests"
+	@echo "make nightly     the long tests, and a table of what they came to; ARGS='...' goes to pytest"
 	@echo "make bench-gpu   on a machine with a GPU: checks and times the kernels and the engine, half an hour"
 	@echo "make lint        ruff and mypy"
 	@echo "make demo-model  only prepare the demo model"

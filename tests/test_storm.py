@@ -166,6 +166,8 @@ def test_a_row_of_the_table_tells_how_far_a_run_came():
         "< 2 MiB", "< 0.5 MiB", "0.7 MiB", "as asked of make test"
     )  # fmt: skip
     assert table.Goal("growth", "below", 2, 0.5, done=[3]).cells()[-1] == "above"
+    late = table.Goal("time", "p99", 2, 2, "ms", done=[1.5] * 199 + [9])
+    assert late.cells()[3:] == ("1.5 ms, 200 times", "as asked of make nightly")
 
 
 def test_nothing_is_told_with_what_that_says():

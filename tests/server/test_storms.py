@@ -70,9 +70,7 @@ def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path, tell, 
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
                 assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
-        verdict = well(storm.kill(size.killed // 2))
-        assert verdict.killed.total() >= size.killed // 2
-        assert verdict.freed["noticed"]
+        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
         well(storm.dry(size.preemptions))
         assert well(storm.soak(size.responses)).responses >= size.responses
         well(storm.stop())
@@ -93,7 +91,7 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path, 
 def test_thousands_stream_at_once(printable, repository, tmp_path):
     with TritonServer(printable[0], ROOMY, repository=repository) as server:
         storm = Storm(server, tmp_path, SEED, asks=16)
-        assert well(storm.stream(2_500)).most_begun >= 2_000
+        assert well(storm.stream(3_000)).most_begun >= 2_000
         well(storm.stop())
 
 

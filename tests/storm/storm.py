@@ -99,9 +99,9 @@ class Storm:
     def stream(self, count: int) -> Verdict:
         """So many requests on a few gRPC streams, of a server that computes all of them at once, until all have ended:
         as long as the model lets them be, so that the first go on when the last begin."""
-        longest = catalogue(self._dice, 16, prompt=(4, 8), output=(235, 240))
+        longest = catalogue(self._dice, 16, prompt=(4, 8), output=(200, 210))
         answered = ask_alone(self.server.http_url, longest)
-        self.long = [ask for ask in answered if min(map(len, ask.tokens)) >= 235]
+        self.long = [ask for ask in answered if list(map(len, ask.tokens)) == [ask.sampling["max_tokens"]]]
         return self._weather("stream", lambda here: here.stream(count))
 
     def dry(self, preemptions: int) -> Verdict:
@@ -210,7 +210,7 @@ class Weather:
                     self._storm.tell(f"soak: {history.responses:,} of {responses:,} responses in {seconds:.0f} s")
 
         watch = asyncio.ensure_future(memory.watch())
-        some = self._plans("soak", kills=0.1)
+        some = self._plans("soak", long=None, kills=0.1)
         enough = self._clients.play_all(some, open=OPEN, until=lambda: history.responses >= responses)
         await asyncio.gather(enough, nemesis())
         watch.cancel()
@@ -368,8 +368,9 @@ class Weather:
             chosen = victims(seed, self._storm.asks, name=name, count=VICTIMS, cancels=cancels)
             await murder(self._server, chosen, self._history, random.Random(seed))
 
-    def _plans(self, name: str, *, long: bool = False, **shares: float) -> Any:
-        asks = self._storm.long if long else self._storm.asks
+    def _plans(self, name: str, *, long: bool | None = False, **shares: float) -> Any:
+        """long: such as have long outputs; None: those, too."""
+        asks = {True: self._storm.long, False: self._storm.asks, None: [*self._storm.asks, *self._storm.long]}[long]
         name = self._storm.name(name)
         return plans(self._storm.seed_of_next(), asks, name=name, cancels=self._storm.cancels, **shares)
 
