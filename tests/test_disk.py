@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paged_backend.config import ConfigError
@@ -133,6 +134,13 @@ def damage_changed(path):
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
     path.write_bytes(data)
+
+
+def damage_tokens(path):
+    held = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(held | {TOKENS: held[TOKENS] + 1}, path, metadata)
 
 
 def damage_huge(path):

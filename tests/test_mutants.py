@@ -58,12 +58,11 @@ def test_a_mistake_is_found(tmp_path, mistake):
         "adapter_slots",
         "sessions",
         *(["beams"] if file == BEAMS else []),
-        *(["disk"] if file == DISK else []),
         "memory",
         "block_manager",
     ]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--deselect", "tests/test_block_manager.py::test_whatever_comes"]
-    options += [f"tests/test_{module}.py" for module in modules]
+    options += [f"tests/test_{module}.py" for module in (["disk"] if file == DISK else modules)]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     with contextlib.suppress(*([subprocess.TimeoutExpired] if mistake in ENDLESS else [])):
