@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ class Crowd:
         call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
         self._streams.append((channel, call, asyncio.ensure_future(self._listen(call))))
         for plan in plans:
+            plan = replace(plan, face="grpc")
             self._open[plan.id] = plan
             self._history.invoke(plan)
             await call.write(message_of(plan, self._model))
