@@ -10,8 +10,10 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 ARGS ?=
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PYTHON ?=
 PIP_ARGS ?=
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -26,6 +28,7 @@ help:
 	@echo "                   OPTIONS='key=value ...'    engine options"
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    8000, 8001 and 8002 if not given"
 	@echo "make test        lint, then every test but the nightly ones; ARGS='...' goes to pytest"
+	@echo "                   WORKERS=N                  processes; one a core, up to 8, if not given"
 	@echo "make nightly     the long tests, and a table of what they came to; ARGS='...' goes to pytest"
 	@echo "make bench-gpu   on a machine with a GPU: checks and times the kernels and the engine, half an hour"
 	@echo "make lint        ruff and mypy"
@@ -39,8 +42,9 @@ serve: setup
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
+# A process a core, of one thread each: tests that share a server stay in one of them.
 test: lint demo-model
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup $(ARGS)
 
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)

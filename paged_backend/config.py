@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from client.chat_templates import RENDER_SECONDS
 from paged_backend import vllm_options
 from paged_backend.limits import Caps
 from paged_backend.options import Check, option, whole
@@ -276,7 +275,7 @@ class EngineConfig(Caps):
     )
 
     chat_template_timeout: float = option(
-        _above_zero, "seconds that the chat template may take, while nobody else is let in", RENDER_SECONDS
+        _above_zero, "seconds that the chat template may take, while nobody else is let in", 2.0
     )
     tokenize_timeout: float = option(
         _above_zero, "seconds that a long prompt may take to be tokenized, beside those that are short", 10

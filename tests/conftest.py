@@ -21,14 +21,27 @@ def figures(pytestconfig, request):
 
 @pytest.fixture
 def tell(pytestconfig):
-    """Call it with a line that is to be seen at once."""
+    """Call it with a line that is to be seen at once; where tests run in several processes nobody sees it."""
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
-    return lambda text: reporter.write_line(f"    {text}")
+    return lambda text: reporter and reporter.write_line(f"    {text}")
 
 
 def pytest_addoption(parser):
     sizes = "'cycles=500 restarts=200 responses=100000000': of storms over a server; also killed, held, preemptions"
     parser.addoption("--storm", default="", help=sizes)
+
+
+def pytest_sessionfinish(session):
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["figures"], told["table"] = session.config.stash.get(FIGURES, []), table.state()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """One of the processes that tests run in has come to its end."""
+    if told := getattr(node, "workeroutput", None):
+        node.config.stash.setdefault(FIGURES, []).extend(told["figures"])
+        table.add(told["table"])
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -77,3 +90,10 @@ def draft(tmp_path_factory):
     )  # fmt: skip
     save_tiny(config, directory)
     return directory
+
+
+def pytest_collection_modifyitems(items):
+    """Where tests run in several processes, those of a file stay together, and those that share a server, too."""
+    shared = {item.path for item in items if {"server", "tiny_server"} & set(item.fixturenames)}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("servers" if item.path in shared else str(item.path)))

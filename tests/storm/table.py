@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tests.storm.checker import Verdict
 
@@ -130,6 +130,18 @@ def _reach(storm: str, verdict: Verdict, figures: dict[str, float]) -> None:
             done("growth in a soak's second half, of the process that grows most", max(slopes))
     if storm == "reload":
         done("models unloaded and loaded, or replaced, under load", figures["unloaded and loaded"])
+
+
+def state() -> dict[str, Any]:
+    """All that was kept, in plain types: for another process, which adds it to its own."""
+    return {"rows": rows, "goals": {what: (goal.done, goal.tried) for what, goal in GOALS.items()}}
+
+
+def add(state: dict[str, Any]) -> None:
+    rows.extend(tuple(row) for row in state["rows"])
+    for what, (done, tried) in state["goals"].items():
+        GOALS[what].done += done
+        GOALS[what].tried += tried
 
 
 def bound(wrong: int, tried: int) -> str:
