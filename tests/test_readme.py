@@ -10,6 +10,7 @@ import pytest
 from paged_backend.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "kernels/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMPARISON = "## Beside other backends"
 LINK = re.compile(r"\[`(test_\w+)`\]\((tests/[\w/]+\.py)\)")
 
@@ -43,11 +44,23 @@ def test_each_cell_of_ours_names_a_test_that_is_there(row):
         assert name in _tests(file), f"{file} has no {name}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "SECURITY.md", "docs/operations.md", "kernels/README.md"])
+def _headings(document: Path) -> set[str]:
+    """As links name them."""
+    titles = re.findall(r"(?m)^#+ (.+)$", document.read_text())
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_links_lead_somewhere(document):
-    text = (ROOT / document).read_text()
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
-    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+    for path, heading in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
+        target = document.parent / path if path else document
+        assert target.exists(), path
+        assert not heading or heading in _headings(target), f"{path}#{heading}"
+
+
+def test_every_document_is_pointed_to():
+    readme = (ROOT / "README.md").read_text()
+    assert [path.name for path in DOCUMENTS if path.name != "README.md" and f"{path.name})" not in readme] == []
 
 
 def test_options_that_matter_for_security_are_options_with_these_defaults():

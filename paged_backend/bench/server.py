@@ -52,7 +52,7 @@ from paged_backend.serving.server_files import perf_analyzer
 from paged_backend.serving.tritonserver import MODEL_NAME, TritonServer
 
 IN_PROCESS, LEAN, ANALYZER = "in process", "server, lean client", "server, perf_analyzer"
-ATTEMPTS = 6  # perf_analyzer 2.51 leaves an export empty or cut off now and then: see README
+ATTEMPTS = 6  # perf_analyzer 2.51 leaves an export empty or cut off now and then: see docs/measured.md
 WORDS = (
     "the a of to and in that it was for on with as his her they at be this from had not are but by we you one all were"
 ).split()
