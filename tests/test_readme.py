@@ -10,7 +10,12 @@ import pytest
 from paged_backend.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "kernels/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "kernels/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMPARISON = "## Beside other backends"
 LINK = re.compile(r"\[`(test_\w+)`\]\((tests/[\w/]+\.py)\)")
 
