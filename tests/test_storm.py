@@ -113,7 +113,7 @@ def test_what_is_well(events):
         ([cycle(stubs=2)], "leak"),
         ([cycle(stubs=0)], "leak"),
         ([cycle(shm=7)], "leak"),
-        ([{"kind": "grows", "by": 4.1, "most": 4}], "leak"),
+        ([{"kind": "grows", "by": 1.1, "most": 1}], "leak"),
         ([knocked(False)], "bad stop"),
         ([stopped(seconds=6)], "slow"),
         ([stopped(code=1)], "bad stop"),

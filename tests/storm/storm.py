@@ -30,7 +30,7 @@ from tests.storm.server import FLOOR, Drops, Server, counters, footprint, held, 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 VICTIMS = 20  # requests of a process that is killed
 HELD_STREAMS = 10
-CYCLE_MIB = 4  # that the server may grow by with each load, in the second half of many
+CYCLE_MIB = 1  # that the server may grow by with each load, in the second half of many
 LAST_STREAMS = 24  # open at SIGTERM
 STREAM_SECONDS = 600  # that thousands may stream for
 MURDER_EVERY = 10_000  # responses of a soak
