@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from paged_backend import faults
 from paged_backend.assembly import assemble
@@ -40,7 +40,7 @@ from paged_backend.frontend.stop_tokens import StopTokens
 from paged_backend.frontend.stream import Sample, Stream
 from paged_backend.frontend.templates import render
 from paged_backend.frontend.tenants import Tenants
-from paged_backend.frontend.tokenizing import LONG_CHARS, Tokenizing
+from paged_backend.frontend.tokenizing import LONG_CHARS, Tokenizing, decoder
 from paged_backend.guided.grammars import Grammars
 from paged_backend.request import GenerateRequest, check_prompt_length
 from paged_backend.sampling.masks import Guide
@@ -183,7 +183,7 @@ class Service:
     def take(self, channel: Channel) -> None:
         """Read, check, tokenize and queue one request. May be called from any thread."""
         arrived = time.monotonic()
-        with self._taking, self._refusing(channel):
+        with self._refusing(channel), self._taking:  # telling a client may take long: others are let in meanwhile
             arrival = self._begin(channel, arrived)
             if arrival is None:
                 return
@@ -192,22 +192,21 @@ class Service:
                     self._long.append(arrival)
                     self._beside.submit(self._take_long, arrival)
                 else:
-                    self._enter(arrival, self._tokenize(arrival, self._tokenizing.encode))
+                    self._enter(self._stream(arrival, self._tokenize(arrival, self._tokenizing.encode)))
 
     def _take_long(self, arrival: Arrival) -> None:
         """Others are let in while this one's prompt is tokenized."""
+        stream: Stream | None = None
         with self._refusing(arrival.channel), _undoing(arrival.turn):
             try:
                 if arrival.channel.is_cancelled():
                     raise RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
-                tokens = self._tokenize(arrival, self._tokenizing.encode_long)
-            except BaseException:
-                self._long.remove(arrival)
-                raise
-            with self._taking:
-                self._long.remove(arrival)
-                self._check_place(arrival.sampling)
-                self._enter(arrival, tokens)
+                stream = self._stream(arrival, self._tokenize(arrival, self._tokenizing.encode_long))
+            finally:
+                with self._taking:  # the place in the queue that was its own is its stream's, or free
+                    self._long.remove(arrival)
+                    if stream:
+                        self._enter(stream)
 
     @contextmanager
     def _refusing(self, channel: Channel) -> Iterator[None]:
@@ -222,8 +221,7 @@ class Service:
             _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
             self._responder.refused("error")
 
-    def _enter(self, arrival: Arrival, tokens: list[int]) -> None:
-        stream = self._stream(arrival, tokens)
+    def _enter(self, stream: Stream) -> None:
         self._engine.expect(stream.request.key)
         self._responder.open(stream)
         self._deliver(stream.request)
@@ -296,10 +294,10 @@ class Service:
 
     def _check_place(self, sampling: SamplingParams) -> None:
         """Raises RequestError where there is none in the queue, or none for the tenant."""
-        waiting = self._engine.waiting + len(self._long)
+        waiting, salt = self._engine.waiting + len(self._long), sampling.cache_salt
         if self._max_queue_size and waiting >= self._max_queue_size:
             raise QueueFull(waiting)
-        self._tenants.check(sampling.cache_salt)
+        self._tenants.check(salt, sum(arrival.sampling.cache_salt == salt for arrival in self._long))
 
     def _stream(self, arrival: Arrival, tokens: list[int]) -> Stream:
         """A stream of a request that may be queued."""
@@ -351,7 +349,7 @@ class Service:
         logprobs = _wanted_logprobs(call, sampling)
         ends = None
         if sampling.beam_width > 1:
-            ends = ending(sampling, tokens, _decoder(self._tokenizer, sampling.skip_special_tokens))
+            ends = ending(sampling, tokens, decoder(self._tokenizer, sampling.skip_special_tokens))
         return replace(
             request,
             ends=ends,
@@ -438,7 +436,7 @@ class Service:
 
     def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
-        decode = _decoder(self._tokenizer, sampling.skip_special_tokens)
+        decode = decoder(self._tokenizer, sampling.skip_special_tokens)
         echoed, eos = _echoed(call, request, decode), self._assembly.loaded.spec.eos_ids
 
         def sample() -> Sample:
@@ -501,7 +499,7 @@ def _offsets(tokenizer: PreTrainedTokenizerBase, tokens: Rows[int], text: str) -
     """Where in `text`, which is that of the last tokens with or without special ones among them, each begins; those
     before them at its start."""
     for skip in (True, False):
-        detokenizer = Detokenizer(_decoder(tokenizer, skip), (), notes_offsets=True)
+        detokenizer = Detokenizer(decoder(tokenizer, skip), (), notes_offsets=True)
         said = detokenizer.push(tokens) + detokenizer.flush()
         if said.endswith(text):
             break
@@ -519,16 +517,5 @@ def _refuse(channel: Channel, error: RequestError) -> None:
 
 def _token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     """The text of a token by itself, remembered: the same ones come again and again."""
-    decode = _decoder(tokenizer, skip_special_tokens=False)
+    decode = decoder(tokenizer, skip_special_tokens=False)
     return functools.cache(lambda token: decode([token]))
-
-
-def _decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    kind = type(tokenizer)
-    own = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == own:
-        decode = tokenizer.backend_tokenizer.decode  # all that those two come to, in a fifth of the time
-        return lambda ids: decode(ids, skip_special_tokens)
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )

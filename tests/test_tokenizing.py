@@ -5,7 +5,7 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend import service as service_module
@@ -46,6 +46,26 @@ def test_what_the_library_panics_of_is_an_error_of_the_request():
     for encode in (tokenizing.encode, tokenizing.encode_long):
         with pytest.raises(RequestError, match="INVALID_ARGUMENT: text_input: the tokenizer fails on it: Panic"):
             encode("text_input", "x" * 100)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sampling"),
+    [
+        ({"text_input": "aa"}, {}),
+        ({"text_input": "aa"}, {"stop": ["cc"]}),
+        ({"text_input": "aa"}, {"stop": ["cc"], "beam_width": 2}),  # the engine's thread looks at the text, too
+        ({"input_ids": byte_tokenizer().encode("ab")}, {"echo": True}),
+    ],
+)
+def test_tokens_that_the_library_panics_of_are_an_error_of_their_request_alone(tiny, inputs, sampling):
+    (panics,) = byte_tokenizer().encode("b")
+    with serving(tiny[0]) as server:
+        server.service._tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
+        asked = {"max_tokens": 3, "logit_bias": {panics: 100}} | sampling
+        caller = server.call(**inputs, sampling_parameters=json.dumps(asked))
+        assert "INTERNAL: DecodeError: PanicException: index out of bounds" in caller.refusal()
+        assert server.service.ready
+        assert server.ask(text_input="aa", sampling_parameters='{"max_tokens": 3}')
 
 
 def test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most(slow):
@@ -111,6 +131,32 @@ def test_long_prompts_are_counted_as_waiting(serve, slow):
     for one in waiting:
         assert one.all()
     assert serve.ask(text_input="abcd")
+
+
+def test_long_prompts_are_counted_as_their_tenants(serve, slow, monkeypatch):
+    """Before they are tokenized: one tenant's do not keep those of others waiting."""
+    monkeypatch.setattr(serve.service._tenants, "_most", 1)
+    first = asking(LONG)
+    serve.service.submit(first)
+    slow.began.get(timeout=WAIT)
+    assert "1 requests of this cache_salt are open" in serve.call(text_input=LONG).refusal()
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1, "cache_salt": "other"}')
+    slow.go_on.set()
+    assert first.all()
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+
+
+def test_whoever_does_not_take_a_refusal_keeps_nobody_waiting(serve):
+    wrong, waited = Caller(text_input="abcd", sampling_parameters="[]"), []
+    begun, answered = threading.Event(), threading.Event()
+    wrong.send = lambda response, flags: (begun.set(), waited.append(answered.wait(WAIT)))
+    refusing = threading.Thread(target=serve.service.submit, args=[wrong])
+    refusing.start()
+    assert begun.wait(WAIT)
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    answered.set()
+    refusing.join(WAIT)
+    assert waited == [True]
 
 
 def test_a_long_prompt_whose_client_has_gone_is_not_tokenized(serve, slow):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from paged_backend.frontend.detokenizer import CONTEXT, Detokenizer
 from paged_backend.frontend.stop_tokens import StopTokens
+from paged_backend.frontend.tokenizing import DecodeError
 from paged_backend.sampling_params import SamplingParams
 
 SLACK = 16  # tokens beside those of a stop string's bytes: some have no text
@@ -28,12 +29,15 @@ def ending(
         skipped = max(0, len(tokens) - most)
         before = [*prompt[-CONTEXT:], *tokens[max(0, skipped - CONTEXT) : skipped]]
         tail = list(tokens[skipped:])
-        text = decode([*before, *tail])
-        if not any(stop in text for stop in sampling.stop):
+        try:
+            text = decode([*before, *tail])
+            if not any(stop in text for stop in sampling.stop):
+                return False
+            least = max(0, sampling.min_tokens - skipped)
+            output = Detokenizer(decode, before, stop=sampling.stop, min_tokens=least)
+            output.push(tail)
+        except DecodeError:  # the search goes on; whoever is to send this output tells its client
             return False
-        least = max(0, sampling.min_tokens - skipped)
-        output = Detokenizer(decode, before, stop=sampling.stop, min_tokens=least)
-        output.push(tail)
         return output.stopped
 
     return ends
