@@ -160,7 +160,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "",
     ),
     "a preempted group does not fork again": (TABLES, "        group.forked = len(group.sequences) == 1\n", ""),
-    "samples are let in one too many": (
+    "nobody is displaced where all places are taken": (
         SCHEDULER,
         "group.num_seqs > room.seqs",
         "room.seqs < 1",
@@ -356,7 +356,7 @@ MUTANTS = {  # (file, what is right, what is not)
 # Storms know nothing of these, or meet them rarely: other tests find them.
 RARE = {
     "the victim of a dry pool is the oldest",
-    "samples are let in one too many",
+    "nobody is displaced where all places are taken",
     "priorities are forgotten",
     "an equal displaces an equal",
     "an equal takes the slot of an equal",

@@ -599,12 +599,15 @@ def kill(server, model):
     raise AssertionError(f"no process of {model}")
 
 
-def test_what_a_model_that_dies_leaves_behind(tiny):
+def test_what_a_model_that_dies_leaves_behind(tiny, tmp_path):
     """Neither blocks of the engine's, nor clients that wait for it. The server itself loses what was open in a model of
-    its own that dies."""
-    long = ASKED | {"max_tokens": [[240]]}
-    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 70}
-    with TritonServer(tiny[0], options) as server, opened(server, "ensemble") as lost, opened(server) as stream:
+    its own that dies. What is open has a hundred thousand tokens to come: it does not end before."""
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1 << 17}))
+    long = ASKED | {"max_tokens": [[100_000]]}
+    options = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 1 << 13}
+    with TritonServer(tmp_path, options) as server, opened(server, "ensemble") as lost, opened(server) as stream:
         lost.send(**long)
         lost.next()
         kill(server, "ensemble")
