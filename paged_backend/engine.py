@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -33,6 +32,7 @@ from paged_backend.scheduling.content import Before, Chain, Entry
 from paged_backend.scheduling.plan import Drawn, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.worker import Worker
 
 log = logging.getLogger("paged_llm")
 
@@ -162,8 +162,8 @@ class Flight:
 
 
 class Engine:
-    """Runs requests until told to stop. `submit` and `expect` are called from one thread; `deliver`, `refuse` and
-    `abort` may be from any. `emit` is called on the engine's own and must not block."""
+    """Runs requests until told to stop. `submit` and `expect` are called from one thread at a time; `deliver`, `refuse`
+    and `abort` may be from any. `emit` is called on the engine's own and must not block."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Engine:
         self._emit = emit
         self._disk = disk
         self._adapters = adapters
-        self._fetcher = ThreadPoolExecutor(1, "fetch", compute_alone) if disk else None
+        self._fetcher = Worker("fetch", compute_alone) if disk else None
         self._expected: set[int] = set()  # keys of requests that are on their way to the loop
         self._queued: set[int] = set()  # keys of requests that have not computed yet, and are still to be answered
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
@@ -201,10 +201,6 @@ class Engine:
         """End the loop after the step in hand, and wait for it; then keep on disk what is cached, as far as there is
         time."""
         deadline = time.monotonic() + seconds
-        if self._adapters:
-            self._adapters.close()
-        if self._fetcher:
-            self._fetcher.shutdown()
         self._inbox.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -215,6 +211,10 @@ class Engine:
                 self._disk.settle(left)
                 self._spill()
             self._disk.close(deadline - time.monotonic())
+        if self._fetcher:
+            self._fetcher.stop(deadline - time.monotonic())
+        if self._adapters:
+            self._adapters.close(deadline - time.monotonic())
 
     @property
     def alive(self) -> bool:
@@ -308,7 +308,7 @@ class Engine:
                 self._step()
                 self._turn_began = None
             self._settle()
-        except Exception as error:  # whatever it was: no request may be left without an answer
+        except BaseException as error:  # whatever it was: no request may be left without an answer
             self._dead = True
             log.exception("the engine loop died")
             self._emit(EngineDied(f"the engine died: {type(error).__name__}: {error}"))

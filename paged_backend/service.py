@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +44,7 @@ from paged_backend.guided.grammars import Grammars
 from paged_backend.request import GenerateRequest, check_prompt_length
 from paged_backend.sampling.masks import Guide
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.worker import Worker
 
 log = logging.getLogger("paged_llm")
 
@@ -96,7 +96,7 @@ class Service:
         self._tenants = Tenants(config.max_tenant_requests)
         self._taking = threading.Lock()  # the order of requests is one thread's at a time
         self._tokenizing = Tokenizing(self._tokenizer, config.tokenize_timeout)
-        self._beside = ThreadPoolExecutor(1, "long prompts")
+        self._beside = Worker("long prompts")
         self._long: list[Arrival] = []  # those that are tokenized there, or wait for it
         self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
@@ -165,10 +165,10 @@ class Service:
         if self._listener:
             self._listener.drain(DRAIN_SHARE * left())
             self._listener.close()
-        self._beside.shutdown(wait=False, cancel_futures=True)
         self._grammars.stop()
         self._engine.stop(left())
         self._responder.stop(left())
+        self._beside.stop(left())
         self._assembly.close()
 
     def submit(self, pb_request: Any) -> None:

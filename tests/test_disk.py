@@ -5,7 +5,9 @@ import json
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from paged_backend.config import ConfigError
 from paged_backend.execution.disk import TOKENS, DiskTier
 from paged_backend.scheduling.content import Entry, Origin
-from tests.in_process import generate_alone, running, tiny_assembly
+from tests.in_process import WAIT, InProcess, generate_alone, running, tiny_assembly
 from tests.pool_machine import short_keys
 
 PROMPT = list(range(40, 89))
@@ -206,6 +208,20 @@ def test_a_budget_is_kept(assembly, tmp_path, alone):
     held = files(tmp_path)
     assert 0 < len(held) < 13
     assert sum(path.stat().st_size for path in held) <= 30_000
+
+
+def test_a_disk_that_hangs_does_not_keep_an_engine_that_is_stopped(assembly, monkeypatch):
+    begun, over, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
+    engine = made.engine(steps.put)
+    monkeypatch.setattr(engine._disk, "get", lambda entry: (begun.set(), over.wait(), None)[-1])
+    engine.start()
+    engine.abort(InProcess(made, engine, steps).submit(PROMPT))
+    assert begun.wait(WAIT)
+    stopping = threading.Thread(target=engine.stop, args=[0.1], daemon=True)
+    stopping.start()
+    stopping.join(WAIT)
+    assert not stopping.is_alive()
+    over.set()
 
 
 # --- the tier by itself ------------------------------------------------------------------------------------------

@@ -112,6 +112,18 @@ def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
         assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
 
 
+def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, monkeypatch):
+    class Panic(BaseException):
+        """As libraries in Rust raise it."""
+
+    def panic():
+        raise Panic("index out of bounds")
+
+    with faulty() as calls:
+        monkeypatch.setattr(calls.service._assembly.scheduler, "schedule", panic)
+        assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).refusal()
+
+
 def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
     """Its requests end at their time, with what they have; the engine is given up on."""
     limits = {"request_timeout": 1, "stop_timeout": 1}

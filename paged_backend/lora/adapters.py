@@ -13,7 +13,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from paged_backend.errors import ErrorCode, RequestError, invalid
 from paged_backend.lora.peft_files import AdapterError, Shapes, read_adapter, read_config, signature
 from paged_backend.machine import compute_alone
 from paged_backend.request import Adapter
+from paged_backend.worker import Worker
 
 log = logging.getLogger("paged_llm")
 
@@ -93,7 +93,7 @@ class Adapters:
         self._keep = keep
         self._kept: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # with the files' signature
         self._digests: dict[Path, tuple[Any, bytes]] = {}  # of all that were ever read, likewise
-        self._thread = ThreadPoolExecutor(1, "adapters", compute_alone)
+        self._thread = Worker("adapters", compute_alone)
         for name, path in listing.paths().items():
             try:
                 signature(path)
@@ -104,9 +104,9 @@ class Adapters:
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
         self._thread.submit(call, *arguments)
 
-    def close(self) -> None:
-        """Wait for what is under way; whoever still waits is served first."""
-        self._thread.shutdown()
+    def close(self, seconds: float) -> None:
+        """Wait for what is under way, so many seconds at the most."""
+        self._thread.stop(seconds)
 
     def check(self, name: str) -> None:
         """Raises RequestError for a name that is not listed. Looks at the list's file, and reads it if it changed."""
