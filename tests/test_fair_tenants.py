@@ -16,13 +16,13 @@ from paged_backend.scheduling.scheduler import Scheduler
 class Served:
     """A scheduler, and what it has done for whom."""
 
-    def __init__(self, *, num_blocks=4096, max_num_seqs=1, max_num_batched_tokens=64, fair_tenants=True, max_loras=0):
+    def __init__(self, *, num_blocks=4096, max_num_seqs=1, max_num_batched_tokens=64, fair_tenants=True, **options):
         self.sched = Scheduler(
             BlockManager(num_blocks, 4),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             fair_tenants=fair_tenants,
-            max_loras=max_loras,
+            **options,
         )
         self.keys = count()
         self.tenants: dict[int, str] = {}
@@ -43,8 +43,10 @@ class Served:
             self.entered += [self.tenants[key] for key in plan.entered]
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
-                self.tokens[self.tenants[chunk.sequence.key]] += prompt + len(chunk.draws)
-            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws])
+                self.tokens[self.tenants[chunk.sequence.key]] += prompt
+            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in (*chunk.draws, *chunk.guesses)])
+            for delta in deltas:
+                self.tokens[self.tenants[delta.key]] += len(delta.token_ids)
             self.ended += [delta.key for delta in deltas if delta.finish]
         return plan
 
@@ -92,6 +94,19 @@ def test_tenants_that_always_wait_get_equal_tokens_whatever_they_ask_for(seqs):
     got = [served.tokens[one] - before[one] for one in kinds]
     assert min(got) > 5000
     assert max(got) - min(got) <= 2 * 180
+
+
+def test_tokens_that_were_guessed_count_as_any_others():
+    def guess(sequence, most):
+        return [1] * most if sequence.request.sampling.cache_salt == "easy" else []
+
+    served = Served(guess=guess, max_guesses=4)
+    for _ in range(100):
+        served.ask("easy", max_tokens=25)
+        served.ask("hard", max_tokens=25)
+    served.step(1000)
+    assert min(served.tokens.values()) > 800
+    assert max(served.tokens.values()) - min(served.tokens.values()) <= 2 * 27
 
 
 def test_a_tenant_has_no_credit_for_the_time_that_it_was_away():

@@ -567,6 +567,7 @@ class Scheduler:
                 tokens.append(one)
                 finish = _finish(request, one, first + len(tokens) - sequence.num_prompt)
             self._tables.accept(group, sequence, tokens)
+            group.account.served += len(tokens) - 1  # the first was counted as the step was planned
         if finish:
             self._end(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
