@@ -174,7 +174,8 @@ def _tell_drops(when: int, service: Service, assembly: Assembly) -> None:
     ask, abort, ids = responder._abort, scheduler.abort, {}
 
     def asks(key: int) -> None:
-        ids[key] = responder._streams[key].call.request_id
+        if stream := responder._streams.get(key):  # else it has been answered
+            ids[key] = stream.call.request_id
         ask(key)
 
     def tells(key: int) -> bool:

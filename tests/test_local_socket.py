@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -142,6 +143,22 @@ def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
     while not channel.is_cancelled():
         channel.send(outputs, final=False)
     connection.close()
+
+
+def test_whoever_does_not_read_does_not_keep_an_engine_that_leaves(monkeypatch):
+    """Nor do several of them, each of whom a frame may wait for so long."""
+    monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
+    engine, outputs = Engine(), wire.write_adapters([{"name": "x" * 65536}] * 64)
+    connections = [connected() for _ in range(3)]
+    for connection in connections:
+        ask(connection)
+        channel = engine.next()  # larger than what the socket keeps
+        threading.Thread(target=channel.send, args=[outputs], kwargs={"final": False}, daemon=True).start()
+        until(channel._peer.connection._lock.locked)
+    leaving = threading.Thread(target=engine.stop, args=[0], daemon=True)
+    leaving.start()
+    leaving.join(WAIT)
+    assert not leaving.is_alive()
 
 
 def test_a_frame_that_is_too_large_is_neither_sent_nor_read():

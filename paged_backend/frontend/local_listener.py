@@ -69,8 +69,8 @@ class Listener:
         local_socket.remove(self._name)
         with self.changed:
             peers = list(self._peers)
-        for peer in peers:
-            peer.send(pack({"leaving": True}))
+        for peer in peers:  # beside, as one that does not read takes its time
+            threading.Thread(target=peer.send, args=[pack({"leaving": True})], name="leaving", daemon=True).start()
         with self.changed:
             if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
                 log.warning("requests of other models are open after %g s; they end now", seconds)

@@ -95,7 +95,7 @@ class Responder:
         self._first_response = first_response
         self._max_response_mib = max_response_mib
         self._look_seconds = look_seconds
-        self._unanswered: deque[Stream] = deque()  # that an empty response may be for, by arrival
+        self._unanswered: deque[Stream] = deque()  # that an empty response may be for, as they were opened
         self._next_audit = 0.0
         self._turn_began: float | None = None  # time.monotonic(), while messages are being worked off
         self._stopping = False
