@@ -123,22 +123,22 @@ def test_a_template_that_does_not_end_is_ended(template):
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "seconds", "reason"),
     [
-        ("{% if %}", "is not valid Jinja: line 1"),
-        (ENDLESS + "{% endfor %}", r"does not end within 0\.2 s \(chat_template_timeout\)"),
-        ("x" * (templates.MAX_TEMPLATE_CHARS + 1), "must be a text of at most"),
-        ({"default": "x", "tools": 5}, "must be a text of at most"),
+        ("{% if %}", WAIT, "is not valid Jinja: line 1"),
+        (ENDLESS + "{% endfor %}", 0.2, r"does not end within 0\.2 s \(chat_template_timeout\)"),
+        ("x" * (templates.MAX_TEMPLATE_CHARS + 1), WAIT, "must be a text of at most"),
+        ({"default": "x", "tools": 5}, WAIT, "must be a text of at most"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(template, reason):
+def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(template, seconds, reason):
     with pytest.raises(ValueError, match=reason):
-        check_template(with_template(template), 0.2)
+        check_template(with_template(template), seconds)
 
 
 @pytest.mark.parametrize("template", [None, "x", "{{ raise_exception('two turns, please') }}", "{{ messages[1].x }}"])
 def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
-    check_template(with_template(template), 0.2)
+    check_template(with_template(template), WAIT)
 
 
 @pytest.mark.parametrize(

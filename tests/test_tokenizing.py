@@ -177,6 +177,8 @@ def test_a_long_prompt_is_found_by_its_request_id(serve, slow):
     stop = Caller(stop_request=True)
     stop.request_id = lambda: "a"
     serve.service.submit(stop)
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    assert stop.empty()
     slow.go_on.set()
     (answer,) = stop.all()
     if answer["num_stopped"] == [1]:
