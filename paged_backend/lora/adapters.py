@@ -27,7 +27,6 @@ from paged_backend.worker import Worker
 
 log = logging.getLogger("paged_llm")
 
-LISTING = "multi_lora.json"
 SHOWN = 50  # names in an error
 
 
