@@ -65,8 +65,8 @@ class Scheduler:
         self.pins = Pins(blocks, session_blocks)
         self.slots = AdapterSlots(max_loras)
         self.blocks = blocks
-        costs = costs or Costs()
-        self._tables = Tables(blocks, costs, preemption)
+        self.costs = costs or Costs()
+        self._tables = Tables(blocks, self.costs, preemption)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._waiting = Waiting()
@@ -80,7 +80,7 @@ class Scheduler:
         self._max_guesses = max_guesses
         self._clock = clock
         self._committed = 0.0  # when the last step was
-        self._pace = Pace(step_seconds, costs.token, max_num_batched_tokens) if step_seconds else None
+        self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
         self._guessed_tokens = 0
         self._accepted_tokens = 0
         self._steps = 0

@@ -101,12 +101,12 @@ def test_who_does_not_read_costs_others_nothing_and_the_server_little(server, as
     _, before = settled(server)
     if readers is Stopped and end == "die":
         del before["processes"]["tritonserver"]  # it may keep such a stream's socket: see tests/storm
-    memory, failed = resident(server.pid), metrics(server)["paged_requests_finished_total{error}"]
+    memory, failed = resident(server.pid), metrics(server)["paged_requests_finished_total{refused}"]
     slow = readers(server, asked)
 
     def all_have_had_enough():
         assert post(server, SMALL) == (200, alone)
-        return metrics(server)["paged_requests_finished_total{error}"] == failed + READERS
+        return metrics(server)["paged_requests_finished_total{refused}"] == failed + READERS
 
     until(all_have_had_enough, "the end of answers that nobody reads")
     idle(server)  # while nobody has read anything yet

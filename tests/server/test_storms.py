@@ -130,7 +130,7 @@ def test_faults_on_purpose_are_found(printable, repository, tmp_path, monkeypatc
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
     monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED, patience=5)
+        storm = Storm(server, tmp_path, SEED, patience=5, control=True)
         storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # past which no token is seen
         verdict = storm.calm(600)
         server.kill()  # it would wait for what it has lost
