@@ -289,6 +289,12 @@ class EngineConfig(Caps):
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(whole(1), "sessions that may be open at the same time", 1024)
+    max_sessions_mib: int = option(
+        whole(1, 1 << 20),
+        "MiB that all sessions may keep of what was said: messages as JSON, with all that they hold, or tokens of 4"
+        " bytes. A turn for which there is no room is refused with `UNAVAILABLE`; one that ends its session has room",
+        256,
+    )
     session_memory: float = option(
         _fraction,
         "share of the pool that sessions may keep between their turns; past it the longest idle one lets go first",

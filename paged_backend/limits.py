@@ -43,7 +43,7 @@ class Caps:
     max_adapter_name_bytes: int = cap(256, "bytes of `lora_name`")
     max_request_id_bytes: int = cap(256, "bytes of a request's id")
     max_sequence_id_bytes: int = cap(128, "bytes of `sequence_id`")
-    max_json_chars: int = cap(8 << 20, "characters of JSON, of one input")
+    max_json_chars: int = cap(8 << 20, "characters of JSON, of one input, or of the messages of a session")
     max_messages: int = cap(
         2048, "messages of a conversation, a session's earlier ones among them: templates may compare each with each"
     )

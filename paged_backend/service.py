@@ -98,7 +98,12 @@ class Service:
         self._tokenizing = Tokenizing(self._tokenizer, config.tokenize_timeout)
         self._beside = Worker("long prompts")
         self._long: list[Arrival] = []  # those that are tokenized there, or wait for it
-        self._sessions = Sessions(config.session_ttl, config.max_sessions, lambda name: self._engine.unpin(name))
+        self._sessions = Sessions(
+            config.session_ttl,
+            config.max_sessions,
+            lambda name: self._engine.unpin(name),
+            most_mib=config.max_sessions_mib,
+        )
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
         self._most_seconds = config.request_timeout or math.inf
         self._render = functools.partial(render, self._tokenizer, seconds=config.chat_template_timeout)
@@ -287,9 +292,12 @@ class Service:
             messages = turn.conversation(call.messages) if turn and call.messages else call.messages
             if messages is not None:
                 check_count(messages, limits.caps)  # those of a session's earlier turns among them
+            if turn:
+                limits.caps.check("max_json_chars", "messages", turn.num_chars, "characters")
             if call.prompt is not None:
                 self._check_length(call.prompt_field, call.prompt)
-            size = len(call.prompt or "") if messages is None else len(json.dumps([messages, call.tools]))
+            size = len(call.prompt or "") if messages is None else len(json.dumps([call.messages, call.tools]))
+            size += turn.session.num_chars if turn else 0
             return Arrival(call, channel, arrived, sampling, turn, messages, size)
 
     def _check_place(self, sampling: SamplingParams) -> None:
@@ -303,6 +311,8 @@ class Service:
         """A stream of a request that may be queued."""
         call, turn = arrival.call, arrival.turn
         request = self._request(arrival, tokens)
+        if turn:
+            turn.hold(len(tokens))
         samples = self._samples(call, request)
         offsets = self._prompt_offsets(call, request, samples[0].text)
         return Stream(

@@ -1,11 +1,16 @@
 """What the server remembers of a conversation, by itself: the state and the clock."""
 
+import json
+from contextlib import ExitStack
+
 import pytest
 
 from paged_backend.errors import RequestError
 from paged_backend.frontend.sessions import SessionName, Sessions
+from tests.callers import Caller, serving
 
 NAME = SessionName("", 7)
+MANY = (1,) * 200_000  # tokens, of 0.76 MiB
 
 
 class Clock:
@@ -27,7 +32,7 @@ def unpinned():
 
 @pytest.fixture
 def sessions(clock, unpinned):
-    return Sessions(10, 2, unpinned.append, clock)
+    return Sessions(10, 2, unpinned.append, clock, most_mib=1)
 
 
 def begun(sessions, name=NAME, tokens=(1, 2, 3), **flags):
@@ -155,3 +160,86 @@ def test_a_start_that_fails_leaves_the_session_that_had_the_name(sessions, clock
     assert len(sessions) == 1
     assert sessions.seconds_left() == 10
     assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+
+
+def full(sessions):
+    """Whether there is no room for much of another session."""
+    turn = sessions.begin(SessionName("", 8), start=True, end=False)
+    try:
+        turn.hold(len(MANY))
+    except RequestError as error:
+        return "UNAVAILABLE: sequence_id=8: its 800000 bytes" in str(error)
+    finally:
+        turn.undo()
+    return False
+
+
+def test_what_is_kept_takes_room_until_it_is_forgotten(sessions, clock):
+    assert not full(sessions)
+    begun(sessions, tokens=MANY)
+    assert full(sessions)
+    begun(sessions, start=False, end=True)
+    assert not full(sessions)
+    begun(sessions, tokens=MANY)
+    clock.now = 10
+    assert not full(sessions)
+    begun(sessions, tokens=MANY)
+    begun(sessions)  # anew
+    assert not full(sessions)
+
+
+def test_a_turn_takes_room_from_when_it_is_known_what_it_keeps(sessions):
+    turn = sessions.begin(NAME, start=True, end=False)
+    turn.hold(len(MANY))
+    assert full(sessions)
+    turn.undo()
+    assert not full(sessions)
+    ending = sessions.begin(NAME, start=True, end=True)
+    ending.hold(len(MANY))
+    assert not full(sessions)
+
+
+def test_a_start_that_fails_leaves_the_room_of_what_had_the_name(sessions):
+    begun(sessions, tokens=MANY)
+    sessions.begin(NAME, start=True, end=False).undo()
+    assert full(sessions)
+
+
+@pytest.fixture
+def served(tiny):
+    """Takes turns in the sessions of a service of these options, with so many characters that the template ignores."""
+
+    def serve(**options):
+        server = stack.enter_context(serving(tiny[0], **options))
+        server.service._tokenizer.chat_template = "{{ messages[-1].content }}"
+
+        def turn(sequence_id, ignored, salt="", **flags):
+            said = [{"role": "user", "content": "hi", "x": "y" * ignored}]
+            sampling = json.dumps({"max_tokens": 1, "cache_salt": salt})
+            caller = Caller(messages=json.dumps(said), sampling_parameters=sampling)
+            caller.parameters = lambda: json.dumps({"sequence_id": sequence_id} | flags)
+            server.service.submit(caller)
+            return caller
+
+        return turn
+
+    with ExitStack() as stack:
+        yield serve
+
+
+def test_all_sessions_together_keep_so_much(served):
+    turn = served(max_sessions_mib=1)
+    assert turn(1, 600_000, sequence_start=True).all()
+    refused = turn(2, 600_000, sequence_start=True).refusal()
+    assert "UNAVAILABLE: sequence_id=2: its 600" in refused and "max_sessions_mib=1" in refused
+    assert turn(2, 600_000, sequence_start=True, sequence_end=True).all()  # nothing is kept
+    assert turn(1, 100, sequence_end=True).all()
+    assert turn(2, 600_000, sequence_start=True).all()
+
+
+def test_a_session_keeps_so_many_characters(served):
+    turn = served(max_json_chars=500)
+    assert turn(1, 150, sequence_start=True).all()
+    assert turn(1, 150).all()
+    assert 'characters": must be at most 500 characters (max_json_chars)' in turn(1, 150).refusal()
+    assert turn(1, 10).all()  # it is as it was

@@ -2,12 +2,17 @@
 
 A turn sends only its new text; what came before is kept here, as tokens or as messages. Its keys and values are kept
 by the scheduler, which pins their blocks (pins.py); where it had to let them go, they are computed again.
+
+Messages are kept as JSON and tokens as an array, so that what a session takes is known: parsed, a message may take 20
+times as much.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,10 +35,19 @@ class Session:
     """What has been said. One of `tokens` and `messages` is None: a conversation stays with what it began with."""
 
     name: SessionName
-    tokens: list[int] | None = None
-    messages: list[Message] | None = None
+    tokens: array[int] | None = None  # int32
+    messages: list[bytes] | None = None  # lists of messages, as JSON, one after the other
+    num_chars: int = 0  # of them
     busy: bool = False
     expires: float = 0.0
+    counted: int = 0  # bytes, with those of the turn that is under way
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps."""
+        if self.tokens is not None:
+            return len(self.tokens) * self.tokens.itemsize
+        return sum(map(len, self.messages or ()))
 
 
 @dataclass(eq=False)
@@ -45,7 +59,8 @@ class Turn:
     is_first: bool
     is_last: bool
     replaced: Session | None = None  # what had the name before a start
-    messages: list[Message] = field(default_factory=list)  # the whole conversation, this turn's included
+    messages: list[bytes] = field(default_factory=list)  # the whole conversation, this turn's included, as a session's
+    num_chars: int = 0  # of them
 
     @property
     def name(self) -> SessionName:
@@ -55,33 +70,47 @@ class Turn:
         """What the new text continues. Raises RequestError in a conversation of messages."""
         if self.session.messages is not None:
             raise invalid("sequence_id", self.name.sequence_id, "was begun with messages; go on with messages")
-        return self.session.tokens or []
+        return list(self.session.tokens or ())
+
+    def hold(self, num_tokens: int) -> None:
+        """The prompt with what came before has so many tokens. Raises RequestError where there is no room for them."""
+        if not self.messages:
+            self.sessions.hold(self, num_tokens * array("i").itemsize)
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """All messages, with these new ones. Raises RequestError in a conversation of plain text."""
+        """All messages, with these new ones. Raises RequestError in a conversation of plain text, and where there is no
+        room for them."""
         if self.session.tokens is not None:
             raise invalid("sequence_id", self.name.sequence_id, "was begun with text_input; go on with text_input")
-        self.messages = [*(self.session.messages or []), *messages]
-        return self.messages
+        before = self.session.messages or []
+        self._say(before, self.session.num_chars, messages)
+        self.sessions.hold(self, sum(map(len, self.messages)))
+        return [*(message for said in before for message in json.loads(said)), *messages]
 
     def finish(self, tokens: list[int], text: str) -> None:
         """The turn was answered. tokens: everything so far, the answer included; text: the answer."""
         if self.messages:
-            self.session.messages = [*self.messages, {"role": "assistant", "content": text}]
+            self._say(self.messages, self.num_chars, [{"role": "assistant", "content": text}])
+            self.session.messages, self.session.num_chars = self.messages, self.num_chars
         else:
-            self.session.tokens = tokens
+            self.session.tokens = array("i", tokens)
         self.sessions.close(self, forget=self.is_last)
 
     def undo(self) -> None:
         """The turn failed or was cancelled: as if it had never been sent."""
         self.sessions.close(self, forget=self.is_first, put_back=self.replaced)
 
+    def _say(self, before: list[bytes], num_chars: int, messages: list[Message]) -> None:
+        said = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+        self.messages, self.num_chars = [*before, said.encode()], num_chars + len(said)
+
 
 class Sessions:
     """All sessions of a model instance. Safe to use from any thread.
 
     ttl: seconds without a turn after which a session is forgotten; most: how many there may be; unpin: called for
-    each that ends, so that its blocks are let go of.
+    each that ends, so that its blocks are let go of; most_mib: what all of them may keep of what was said, the answers
+    that are under way not counted.
     """
 
     def __init__(
@@ -90,9 +119,13 @@ class Sessions:
         most: int,
         unpin: Callable[[SessionName], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        most_mib: int = 256,
     ):
         self._ttl = ttl
         self._most = most
+        self._most_mib = most_mib
+        self._counted = 0  # bytes of all sessions, those that a start may put back among them
         self._unpin = unpin
         self._clock = clock
         self._lock = threading.Lock()
@@ -133,6 +166,23 @@ class Sessions:
             session.busy = True
             return Turn(self, session, is_first=start, is_last=end, replaced=replaced)
 
+    def hold(self, turn: Turn, nbytes: int) -> None:
+        """With this turn its session keeps so many bytes, if it stays. Raises RequestError where there is no room."""
+        if turn.is_last:
+            return
+        with self._lock:
+            if self._counted - turn.session.counted + nbytes > self._most_mib << 20:
+                raise RequestError(
+                    ErrorCode.UNAVAILABLE,
+                    f"sequence_id={turn.name.sequence_id!r}: its {nbytes} bytes are more than the other sessions leave"
+                    f" of max_sessions_mib={self._most_mib}; end one, or wait for one to expire",
+                )
+            self._count(turn.session, nbytes)
+
+    def _count(self, session: Session, nbytes: int) -> None:
+        self._counted += nbytes - session.counted
+        session.counted = nbytes
+
     def close(self, turn: Turn, *, forget: bool, put_back: Session | None = None) -> None:
         with self._lock:
             session = put_back or turn.session
@@ -144,6 +194,9 @@ class Sessions:
                 del self._sessions[turn.name]
             else:
                 self._sessions.move_to_end(turn.name)
+            self._count(turn.session, 0 if forget else turn.session.nbytes)
+            if turn.replaced and not put_back:
+                self._count(turn.replaced, 0)
         if forget:
             self._unpin(turn.name)
 
@@ -153,6 +206,7 @@ class Sessions:
         with self._lock:
             while (idle := self._first_idle()) and idle.expires <= self._clock():
                 over.append(idle.name)
+                self._count(idle, 0)
                 del self._sessions[idle.name]
         for name in over:
             self._unpin(name)
