@@ -317,6 +317,27 @@ def outcomes(monkeypatch):
     return found
 
 
+def test_a_request_that_cannot_be_read_for_reasons_of_our_own_is_refused_alone(serve, monkeypatch):
+    """`execute` hands over one after the other, and must never raise."""
+    ended, service = outcomes(monkeypatch), serve()
+    before, broken, after = (Caller(text_input="abcd", sampling_parameters='{"max_tokens": 2}') for _ in range(3))
+    broken.inputs = lambda: 1 / 0
+    for caller in (before, broken, after):
+        service.submit(caller)
+    assert broken.refusal() == "Error generating stream: INTERNAL: ZeroDivisionError: division by zero"
+    assert broken.empty()
+    assert before.all() and after.all()
+    assert sorted(ended)[0] == "error" and len(ended) == 3
+
+
+def test_a_service_whose_answers_do_not_go_out_any_more_is_not_ready_and_refuses(serve):
+    service = serve()
+    assert service.ready
+    service._responder.stop()
+    assert not service.ready
+    assert "UNAVAILABLE: the engine has stopped" in ask(service).answer()
+
+
 def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away(serve, gate, clock, monkeypatch):
     ended = outcomes(monkeypatch)
     service = serve(max_num_seqs=1, max_queue_size=2)

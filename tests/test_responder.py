@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.engine import StepOutput
-from paged_backend.errors import RequestError
+from paged_backend.engine import EngineDied, Lost, StepOutput
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import responder as responder_module
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import ServerChannel
@@ -80,11 +80,17 @@ class Client:
 
 
 @pytest.fixture
-def opened():
+def tenants():
+    return Tenants(0)
+
+
+@pytest.fixture
+def opened(tenants):
     """(responder, metrics, keys whose requests were aborted)"""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
-    made = Responder(metrics, Sessions(60, 1, print), Tenants(0))
+    made = Responder(metrics, Sessions(60, 1, print), tenants)
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
+    engine["audit"] = lambda keys: None
     made.start(SimpleNamespace(**engine))
     yield made, metrics, aborted
     made.stop()
@@ -301,6 +307,75 @@ def test_a_session_is_given_back_once_even_if_nothing_reaches_the_client(opened)
     assert len(broken.next_turns) == 1 and aborted.empty()
     with pytest.raises(RequestError, match="not answered yet"):
         sessions.begin(NAME, start=False, end=False)
+
+
+def failing_once(client, name):
+    """What the server does for this client raises, the first time."""
+    works = getattr(client, name)
+
+    def fails(*_, **__):
+        setattr(client, name, works)
+        raise RuntimeError("the pipe broke")
+
+    setattr(client, name, fails)
+
+
+@pytest.mark.parametrize("call", ["send", "is_cancelled"])
+def test_a_client_that_cannot_be_reached_ends_alone(opened, call):
+    """Its request is aborted, and others are answered, in the same turn and after."""
+    responder, _, aborted = opened
+    broken, other = Client(1), Client(2)
+    failing_once(broken, call)
+    for client in (broken, other):
+        responder.open(client.stream)
+    if call == "send":
+        both = step(1, "a").deltas + step(2, "b").deltas
+        responder.emit(replace(step(1, ""), deltas=both))
+        assert other.got.get(timeout=WAIT) == ("b", None, False)
+    assert broken.got.get(timeout=WAIT) == (
+        None,
+        "Error generating stream: INTERNAL: RuntimeError: the pipe broke",
+        True,
+    )
+    assert aborted.get(timeout=WAIT) == 1
+    responder.emit(step(2, "c", FinishReason.LENGTH))
+    assert other.got.get(timeout=WAIT) == ("c", None, True)
+    assert responder.alive and aborted.empty()
+
+
+ENDS = {
+    "answered": lambda responder, client: responder.emit(step(1, "a", FinishReason.LENGTH)),
+    "refused by the engine": lambda responder, client: responder.emit(
+        replace(step(1, ""), deltas=(TokenDelta(1, error=RequestError(ErrorCode.INTERNAL, "no")),))
+    ),
+    "cancelled": lambda responder, client: setattr(client, "cancelled", True),
+    "ended from elsewhere": lambda responder, client: responder.cancel(fakes.Sent().channel(), ""),
+    "overdue": lambda responder, client: setattr(client.stream, "deadline", 0.0),
+    "lost": lambda responder, client: responder.emit(Lost((1,))),
+    "left by an engine that died": lambda responder, client: responder.emit(EngineDied("it did")),
+    "not to be asked": lambda responder, client: failing_once(client, "is_cancelled"),
+    "not to be sent to": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),
+    "not to be sent its end": lambda responder, client: (
+        failing_once(client, "send"),
+        responder.emit(step(1, "a", FinishReason.LENGTH)),
+    ),
+    "not to be booked": lambda responder, client: (
+        failing_once(client.stream, "take"),
+        responder.emit(step(1, "a")),
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_tenants_place_comes_back_however_a_request_ends(opened, tenants, end):
+    responder, _, _ = opened
+    client = Client(1)
+    responder.open(client.stream)
+    assert len(tenants) == 1
+    end(responder, client)
+    while not client.got.get(timeout=WAIT)[2]:
+        pass
+    assert len(tenants) == 0
 
 
 def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
