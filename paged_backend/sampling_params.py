@@ -31,11 +31,18 @@ _NOT_WITH_BEAMS = (
 )  # fmt: skip
 
 
+def _numeral(text: str) -> str:
+    """Of what Python reads as numbers not its `1_0`, nor other scripts' digits."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return text
+
+
 def _number(name: str, value: Any) -> float:
     """A finite number; a numeric string counts, as request parameters may carry one."""
     if isinstance(value, str):
         try:
-            value = float(value)
+            value = float(_numeral(value))
         except ValueError:
             raise invalid(name, value, "must be a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -53,7 +60,7 @@ def _whole(name: str, value: Any, low: int, high: int, why: str = "") -> int:
     limit = f"must be {low}..{high}{why}"
     if isinstance(value, str):
         try:
-            value = int(value)
+            value = int(_numeral(value))
         except ValueError:
             raise invalid(name, value, limit) from None
     if isinstance(value, float) and value.is_integer():
