@@ -58,6 +58,7 @@ Encode = Callable[..., list[int]]  # one of the two of Tokenizing
 class Arrival:
     """A request that was read and checked, and whose prompt is to be tokenized."""
 
+    key: int  # of the request that comes of it
     call: wire.Call
     channel: Channel
     arrived: float  # time.monotonic()
@@ -97,7 +98,7 @@ class Service:
         self._taking = threading.Lock()  # the order of requests is one thread's at a time
         self._tokenizing = Tokenizing(self._tokenizer, config.tokenize_timeout)
         self._beside = Worker("long prompts")
-        self._long: list[Arrival] = []  # those that are tokenized there, or wait for it
+        self._long: list[Stream] = []  # those that it is still to come to, or is at
         self._sessions = Sessions(
             config.session_ttl,
             config.max_sessions,
@@ -194,24 +195,36 @@ class Service:
                 return
             with _undoing(arrival.turn):
                 if arrival.size > LONG_CHARS:
-                    self._long.append(arrival)
-                    self._beside.submit(self._take_long, arrival)
+                    self._take_long(arrival)
                 else:
                     self._enter(self._stream(arrival, self._tokenize(arrival, self._tokenizing.encode)))
 
     def _take_long(self, arrival: Arrival) -> None:
-        """Others are let in while this one's prompt is tokenized."""
-        stream: Stream | None = None
-        with self._refusing(arrival.channel), _undoing(arrival.turn):
-            try:
-                if arrival.channel.is_cancelled():
-                    raise RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client")
-                stream = self._stream(arrival, self._tokenize(arrival, self._tokenizing.encode_long))
-            finally:
-                with self._taking:  # the place in the queue that was its own is its stream's, or free
-                    self._long.remove(arrival)
-                    if stream:
-                        self._enter(stream)
+        """Others are let in while this one's prompt is tokenized. It is open already: its time, its client or a
+        stop_request may end it."""
+        stream = self._stream_of(arrival, GenerateRequest(arrival.key, (), arrival.sampling, 0, frozenset()))
+        self._open(stream)
+        self._engine.show()
+        self._long.append(stream)
+        self._beside.submit(self._tokenize_long, arrival, stream)
+
+    def _tokenize_long(self, arrival: Arrival, opened: Stream) -> None:
+        found: Stream | RequestError | None = None
+        try:
+            if not opened.ended:
+                found = self._stream(arrival, self._tokenize(arrival, self._tokenizing.encode_long))
+        except RequestError as error:
+            found = error
+        except Exception as error:
+            log.exception("a long prompt could not be tokenized")
+            found = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        with self._taking:  # before its client hears of it, who may send the next
+            self._long.remove(opened)
+        if isinstance(found, RequestError):
+            self._engine.refuse(arrival.key, found)
+        elif found:
+            self._responder.fill(opened, found)
+            self._deliver(found.request)
 
     @contextmanager
     def _refusing(self, channel: Channel) -> Iterator[None]:
@@ -226,9 +239,12 @@ class Service:
             _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
             self._responder.refused("error")
 
-    def _enter(self, stream: Stream) -> None:
+    def _open(self, stream: Stream) -> None:
         self._engine.expect(stream.request.key)
         self._responder.open(stream)
+
+    def _enter(self, stream: Stream) -> None:
+        self._open(stream)
         self._deliver(stream.request)
 
     def _answer(self, question: str, channel: Channel, request_id: str) -> None:
@@ -241,8 +257,6 @@ class Service:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, "stop_request: has no request id (`id` over HTTP); give that of the request"
             )
-        elif any(arrival.call.request_id == request_id for arrival in self._long):  # which are to be found, too
-            self._beside.submit(self._responder.cancel, channel, request_id)
         else:
             self._responder.cancel(channel, request_id)
 
@@ -298,25 +312,30 @@ class Service:
                 self._check_length(call.prompt_field, call.prompt)
             size = len(call.prompt or "") if messages is None else len(json.dumps([call.messages, call.tools]))
             size += turn.session.num_chars if turn else 0
-            return Arrival(call, channel, arrived, sampling, turn, messages, size)
+            return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, size)
 
     def _check_place(self, sampling: SamplingParams) -> None:
         """Raises RequestError where there is none in the queue, or none for the tenant."""
-        waiting, salt = self._engine.waiting + len(self._long), sampling.cache_salt
+        ended = [stream.tenant for stream in self._long if stream.ended]  # whose text is still there
+        waiting, salt = self._engine.waiting + len(ended), sampling.cache_salt
         if self._max_queue_size and waiting >= self._max_queue_size:
             raise QueueFull(waiting)
-        self._tenants.check(salt, sum(arrival.sampling.cache_salt == salt for arrival in self._long))
+        self._tenants.check(salt, ended.count(salt))
 
     def _stream(self, arrival: Arrival, tokens: list[int]) -> Stream:
         """A stream of a request that may be queued."""
-        call, turn = arrival.call, arrival.turn
         request = self._request(arrival, tokens)
-        if turn:
-            turn.hold(len(tokens))
+        if arrival.turn:
+            arrival.turn.hold(len(tokens))
+        return self._stream_of(arrival, request)
+
+    def _stream_of(self, arrival: Arrival, request: GenerateRequest) -> Stream:
+        call = arrival.call
         samples = self._samples(call, request)
-        offsets = self._prompt_offsets(call, request, samples[0].text)
+        offsets = self._prompt_offsets(call, request, samples[0].text) if request.prompt_token_ids else None
         return Stream(
-            request, call, arrival.channel, samples, arrival.arrived, self._encode, self._token_text, offsets, turn,
+            request, call, arrival.channel, samples, arrival.arrived, self._encode, self._token_text, offsets,
+            arrival.turn,
             self._assembly.limits.block_size, most_seconds=self._most_seconds,
         )  # fmt: skip
 
@@ -354,7 +373,7 @@ class Service:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
         limits, bad_words = self._assembly.limits, self._bad_words(sampling)
-        request = GenerateRequest.admit(next(self._keys), tokens, sampling, seed, eos, limits, bad_words)
+        request = GenerateRequest.admit(arrival.key, tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
         logprobs = _wanted_logprobs(call, sampling)
         ends = None

@@ -194,6 +194,8 @@ def test_a_turn_takes_room_from_when_it_is_known_what_it_keeps(sessions):
     assert full(sessions)
     turn.undo()
     assert not full(sessions)
+    turn.hold(len(MANY))  # it was cancelled while its prompt was tokenized
+    assert not full(sessions)
     ending = sessions.begin(NAME, start=True, end=True)
     ending.hold(len(MANY))
     assert not full(sessions)

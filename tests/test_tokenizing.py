@@ -2,7 +2,9 @@
 
 import json
 import threading
+import time
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -10,10 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from paged_backend import service as service_module
 from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.frontend import responder
 from paged_backend.frontend.metrics import Metrics
 from paged_backend.frontend.tokenizing import Tokenizing
 from tests.callers import Caller, serving
 from tests.in_process import WAIT, byte_tokenizer
+from tests.test_local_socket import until
 
 LONG = "a" * 300
 
@@ -164,8 +168,9 @@ def test_a_long_prompt_whose_client_has_gone_is_not_tokenized(serve, slow):
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
     serve.service.submit(gone)
+    assert "CANCELLED" in gone.refusal()  # though nobody has come to it
     slow.go_on.set()
-    assert first.all() and "CANCELLED" in gone.refusal()
+    assert first.all()
     assert slow.began.empty()
     assert {serve.outcomes.get(timeout=WAIT) for _ in range(2)} == {"length", "cancelled"}
 
@@ -177,14 +182,64 @@ def test_a_long_prompt_is_found_by_its_request_id(serve, slow):
     stop = Caller(stop_request=True)
     stop.request_id = lambda: "a"
     serve.service.submit(stop)
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
-    assert stop.empty()
+    assert stop.all() == [{"num_stopped": [1]}]
+    assert "CANCELLED" in long.refusal()  # at once
     slow.go_on.set()
-    (answer,) = stop.all()
-    if answer["num_stopped"] == [1]:
-        assert "CANCELLED" in long.refusal()
-    else:  # it had ended by itself
-        assert long.all()
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+
+
+HOUR = 3_600_000  # milliseconds
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Turns the responder's clock by an hour."""
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(responder, "time", clock)
+    return lambda: ahead.append(ahead.pop() + HOUR / 1e3)
+
+
+def limited(**more):
+    told = {"return_finish_reason": True, "return_num_output_tokens": True}
+    return Caller(text_input=LONG, sampling_parameters=json.dumps({"timeout_ms": HOUR} | more), **told)
+
+
+@pytest.mark.parametrize("limit", ["timeout_ms", "timeout"])
+def test_a_long_prompt_ends_at_its_time_before_it_is_tokenized(serve, slow, later, limit):
+    """Whether somebody is at it, or it waits for that."""
+    waiting = [limited(), limited()] if limit == "timeout_ms" else [asking(LONG, timeout=HOUR * 1000) for _ in "ab"]
+    for one in waiting:
+        serve.service.submit(one)
+    slow.began.get(timeout=WAIT)
+    later()
+    for one in waiting:
+        (answer,) = one.all()
+        if limit == "timeout_ms":
+            assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
+    assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
+    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()  # their texts are here
+    slow.go_on.set()
+    until(lambda: not serve.service._long)
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    assert slow.began.empty()
+
+
+def test_a_turn_that_ends_before_it_is_tokenized_leaves_its_session_as_it_was(serve, slow, later):
+    def turn(caller, **more):
+        caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
+        serve.service.submit(caller)
+        return caller
+
+    assert turn(asking("abcd"), sequence_start=True).all()
+    long = turn(limited())
+    slow.began.get(timeout=WAIT)
+    later()
+    assert long.all()[0]["finish_reason"] == [b"timeout"]
+    after = Caller(text_input="ef", sampling_parameters='{"max_tokens": 1}', return_num_input_tokens=True)
+    assert turn(after).all()[0]["num_input_tokens"][0] > len(byte_tokenizer().encode("ef"))
+    slow.go_on.set()
+    assert turn(asking("gh")).all()
 
 
 def test_a_long_prompt_that_fails_leaves_its_session_as_it_was(serve, slow, monkeypatch):

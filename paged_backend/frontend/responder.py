@@ -74,7 +74,15 @@ class Cancel:
     request_id: str
 
 
-_Message = Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | None
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """The prompt of a stream that is open has been tokenized."""
+
+    opened: Stream
+    stream: Stream
+
+
+_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | None
 
 
 class Responder:
@@ -141,6 +149,10 @@ class Responder:
         self._tenants.enter(stream.tenant)
         self._inbox.put(stream)
 
+    def fill(self, opened: Stream, stream: Stream) -> None:
+        """An open stream goes on as this one, if it is open still. Must come before the engine gets the request."""
+        self._inbox.put(Fill(opened, stream))
+
     def refused(self, outcome: str) -> None:
         """Count a request that never became a stream."""
         self._inbox.put(Refused(outcome))
@@ -190,18 +202,21 @@ class Responder:
             self._metrics.show_sessions(len(self._sessions))
 
     def _take(
-        self, message: Stream | Look | PoolMap | Lost | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+        self, message: Fill | Stream | Look | PoolMap | Lost | Refused | Cancel | EngineDied, touched: dict[int, Stream]
     ) -> None:
         """Anything but a step."""
         if isinstance(message, Stream):
             self._streams[message.request.key] = message
             self._to_ask.append(message.request.key)
-            if message.call.stream and self._first_response is not None:
-                self._unanswered.append(message)
-            self._metrics.accepted(len(message.request.prompt_token_ids))
+            if message.is_tokenized:
+                self._accept(message)
             if self._died:  # after it was asked whether it lives
                 message.error = self._died
                 touched[message.request.key] = message
+        elif isinstance(message, Fill):
+            if not message.opened.ended:
+                message.opened.fill(message.stream)
+                self._accept(message.opened)
         elif isinstance(message, Look):
             self._lookers.append(message)
             if self._died:
@@ -216,6 +231,11 @@ class Responder:
             touched |= self._fail_lost(message.keys)
         else:
             touched |= self._fail_all(message.reason)
+
+    def _accept(self, stream: Stream) -> None:
+        if stream.call.stream and self._first_response is not None:
+            self._unanswered.append(stream)
+        self._metrics.accepted(len(stream.request.prompt_token_ids))
 
     def _show(self) -> None:
         """Bring the metrics up to date. Before an answer ends, so that whoever has read it finds it counted."""

@@ -61,6 +61,7 @@ class Turn:
     replaced: Session | None = None  # what had the name before a start
     messages: list[bytes] = field(default_factory=list)  # the whole conversation, this turn's included, as a session's
     num_chars: int = 0  # of them
+    is_over: bool = False
 
     @property
     def name(self) -> SessionName:
@@ -168,9 +169,9 @@ class Sessions:
 
     def hold(self, turn: Turn, nbytes: int) -> None:
         """With this turn its session keeps so many bytes, if it stays. Raises RequestError where there is no room."""
-        if turn.is_last:
-            return
         with self._lock:
+            if turn.is_last or turn.is_over:  # as its prompt was tokenized
+                return
             if self._counted - turn.session.counted + nbytes > self._most_mib << 20:
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
@@ -185,6 +186,7 @@ class Sessions:
 
     def close(self, turn: Turn, *, forget: bool, put_back: Session | None = None) -> None:
         with self._lock:
+            turn.is_over = True
             session = put_back or turn.session
             session.busy = False
             session.expires = self._clock() + self._ttl

@@ -144,6 +144,16 @@ class Stream:
             self.prompt_logprobs = ()  # there is nothing that the engine could tell
         self.deadline = self.arrived + min(*filter(None, limits), self.most_seconds, math.inf)
 
+    def fill(self, stream: Stream) -> None:
+        """Its prompt has been tokenized: go on as this stream, of which nothing was sent."""
+        self.request, self.samples = stream.request, stream.samples
+        self.prompt_offsets, self.prompt_logprobs = stream.prompt_offsets, stream.prompt_logprobs
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether its prompt is; no request has none."""
+        return bool(self.request.prompt_token_ids)
+
     @property
     def is_search(self) -> bool:
         """Whether its samples are the outputs of a beam search."""
@@ -209,7 +219,7 @@ class Stream:
         """Before the last response goes out: a session goes on from here, or from where it was."""
         if self.turn is None:
             return
-        if not answered:
+        if not (answered and self.is_tokenized):
             self.turn.undo()
             return
         (sample,) = self.samples

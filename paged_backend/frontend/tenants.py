@@ -20,10 +20,10 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._open)
 
-    def check(self, salt: str, coming: int = 0) -> None:
-        """Raises TenantFull where there is no place for one more. coming: requests that were let in, and are still to
-        enter."""
-        if self._most and self._open.get(salt, 0) + coming >= self._most:
+    def check(self, salt: str, leaving: int = 0) -> None:
+        """Raises TenantFull where there is no place for one more. leaving: requests that have left, and still take
+        memory."""
+        if self._most and self._open.get(salt, 0) + leaving >= self._most:
             raise TenantFull(self._most)
 
     def enter(self, salt: str) -> None:
