@@ -289,6 +289,12 @@ class EngineConfig(Caps):
 
     session_ttl: float = option(_above_zero, "seconds without a turn after which a session is forgotten", 600)
     max_sessions: int = option(whole(1), "sessions that may be open at the same time", 1024)
+    max_tenant_sessions: int = option(
+        whole(0),
+        "sessions of one `cache_salt` that may be open, those without one together; one more is refused at once, with"
+        " `UNAVAILABLE`. 0: no limit",
+        0,
+    )
     max_sessions_mib: int = option(
         whole(1, 1 << 20),
         "MiB that all sessions may keep of what was said: messages as JSON, with all that they hold, or tokens of 4"

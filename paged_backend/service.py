@@ -104,6 +104,7 @@ class Service:
             config.max_sessions,
             lambda name: self._engine.unpin(name),
             most_mib=config.max_sessions_mib,
+            most_of_tenant=config.max_tenant_sessions,
         )
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
         self._most_seconds = config.request_timeout or math.inf

@@ -68,6 +68,7 @@ ELSEWHERE = {
     "stop_timeout": "test_faults.test_a_step_that_never_ends_keeps_neither_requests_nor_the_end",
     "stall_timeout": "test_admission.test_a_step_that_does_not_end_is_told_as_not_ready",
     "max_sessions": "test_sessions.test_one_too_many_is_refused",
+    "max_tenant_sessions": "test_sessions.test_a_tenant_has_so_many_sessions_and_others_begin_beside",
     "max_sessions_mib": "test_sessions.test_all_sessions_together_keep_so_much",
     "chat_template_timeout": "test_conversation.test_a_template_that_does_not_end_is_ended",
     "tokenize_timeout": "test_tokenizing.test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most",

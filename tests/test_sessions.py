@@ -245,3 +245,14 @@ def test_a_session_keeps_so_many_characters(served):
     assert turn(1, 150).all()
     assert 'characters": must be at most 500 characters (max_json_chars)' in turn(1, 150).refusal()
     assert turn(1, 10).all()  # it is as it was
+
+
+def test_a_tenant_has_so_many_sessions_and_others_begin_beside(served):
+    turn = served(max_tenant_sessions=1)
+    for salt in ("", "one"):
+        assert turn(1, 0, salt, sequence_start=True).all()
+        refused = turn(2, 0, salt, sequence_start=True).refusal()
+        assert "UNAVAILABLE: sequence_id=2: max_tenant_sessions=1 of this cache_salt are open; end one" in refused
+        assert turn(1, 0, salt, sequence_start=True).all()  # anew
+    assert turn(1, 0, sequence_end=True).all()
+    assert turn(2, 0, sequence_start=True).all()

@@ -111,7 +111,7 @@ class Sessions:
 
     ttl: seconds without a turn after which a session is forgotten; most: how many there may be; unpin: called for
     each that ends, so that its blocks are let go of; most_mib: what all of them may keep of what was said, the answers
-    that are under way not counted.
+    that are under way not counted; most_of_tenant: sessions of one salt, 0: as many as like.
     """
 
     def __init__(
@@ -122,10 +122,12 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
         *,
         most_mib: int = 256,
+        most_of_tenant: int = 0,
     ):
         self._ttl = ttl
         self._most = most
         self._most_mib = most_mib
+        self._most_of_tenant = most_of_tenant
         self._counted = 0  # bytes of all sessions, those that a start may put back among them
         self._unpin = unpin
         self._clock = clock
@@ -148,12 +150,8 @@ class Sessions:
                 )
             replaced = session if start else None
             if start:
-                if session is None and len(self._sessions) >= self._most:
-                    raise RequestError(
-                        ErrorCode.UNAVAILABLE,
-                        f"sequence_id={name.sequence_id!r}: max_sessions={self._most} are open; end one, or wait for"
-                        " one to expire",
-                    )
+                if session is None:
+                    self._check_place(name)
                 if session is not None:
                     self._unpin(name)  # a start begins anew, as everywhere in Triton
                 session = self._sessions[name] = Session(name)
@@ -166,6 +164,17 @@ class Sessions:
                 )
             session.busy = True
             return Turn(self, session, is_first=start, is_last=end, replaced=replaced)
+
+    def _check_place(self, name: SessionName) -> None:
+        """Raises RequestError where there is none for one more."""
+        full, most = "", self._most_of_tenant
+        if len(self._sessions) >= self._most:
+            full = f"max_sessions={self._most} are open"
+        elif most and sum(one.salt == name.salt for one in self._sessions) >= most:
+            full = f"max_tenant_sessions={most} of this cache_salt are open"
+        if full:
+            reason = f"sequence_id={name.sequence_id!r}: {full}; end one, or wait for one to expire"
+            raise RequestError(ErrorCode.UNAVAILABLE, reason)
 
     def hold(self, turn: Turn, nbytes: int) -> None:
         """With this turn its session keeps so many bytes, if it stays. Raises RequestError where there is no room."""
