@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,24 @@ def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
     assert process.returncode == 0
+    assert errors.endswith("Stopped.\n")
+
+
+@needs_server
+def test_ctrl_c_does_not_wait_for_an_idle_connection_over_http(launch):
+    """tritonserver itself would: it unloads nothing before such a connection is closed, or its exit timeout is over."""
+    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
+    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics, verbose=True)
+    assert process.stdout.readline().startswith("Ready.")
+    stays = HTTPConnection("localhost", http)
+    stays.request("GET", "/v2/health/ready")
+    assert stays.getresponse().read() == b""
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    stays.close()
+    assert process.returncode == 0
+    assert "Found 1 HTTP service connections" in errors
+    assert "exit timeout" not in errors.lower()
     assert errors.endswith("Stopped.\n")
 
 

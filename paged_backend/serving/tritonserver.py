@@ -25,7 +25,7 @@ from paged_backend.serving.server_log import ServerLog
 
 MODEL_NAME = "paged_llm"
 LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang
-UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to unload its model in
+UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to begin to unload its model, and to end that
 EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own default
 
 # PR_SET_PDEATHSIG (prctl 1): the server gets SIGTERM when the launcher dies of anything, SIGKILL included.
@@ -224,15 +224,20 @@ class TritonServer:
         return code
 
     def _wait_for_the_end(self, timeout: float) -> None:
-        """Wait until the server has ended or has nothing left to do: it never ends by itself while a client keeps
-        an idle gRPC stream open."""
+        """Wait until the server has ended or has nothing left to do: by itself it does not end while a client keeps
+        an idle gRPC stream open, and unloads nothing while one keeps an HTTP connection."""
         assert self._process is not None
-        deadline = time.monotonic() + timeout
+        busy, unloads = time.monotonic(), False
+        deadline = busy + timeout
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
-            if self._log.shows_that_it_unloads() and not self._has_open_requests():
-                deadline = min(deadline, time.monotonic() + UNLOAD_TIMEOUT)
+            if self._has_open_requests():
+                busy = time.monotonic()
+            elif not unloads and self._log.shows_that_it_unloads():
+                busy, unloads = time.monotonic(), True  # all of the time is the models' own
+            elif time.monotonic() >= busy + UNLOAD_TIMEOUT:
+                return
 
     def _has_open_requests(self) -> bool:
         """By the engine's own metrics: the server itself does not count a stream as in flight."""
