@@ -13,7 +13,6 @@ ARGS ?=
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PYTHON ?=
 PIP_ARGS ?=
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 
 VENV ?= .venv
 BIN := $(VENV)/bin

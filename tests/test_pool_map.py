@@ -1,7 +1,7 @@
 """Maps of the pool between the engine and whoever asks: one answer each, whatever becomes of the engine."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -111,6 +111,29 @@ def test_all_who_ask_get_the_next_map_once(responder):
     responder.emit(POOL)
     late.the_only()
     assert one.empty() and other.empty()
+
+
+def test_whoever_has_a_map_finds_the_metrics_say_the_same():
+    shown, held = [], []
+
+    class Shown(Metrics):
+        def show(self, stats):
+            shown.append(stats)
+
+    class Reader(Sent):
+        def send(self, response, flags):
+            held.append(list(shown))
+            super().send(response, flags)
+
+    responder = Responder(Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    responder.start(SimpleNamespace())
+    for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
+        sent = Reader()
+        responder.look(sent.channel())
+        responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
+        sent.the_only()
+        assert held[-1][-1].running == running
+    responder.stop()
 
 
 def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder):

@@ -307,7 +307,11 @@ class Responder:
         return dict(self._streams)
 
     def _show_pool(self, pool: PoolMap) -> None:
-        """Answer all who asked. No request of the metrics': it took no place and no token."""
+        """Answer all who asked, who find the metrics say the same. No request of theirs: it took no place and no
+        token."""
+        self._stats = pool.stats
+        with _going_on():
+            self._show()
         outputs = wire.write_pool_map(
             {
                 "time": pool.when,

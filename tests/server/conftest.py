@@ -232,9 +232,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def idle(server: TritonServer) -> None:
-    """Wait until nothing runs or waits, and nobody holds a block."""
+    """Wait until nothing runs or waits, and nobody holds a block. A map of the pool brings the metrics up to date,
+    which else are some tenths of a second late."""
 
     def quiet() -> bool:
+        post(server, {"pool_map": True})
         now = metrics(server)
         busy = now["paged_kv_blocks{used}"] + now["paged_requests{running}"] + now["paged_requests{waiting}"]
         available = now["paged_kv_blocks{free}"] + now["paged_kv_blocks{cached}"]
