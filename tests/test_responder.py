@@ -10,8 +10,7 @@ import pytest
 
 from paged_backend.engine import EngineDied, Lost, StepOutput
 from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.frontend import responder as responder_module
-from paged_backend.frontend import wire
+from paged_backend.frontend import watch, wire
 from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.detokenizer import Detokenizer
 from paged_backend.frontend.metrics import Metrics
@@ -146,7 +145,7 @@ def test_whoever_is_cancelled_is_noticed_among_many(opened):
 
 def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch_at_a_time(opened, monkeypatch):
     """Who is first among the next is asked after an hour, if nobody has gone."""
-    monkeypatch.setattr(responder_module, "POLL_SECONDS", 3600)
+    monkeypatch.setattr(watch, "SECONDS", 3600)
     responder, _, aborted = opened
     clients = [Client(key) for key in range(100)]
     clients[0].may_send.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -26,8 +27,9 @@ Received = tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str
 
 
 class Channel(Protocol):
-    """Owned by one thread at a time: the one that admits the request, then the responder's. Sending and asking may wait
-    for another process: never on the engine's thread."""
+    """Owned by one thread at a time: the one that admits the request, then the responder's; only whether it was
+    cancelled may be asked from another one as well. Sending and asking may wait for another process: never on the
+    engine's thread."""
 
     closed: bool  # whether the final response has been sent
     stopped: bool  # whether its client has asked it to end with what there is
@@ -41,7 +43,8 @@ class Channel(Protocol):
         """End the request with an error. Does nothing where it has ended already."""
 
     def is_cancelled(self) -> bool:
-        """Whether the client is gone or has called the request off."""
+        """Whether the client is gone or has called the request off. False while a response is on its way to it, and
+        after the last."""
 
 
 class ServerChannel:
@@ -53,6 +56,7 @@ class ServerChannel:
         self._request = request
         self._sender = request.get_response_sender()
         self._error_text = error_text
+        self._busy = threading.Lock()  # with a round trip: the server forgets a request with its final response
         self.closed = False
         self.stopped = False
 
@@ -80,10 +84,16 @@ class ServerChannel:
 
     def is_cancelled(self) -> bool:
         """A round trip, like `send`."""
-        return self._sender.is_cancelled()
+        if not self._busy.acquire(blocking=False):
+            return False
+        try:
+            return not self.closed and self._sender.is_cancelled()
+        finally:
+            self._busy.release()
 
     def _send(self, response: Any, final: bool) -> None:
         assert not self.closed, "a response after FINAL"
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        self._sender.send(response, flags=flags)
-        self.closed = final  # not before: where sending failed, an error may still go out
+        with self._busy:
+            self._sender.send(response, flags=flags)
+            self.closed = final  # not before: where sending failed, an error may still go out

@@ -1,7 +1,7 @@
-"""Owns every open stream: turns tokens to text, sends it, and notices who has gone.
+"""Owns every open stream: turns tokens to text, sends it, and ends those whose clients have gone.
 
-Sending and asking about cancellation are round trips to the server process, so none of it happens on the engine's
-thread. Tokens that pile up for a stream while others are served go out as one response.
+Sending is a round trip to the server process, so it does not happen on the engine's thread. Tokens that pile up for a
+stream while others are served go out as one response.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from paged_backend.frontend.round_trips import RoundTrips
 from paged_backend.frontend.sessions import Sessions
 from paged_backend.frontend.stream import Stream
 from paged_backend.frontend.tenants import Tenants
+from paged_backend.frontend.watch import Found, Watch
 from paged_backend.request import FinishReason
 from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 
-POLL_SECONDS = 0.02  # how often open streams are looked at, and asked whether they were cancelled, where there are few
-POLL_BATCH = 16  # streams asked at a time: answers wait no longer for it
-HELPERS = 4  # threads that ask and answer beside the responder's where one after the other has gone
-POLL_SHARE = 0.1  # of the thread's time at the most: with hundreds of streams each is asked less often
-LEAVING_SECONDS = 0.1  # that a turn goes on asking where one after the other has gone; answers wait for it
+POLL_SECONDS = 0.02  # how often open streams are looked at
+POLL_SHARE = 0.1  # of the thread's time at the most
+HELPERS = 4  # threads that ask and answer beside the watch's and the responder's where one after the other has gone
+HELPED = 16  # requests that one of them asks, or answers, by itself
 GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 AUDIT_SECONDS = 2.0  # between two questions to the engine, while streams are open, whether it still has them
@@ -82,7 +82,7 @@ class Fill:
     stream: Stream
 
 
-_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | None
+_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | Found | None
 
 
 class Responder:
@@ -116,16 +116,16 @@ class Responder:
         self._streams: dict[int, Stream] = {}
         self._lookers: list[Look] = []  # those who wait for a map of the pool, by arrival
         self._next_poll = 0.0
-        self._next_overdue = 0.0
-        self._to_ask: deque[int] = deque()  # keys of open streams, and some that have ended, in turn
         self._stats: SchedulerStats | None = None  # newest
         self._next_show = 0.0
-        self._round_trips = RoundTrips(HELPERS, POLL_BATCH)
+        self._round_trips = RoundTrips(HELPERS, HELPED)
+        self._watch = Watch(self._streams, self._round_trips, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self, engine: Aborts) -> None:
         self._engine = engine
         self._thread.start()
+        self._watch.start()
 
     def stop(self, seconds: float | None = None) -> None:
         """End the thread once everything that was put before is out, or give up on it after so many seconds."""
@@ -174,18 +174,25 @@ class Responder:
             self._turn_began = time.monotonic()
             self._turn(messages)
             self._turn_began = None
+        self._watch.stop()
         self._round_trips.stop()
 
     def _turn(self, messages: list[_Message]) -> None:
         touched: dict[int, Stream] = {}
+        left: list[Found] = []
         for message in messages:
             with _going_on():
                 if message is None:
                     self._stopping = True
                 elif isinstance(message, StepOutput):
                     self._book(message, touched)
+                elif isinstance(message, Found):
+                    left.append(message)
                 else:
                     self._take(message, touched)
+        if left:
+            with _going_on():
+                self._leave(left)
         if self._is_stale and (time.monotonic() >= self._next_show or any(one.ended for one in touched.values())):
             with _going_on():
                 self._show()
@@ -207,7 +214,7 @@ class Responder:
         """Anything but a step."""
         if isinstance(message, Stream):
             self._streams[message.request.key] = message
-            self._to_ask.append(message.request.key)
+            self._watch.add(message)
             if message.is_tokenized:
                 self._accept(message)
             if self._died:  # after it was asked whether it lives
@@ -271,6 +278,7 @@ class Responder:
         for key in output.entered:
             if key in streams:
                 streams[key].entered = output.began
+                self._watch.enter(streams[key])
         for delta in output.deltas:
             stream = streams.get(delta.key)
             # Else it was cancelled, or met its stop string, a moment ago.
@@ -452,8 +460,7 @@ class Responder:
             self._metrics.time_per_output_token.observe((stream.last_token - stream.first_token) / (longest - 1))
 
     def _poll(self) -> None:
-        """Ask some of the open streams, queued and prefilling ones too, whether they were cancelled; end those that are
-        overdue; forget sessions whose time is over."""
+        """End those that are overdue, and forget sessions whose time is over."""
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -463,39 +470,25 @@ class Responder:
             self._next_audit = now + AUDIT_SECONDS
             assert self._engine is not None
             self._engine.audit(tuple(self._streams))
-        if now >= self._next_overdue:
-            for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
-                self._guarded(stream, self._expire)
-            self._next_overdue = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
-        began, (asked, gone) = now, self._ask_some(POLL_BATCH)
-        while gone:  # others of the same client may have
-            if time.monotonic() > now + LEAVING_SECONDS:
-                return
-            began, (asked, gone) = time.monotonic(), self._ask_some(POLL_BATCH * (1 + HELPERS))
-        took = time.monotonic() - began
-        share = POLL_SECONDS * asked / max(1, len(self._streams))
-        self._next_poll = began + max(share or POLL_SECONDS, took / POLL_SHARE)
+        for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
+            self._guarded(stream, self._expire)
+        self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
 
-    def _ask_some(self, most: int) -> tuple[int, int]:
-        """Ask those whose turn it is, and end those who have gone; how many were asked, and have gone."""
-        asked: list[Stream] = []
-        for _ in range(len(self._to_ask)):
-            if stream := self._streams.get(self._to_ask.popleft()):
-                asked.append(stream)
-            if len(asked) == most:
-                break
-        gone = []
-        for stream, answer in self._round_trips.each(_is_cancelled, asked):
-            if isinstance(answer, Exception):
-                self._give_up(stream, answer)
-            elif answer:
-                gone.append(stream)
-            else:
-                self._to_ask.append(stream.request.key)
-                if stream.channel.stopped and stream.cut is None:
-                    self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))
-        self._cancel(gone, "the request was cancelled by its client")
-        return len(asked), len(gone)
+    def _leave(self, left: list[Found]) -> None:
+        """End those that have not ended by themselves meanwhile."""
+        for stream, error in [one for found in left for one in found.failed]:
+            if self._goes_on(stream):
+                self._give_up(stream, error)
+        self._cancel(
+            [stream for found in left for stream in found.gone if self._goes_on(stream)],
+            "the request was cancelled by its client",
+        )
+        for stream in [stream for found in left for stream in found.stopped]:
+            if self._goes_on(stream) and stream.cut is None:
+                self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))
+
+    def _goes_on(self, stream: Stream) -> bool:
+        return stream.request.key in self._streams and not stream.ended
 
     def _cancel(self, streams: list[Stream], reason: str) -> None:
         """All are counted before the first of them is told."""
@@ -546,10 +539,6 @@ def _going_on() -> Iterator[None]:
         yield
     except Exception:
         log.exception("something between the streams went wrong")
-
-
-def _is_cancelled(stream: Stream) -> bool:
-    return stream.channel.is_cancelled()
 
 
 def _tell(stream: Stream) -> None:
