@@ -275,10 +275,14 @@ class Service:
             else:
                 self._engine.deliver(replace(request, guides=guides))
 
-        key = request.key
+        key, sampling = request.key, request.sampling
         self._engine.show()
         self._grammars.compile(
-            structure, request.sampling.num_samples, compiled, wanted=lambda: self._engine.expects(key)
+            structure,
+            sampling.num_samples,
+            compiled,
+            tenant=sampling.cache_salt,
+            wanted=lambda: self._engine.expects(key),
         )
 
     def _begin(self, channel: Channel, arrived: float) -> Arrival | None:

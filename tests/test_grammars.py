@@ -321,6 +321,20 @@ def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, li
     one.stop()
 
 
+def test_nobody_can_tell_from_the_time_it_takes_what_another_tenant_has_asked_for(monkeypatch):
+    """A known one is there at once: known to its own tenant alone, what is wrong with it and what waits likewise."""
+    one, tried = made(), []
+    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1:]) or compile(key))
+    answers = SimpleQueue()
+    for tenant in ("a", "b", "", "a", "b", ""):
+        for expression in ("known", "(a"):
+            one.compile(read_structure("regex", expression), 1, answers.put, tenant=tenant)
+    for _ in range(12):
+        answers.get(timeout=WAIT)
+    assert sorted(tried) == sorted((text, tenant) for text in ("known", "(a") for tenant in ("a", "b", ""))
+    one.stop()
+
+
 def test_a_known_one_is_answered_by_the_thread_that_asks(grammars):
     compiled(grammars, "regex", "known")
     threads = []

@@ -36,7 +36,7 @@ log = logging.getLogger("paged_llm")
 WORKERS = 2  # so that one grammar that takes its whole time does not hold up the next
 
 Done = Callable[["tuple[Guide, ...] | RequestError"], None]
-Key = tuple[str, str]  # kind and text of a structure
+Key = tuple[str, str, str]  # kind and text of a structure, and whose: how soon it is there must not tell another tenant
 
 
 class Matcher:
@@ -120,12 +120,18 @@ class Grammars:
         self._pool = ThreadPoolExecutor(WORKERS, "grammars")
 
     def compile(
-        self, structure: Structure, count: int, done: Done, *, wanted: Callable[[], bool] = lambda: True
+        self,
+        structure: Structure,
+        count: int,
+        done: Done,
+        *,
+        tenant: str = "",
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Call `done` with `count` guides, each at the beginning of an output, or with what is wrong: at once where
-        that is known, else later and from another thread. wanted: asked meanwhile; what nobody waits for any more is
-        not compiled, so that who leaves keeps nobody else waiting."""
-        key, waiting = structure.key, _Waiting(structure, count, done, wanted)
+        the tenant has asked for it before, else later and from another thread. wanted: asked meanwhile; what nobody
+        waits for any more is not compiled, so that who leaves keeps nobody else waiting."""
+        key, waiting = (*structure.key, tenant), _Waiting(structure, count, done, wanted)
         with self._lock:
             found = self._recall(key)
             if found is not None:
@@ -176,7 +182,7 @@ class Grammars:
         with self._lock:
             trial = self._idle.pop()
         try:
-            tried = trial(*key, wanted=lambda: self._wanted(key))
+            tried = trial(*key[:2], wanted=lambda: self._wanted(key))
         finally:
             with self._lock:
                 self._idle.append(trial)
