@@ -2,6 +2,7 @@
 runs, nothing is unpickled, and no memory is taken for what it only claims."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -235,6 +236,12 @@ BROKEN = {
     ),
     "fewer layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=1), "", r"no place for model\.layers\.1"),
     "more layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=4), "", r"lack model\.layers\.3"),
+    "angles without a base": (set_json(CONFIG_JSON, rope_theta=0), CONFIG_JSON, "rope_theta=0"),
+    "angles of no number": (
+        set_json(CONFIG_JSON, rope_parameters={"rope_type": "default", "rope_theta": math.nan}),
+        CONFIG_JSON,
+        "rope_theta=NaN: must be a positive number",
+    ),
     # generation_config.json
     "generation_config.json is cut": (write(GENERATION, b"{"), GENERATION, "not valid JSON"),
     "an end that is no token": (set_json(GENERATION, eos_token_id="x"), GENERATION, 'eos_token_id="x"'),
@@ -245,9 +252,11 @@ BROKEN = {
     "the tokenizer is empty": (write(TOKENIZER_JSON, b"{}"), TOKENIZER_JSON, "cannot be loaded"),
     "the tokenizer is deep": (write(TOKENIZER_JSON, b"[" * 100_000), TOKENIZER_JSON, "recursion"),
     "the tokenizer's settings are cut": (cut("tokenizer_config.json", 9), "tokenizer_config.json", "not valid JSON"),
+    "its special tokens are cut": (write("special_tokens_map.json", b'{"eos'), "special_tokens_map.json", "not valid"),
+    "its added tokens are a list": (write("added_tokens.json", b"[]"), "added_tokens.json", "one JSON object"),
     # the chat template
     "a template that is none": (write("chat_template.jinja", b"{% for m in"), "", "is not valid Jinja: line 1"),
-    "a template that is no text": (write("chat_template.jinja", b"\xff\xfe"), TOKENIZER_JSON, "utf-8"),
+    "a template that is no text": (write("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja", "not UTF-8"),
     "a template too large": (write("chat_template.jinja", bytes(2 << 20)), "chat_template.jinja", "at most 1048576"),
     "a template that is a number": (set_json("tokenizer_config.json", chat_template=5), "", "must be a text"),
 }

@@ -162,13 +162,14 @@ def test_rotary_embeddings_that_change_with_length_are_kept_to_the_original_leng
         model_loader.pick_max_model_len(65, config)
 
 
-def test_every_end_of_sequence_that_the_files_name_and_the_model_can_draw(tiny, tmp_path):
+def test_every_end_of_sequence_that_the_files_name_and_the_model_can_draw(tiny, tmp_path, caplog):
     _, model = tiny
     model.save_pretrained(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 320, -1]}))
     assert tiny_assembly(tmp_path).loaded.spec.eos_ids == {7, 9, tokenizer.eos_token_id}
+    assert "eos_token_id: [-1, 320] ends no output: the model's tokens are 0..319" in caplog.text
 
 
 def test_a_relative_model_starts_at_the_repository_and_a_missing_one_is_named(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,10 +23,11 @@ from paged_backend.config import ConfigError
 from paged_backend.machine import available_memory
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
-SUFFIX, GGUF = ".safetensors", ".gguf"
+SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MAX_BYTES = {".json": 256 << 20, ".model": 256 << 20, ".txt": 256 << 20, ".jinja": 1 << 20}  # of files, by suffix
+MAX_BYTES = {".json": 256 << 20, ".model": 256 << 20, ".txt": 256 << 20, TEMPLATE: 1 << 20}  # of files, by suffix
 MAX_LAYERS = 1024  # where no file shows how many there are
 MAX_POSITIONS = 2**31 - 1
 SLACK = 2  # times the weights that the files hold may be described: what is lacking is named once it is known
@@ -53,9 +55,18 @@ def check_texts(directory: Path) -> None:
             raise ConfigError(f"{path}: not a regular file")
         if (size := path.stat().st_size) > most:
             raise ConfigError(f"{path}: {size} bytes; must be at most {most}")
-    for name in (CONFIG, GENERATION, TOKENIZER):
+        if path.suffix == TEMPLATE:
+            _check_utf8(path)
+    for name in (CONFIG, GENERATION, TOKENIZER, SPECIAL_TOKENS, ADDED_TOKENS):
         if (directory / name).exists():
             read_object(directory / name)
+
+
+def _check_utf8(path: Path) -> None:
+    try:
+        path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -213,6 +224,7 @@ def check_sizes(place: Path, config: PretrainedConfig, held: Held | None, *, dty
     _check_number(name, text, "max_position_embeddings", MAX_POSITIONS)
     for field in _SIZES:
         _check_number(name, text, field, most)
+    _check_rope(name, text)
     described = _num_weights(name, config, trust)
     if held is None:
         room = available_memory()
@@ -227,6 +239,14 @@ def _check_number(file: Path, config: PretrainedConfig, field: str, most: int) -
     for value in values if isinstance(values, list) else [values]:  # some models have one for each layer
         if isinstance(value, int) and not 1 <= value <= most:
             raise ConfigError(f"{file}: {field}={value}: must be 1..{most}")
+
+
+def _check_rope(file: Path, config: PretrainedConfig) -> None:
+    found = getattr(config, "rope_parameters", None) or {}
+    for one in (found, *found.values()):  # some models have one for each kind of layer
+        theta = one.get("rope_theta") if isinstance(one, dict) else None
+        if theta is not None and not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ConfigError(f"{file}: rope_theta={json.dumps(theta, default=str)}: must be a positive number")
 
 
 def _num_weights(file: Path, config: PretrainedConfig, trust: bool) -> int:

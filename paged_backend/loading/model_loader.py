@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.proof import prove
 from paged_backend.lora.layers import Lora, adaptable
 from paged_backend.parallel.group import check_model, load_arguments, localise
+
+log = logging.getLogger("paged_llm")
 
 
 @dataclass(frozen=True)
@@ -333,4 +336,6 @@ def _eos_ids(
         raise ConfigError(
             f"{place / model_files.GENERATION}: eos_token_id={json.dumps(wrong[0], default=str)}: must be token ids"
         )
+    if outside := sorted({one for one in flat if not 0 <= one < vocab_size}):
+        log.warning("%s: eos_token_id: %s ends no output: the model's tokens are 0..%d", place, outside, vocab_size - 1)
     return frozenset(one for one in flat if 0 <= one < vocab_size)
