@@ -26,9 +26,17 @@ def tell(pytestconfig):
     return lambda text: reporter and reporter.write_line(f"    {text}")
 
 
+@pytest.fixture
+def hours(pytestconfig):
+    """That a long test may take."""
+    return pytestconfig.getoption("--hours")
+
+
 def pytest_addoption(parser):
-    sizes = "'cycles=500 restarts=200 responses=100000000': of storms over a server; also killed, held, preemptions"
+    sizes = "'cycles=20 restarts=10 responses=300000': of storms over a server; also killed, held, preemptions"
     parser.addoption("--storm", default="", help=sizes)
+    longest = "hours that each long test goes on at the most, where what it is to reach takes longer"
+    parser.addoption("--hours", type=float, default=1.0, help=longest)
 
 
 def pytest_sessionfinish(session):

@@ -1,7 +1,9 @@
 """Storms against a real server: streams killed in every way and phase, a pool that runs dry, thousands of requests at
-once, models that come and go. See tests/storm. In two sizes: what fits beside the other tests, and the whole of it."""
+once, models that come and go. See tests/storm. In two sizes: what fits beside the other tests, and a night's, each of
+which ends after its --hours whatever it has come to."""
 
 import json
+import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +24,8 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
-    killed: int  # streams
+    killed: int  # streams, a half of them in each of two storms
+    left: int  # streams killed of a server that has time
     held: int  # requests at once
     preemptions: int
     responses: int  # of the soak
@@ -31,8 +34,8 @@ class Size:
 
 
 SIZES = [
-    pytest.param(Size(1_000, 1_000, 200, 3_000, 2, 2), id="seeded"),
-    pytest.param(Size(5_000, 10_000, 2_000, 300_000, 20, 10), id="whole", marks=pytest.mark.nightly),
+    pytest.param(Size(1_000, 200, 1_000, 200, 3_000, 2, 2), id="seeded"),
+    pytest.param(Size(250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly),
 ]
 
 
@@ -61,28 +64,29 @@ def well(verdict):
     return verdict
 
 
-def test_nothing_is_lost_in_storms(printable, repository, size, tmp_path, tell, monkeypatch):
+def test_nothing_is_lost_in_storms(printable, repository, size, hours, tmp_path, tell, monkeypatch):
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
     drops = Drops()
     with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
-        storm = Storm(server, tmp_path, SEED, drops=drops, tell=tell)
+        storm = Storm(server, tmp_path, SEED, drops=drops, tell=tell, hours=hours)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
                 assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
-        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
+        assert well(storm.kill(size.killed // 2)).killed
         well(storm.dry(size.preemptions))
-        assert well(storm.soak(size.responses)).responses >= size.responses
+        well(storm.soak(size.responses))
         well(storm.stop())
 
 
-def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path, monkeypatch):
+def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp_path, monkeypatch):
     """Those of gRPC: see Storm."""
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
     drops = Drops()
     with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
-        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, drops=drops)
-        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2
+        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, drops=drops, hours=hours)
+        assert well(storm.kill(size.killed // 2)).killed
+        well(storm.leave(size.left))
         well(storm.hold(size.held))
         server.kill()
 
@@ -91,11 +95,11 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, tmp_path, 
 def test_thousands_stream_at_once(printable, repository, tmp_path):
     with TritonServer(printable[0], ROOMY, repository=repository) as server:
         storm = Storm(server, tmp_path, SEED, asks=16)
-        assert well(storm.stream(3_000)).most_begun >= 2_000
+        assert well(storm.stream(6_000)).most_begun >= 2_000
         well(storm.stop())
 
 
-def test_models_come_and_go_under_load(printable, size, tmp_path, tell):
+def test_models_come_and_go_under_load(printable, size, hours, tmp_path, tell):
     repository = engine_alone(tmp_path / "repository")
     settings = repository / "paged_llm" / "1" / "model.json"
     settings.write_text(json.dumps(OPTIONS | {"model": str(printable[0])}))
@@ -103,16 +107,16 @@ def test_models_come_and_go_under_load(printable, size, tmp_path, tell):
         plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server,
         closing(Models(server, repository)) as models,
     ):
-        storm = Storm(server, tmp_path, SEED, asks=16, tell=tell)
+        storm = Storm(server, tmp_path, SEED, asks=16, tell=tell, hours=hours)
         verdict = well(storm.reload(models, size.cycles))
         assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while there was none
         models.close()
         well(storm.stop())
 
 
-def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, size, tmp_path, tell):
+def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, size, hours, tmp_path, tell):
     """On the same ports, and answers as before."""
-    ports, first = {}, None
+    ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
         with TritonServer(printable[0], OPTIONS, repository=repository, **ports) as server:
             ports = {name: getattr(server, name) for name in ("http_port", "grpc_port", "metrics_port")}
@@ -123,6 +127,8 @@ def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, si
         assert not list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
         table.done("servers stopped or killed, and started again", number > 0)
         tell(f"{number} of {size.restarts} servers started again")
+        if number and time.monotonic() > end:
+            break
 
 
 def test_faults_on_purpose_are_found(printable, repository, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tests.storm.history import load
 from tests.storm.server import OPTIONS, Drops, save_printable, with_floor
 from tests.storm.storm import Storm
 
-STORMS = ("calm", "kill", "dry", "hold", "soak")
+STORMS = ("calm", "kill", "leave", "dry", "hold", "soak")
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def _run(seed: int, storms: list[str]) -> list[Verdict]:
     repository, drops = with_floor(directory / "repository"), Drops()
     with TritonServer(directory / "model", OPTIONS, repository=repository, echo=drops) as server:
         asked = [one.partition("=") for one in storms]
-        cancels = any(name == "hold" for name, _, _ in asked)
+        cancels = any(name in ("hold", "leave") for name, _, _ in asked)
         storm = Storm(server, directory, seed, cancels=cancels, drops=drops)
         verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
         if not cancels:

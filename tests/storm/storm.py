@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import random
 import socket
@@ -28,11 +29,12 @@ from tests.storm.plans import Plan, plans, victims
 from tests.storm.server import FLOOR, Drops, Server, counters, footprint, held, settled, until
 
 OPEN = 96  # requests at the same time: three times as many as the server computes
+FEW = 8  # so that nobody waits for a core where there are two
 VICTIMS = 20  # requests of a process that is killed
 HELD_STREAMS = 10
 CYCLE_MIB = 1  # that the server may grow by with each load, in the second half of many
 LAST_STREAMS = 24  # open at SIGTERM
-STREAM_SECONDS = 600  # that thousands may stream for
+STREAM_SECONDS = 1800  # that thousands may stream for
 MURDER_EVERY = 10_000  # responses of a soak
 IDLE_WITHIN = 10.0  # seconds. The goal is 2, which the table is to be read for: other things may run on the same cores
 
@@ -59,11 +61,14 @@ class Storm:
         drops: Drops | None = None,
         tell: Callable[[str], None] = print,
         control: bool = False,
+        hours: float = math.inf,
     ):
         """cancels: whether gRPC streams are. patience: seconds that clients wait for an end, and the end of a storm for
         an idle server. drops: the server's own, to see how long blocks are held after a client has left. tell: gets a
-        line now and then of what goes on for long. control: what goes wrong does so on purpose, and is no result."""
+        line now and then of what goes on for long. control: what goes wrong does so on purpose, and is no result.
+        hours: that a storm may last, however much more was asked of it."""
         self.tell, self._drops, self._control = tell, drops, control
+        self.hours = hours
         self.cancels = cancels
         self.server, self.seed = server, seed
         self._directory, self._patience = directory, patience
@@ -85,8 +90,12 @@ class Storm:
         return self._weather("calm", lambda here: here.play(count, kills=0, bad=0))
 
     def kill(self, count: int) -> Verdict:
-        """At least so many streams, in every phase and way, among others that go on to their end."""
+        """So many streams, in every phase and way, among others that go on to their end."""
         return self._weather("kill", lambda here: here.kill(count))
+
+    def leave(self, count: int) -> Verdict:
+        """The same of a server that has time: how long it holds the blocks of who has left."""
+        return self._weather("leave", lambda here: here.kill(count, open=FEW))
 
     def soak(self, responses: int) -> Verdict:
         """All kinds of things at once, until so many responses have come."""
@@ -178,6 +187,11 @@ class Weather:
         self._storm, self._server = storm, storm.server
         self._clients, self._history = clients, history
         self._figures = figures
+        self._end = time.monotonic() + 3600 * storm.hours
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end
 
     async def play(self, count: int, **shares: float) -> None:
         """shares: of those that do not just wait, see `plans`."""
@@ -189,22 +203,29 @@ class Weather:
         self._history.add("probe", id=plan.id)
         await self._clients.play(plan)
 
-    async def kill(self, count: int) -> None:
+    async def kill(self, count: int, *, open: int = OPEN) -> None:
         """Some end before they can be killed."""
         some = self._plans("kill", kills=0.9)
-        await asyncio.gather(
-            self._clients.play_all(some, open=OPEN, until=lambda: self._history.killed >= count),
-            self.murders(max(1, count // 10 // VICTIMS)),
-        )
+
+        def enough() -> bool:
+            return self._history.killed >= count or self._is_over
+
+        killing = self._clients.play_all(some, open=open, until=enough)
+        await asyncio.gather(killing, self.murders(max(1, count // 10 // VICTIMS)))
 
     async def soak(self, responses: int) -> None:
         begun, memory, history = time.monotonic(), Memory(self._server.pid), self._history
 
+        def enough() -> bool:
+            return history.responses >= responses or self._is_over
+
         async def nemesis() -> None:
             """Murders by the count of responses, so that a slower machine has as many."""
             for number in range(0, responses, MURDER_EVERY):
-                while history.responses < number:
+                while history.responses < number and not enough():
                     await asyncio.sleep(0.05)
+                if number and enough():
+                    return
                 await self.murders(1)
                 if number:
                     seconds = time.monotonic() - begun
@@ -212,8 +233,7 @@ class Weather:
 
         watch = asyncio.ensure_future(memory.watch())
         some = self._plans("soak", long=None, kills=0.1)
-        enough = self._clients.play_all(some, open=OPEN, until=lambda: history.responses >= responses)
-        await asyncio.gather(enough, nemesis())
+        await asyncio.gather(self._clients.play_all(some, open=OPEN, until=enough), nemesis())
         watch.cancel()
         self._figures["seconds"] = time.monotonic() - begun
         self._figures |= {f"MiB/min of {name}": growth for name, growth in memory.slopes().items()}
@@ -222,7 +242,7 @@ class Weather:
         before = counters(self._server)["preemptions"]
 
         def enough() -> bool:
-            return self._figures.get("preemptions", 0) >= preemptions
+            return self._figures.get("preemptions", 0) >= preemptions or self._is_over
 
         async def watch() -> None:
             while not enough():
@@ -299,7 +319,9 @@ class Weather:
             await self._goes_on()
             memory.append((number, await asyncio.to_thread(self._after_cycle, number)))
             self._storm.tell(f"reload: {number + 1} of {cycles} cycles")
-        self._figures |= {"unloaded and loaded": cycles, "replaced": cycles}
+            if self._is_over:
+                break
+        self._figures |= {"unloaded and loaded": len(memory), "replaced": len(memory)}
         if len(memory) >= 4:
             grows = slope(memory[len(memory) // 2 :]) / 2**20
             self._figures["MiB a cycle of tritonserver"] = grows
@@ -364,6 +386,8 @@ class Weather:
         """Processes full of clients that are killed."""
         for number in range(count):
             await asyncio.sleep(every if number else 0)
+            if number and self._is_over:
+                return
             seed = self._storm.seed_of_next()
             name, cancels = self._storm.name("victim"), self._storm.cancels
             chosen = victims(seed, self._storm.asks, name=name, count=VICTIMS, cancels=cancels)
