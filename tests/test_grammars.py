@@ -24,6 +24,9 @@ from tests.in_process import WAIT, byte_tokenizer
 VOCAB, END = 320, 256
 SLOW = {"type": "integer", "multipleOf": 999_983}  # compiles for a minute
 DEEP = "start: r0\n" + "\n".join(f"r{index}: r{index + 1}" for index in range(4000)) + '\nr4000: "a"'  # ends a process
+LETTERS = " | ".join(f'"{char}"' for char in "abcdefghijklmnopqrstuvwxyz")
+AMBIGUOUS = "start: " + " | ".join(f"r{index}" for index in range(8)) + "\n"
+AMBIGUOUS += "\n".join(f"r{index}: r{index} r{index} | {LETTERS}" for index in range(8))
 LIMITS = Limits(max_model_len=64, vocab_size=VOCAB, num_blocks=8, block_size=16, max_num_seqs=4)
 
 
@@ -234,6 +237,7 @@ def test_no_token_beyond_the_model_s_is_allowed():
         ("grammar", "start: x\nx[temperature=0.5]: /a+/", "cannot set `temperature`"),
         ("structured_outputs", {"regex": "(a"}, "structured_outputs.regex: "),
         ("grammar", DEEP, "grammar: it is too deep or too large to be compiled"),
+        ("grammar", AMBIGUOUS, "Too many items (limit 5000; mask)"),  # the library's own limit is ten times that
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(grammars, name, value, message):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from paged_backend.serving import demo_model
+from paged_backend.serving import demo_model, tritonserver
 from paged_backend.serving.launch import Console
 from paged_backend.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
 from paged_backend.serving.server_log import load_failure
@@ -51,6 +51,7 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self):
+        time.sleep(self.options.get("finalize_seconds", 0))
         print("finalized", flush=True)
 """
 
@@ -258,6 +259,16 @@ def test_two_servers_serve_side_by_side_and_leave_nothing(repository, tmp_path):
 
 
 @needs_server
+@pytest.mark.parametrize(("stop_timeout", "is_given"), [(60, True), (0, False)])
+def test_a_model_has_its_own_time_to_end_in(repository, tmp_path, monkeypatch, stop_timeout, is_given):
+    monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 1)
+    options = {"finalize_seconds": 4, "stop_timeout": stop_timeout}
+    with TritonServer(tmp_path, options, repository=repository) as one:
+        pass
+    assert ("finalized" in one.log()) == is_given
+
+
+@needs_server
 def test_a_failed_load_gives_the_models_own_reason(repository, tmp_path):
     server = TritonServer(tmp_path, {"wrong": 1}, repository=repository)
     with pytest.raises(ServerError, match=r"^the model did not load: ValueError: wrong=1: unknown option$"):
@@ -305,7 +316,7 @@ def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
 def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
     """tritonserver itself would: it does not end while a client keeps its stream open."""
     http, grpc, metrics = choose_ports(a=0, b=0, c=0)
-    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics)
+    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     answers = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(f"localhost:{grpc}") as stays:
@@ -317,6 +328,7 @@ def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
     assert process.returncode == 0
+    assert "exit timeout" not in errors.lower()
     assert errors.endswith("Stopped.\n")
 
 
