@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from paged_backend.serving import demo_model, tritonserver
+from paged_backend.serving import demo_model
 from paged_backend.serving.launch import Console
 from paged_backend.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
 from paged_backend.serving.server_log import load_failure
@@ -51,7 +51,6 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self):
-        time.sleep(self.options.get("finalize_seconds", 0))
         print("finalized", flush=True)
 """
 
@@ -256,16 +255,6 @@ def test_two_servers_serve_side_by_side_and_leave_nothing(repository, tmp_path):
     assert not any(is_running(pid) for pid in pids)
     assert not any(list(Path("/dev/shm").glob(f"{prefix}*")) for prefix in prefixes)
     assert one.stop() == 0, "stopping again changes nothing"
-
-
-@needs_server
-@pytest.mark.parametrize(("stop_timeout", "is_given"), [(60, True), (0, False)])
-def test_a_model_has_its_own_time_to_end_in(repository, tmp_path, monkeypatch, stop_timeout, is_given):
-    monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 1)
-    options = {"finalize_seconds": 4, "stop_timeout": stop_timeout}
-    with TritonServer(tmp_path, options, repository=repository) as one:
-        pass
-    assert ("finalized" in one.log()) == is_given
 
 
 @needs_server

@@ -44,11 +44,6 @@ class ServerLog:
         """Whether the server was asked to stop, and lets in no more requests."""
         return any("All models are stopped" in line for line in self._lines[-100:])
 
-    def num_live_models(self) -> int:
-        """Of a server that unloads them, as it said last."""
-        told = [one for line in self._lines[-100:] for one in re.findall(r"Found (\d+) live models", line)]
-        return int(told[-1]) if told else 0
-
     def failure(self, code: int) -> str:
         """Why a server ended before it was ready: the model's own words, or else the log's last lines."""
         if reason := load_failure(self.text()):

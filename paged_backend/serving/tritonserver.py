@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import math
 import os
 import re
 import secrets
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import cast
 
 from paged_backend.config import HUB_NAME, ConfigError, EngineConfig
 from paged_backend.serving import demo_model
@@ -27,7 +25,7 @@ from paged_backend.serving.server_log import ServerLog
 
 MODEL_NAME = "paged_llm"
 LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang
-UNLOAD_TIMEOUT = 5  # seconds that a server gets to begin to unload models after the last request, and to end after that
+UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to begin to unload its model, and to end that
 EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own default
 
 # PR_SET_PDEATHSIG (prctl 1): the server gets SIGTERM when the launcher dies of anything, SIGKILL included.
@@ -229,18 +227,15 @@ class TritonServer:
         """Wait until the server has ended or has nothing left to do: by itself it does not end while a client keeps
         an idle gRPC stream open, and unloads nothing while one keeps an HTTP connection."""
         assert self._process is not None
-        busy, unloads = time.monotonic(), math.inf
+        busy, unloads = time.monotonic(), False
         deadline = busy + timeout
-        models_seconds = cast(float, self._options.get("stop_timeout", EngineConfig.stop_timeout))
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
             if self._has_open_requests():
                 busy = time.monotonic()
-            elif unloads == math.inf and self._log.shows_that_it_unloads():
-                busy = unloads = time.monotonic()  # all of the time is the models' own
-            elif time.monotonic() < unloads + models_seconds and self._log.num_live_models():
-                busy = time.monotonic()
+            elif not unloads and self._log.shows_that_it_unloads():
+                busy, unloads = time.monotonic(), True  # all of the time is the models' own
             elif time.monotonic() >= busy + UNLOAD_TIMEOUT:
                 return
 
