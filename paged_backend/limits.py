@@ -26,6 +26,12 @@ def cap(default: int, help: str, low: int = 1) -> Any:
 class Caps:
     """The most that clients may send of each kind, and of what is kept for them. All of them are engine options."""
 
+    min_priority: int = option(
+        whole(-(2**31), 2**31 - 1),
+        "the lowest `priority` that a request may ask for; the lowest goes first, before those of other tenants too, so"
+        " with tenants that do not trust each other set 0",
+        -(2**31),
+    )
     max_logprobs: int = cap(20, "`logprobs` and `prompt_logprobs`, at the most", 0)
     max_stop_strings: int = cap(16, "strings in `stop`")
     max_stop_bytes: int = cap(256, "bytes of one of them")

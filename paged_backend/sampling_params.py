@@ -191,7 +191,7 @@ def _logprobs(name: str, value: Any, limits: Limits) -> int | None:
 
 
 def _priority(name: str, value: Any, limits: Limits) -> int:
-    return _whole(name, value, -(2**31), 2**31 - 1)
+    return _whole(name, value, limits.caps.min_priority, 2**31 - 1, " (min_priority)")
 
 
 def _salt(name: str, value: Any, limits: Limits) -> str:

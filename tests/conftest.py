@@ -100,6 +100,7 @@ def draft(tmp_path_factory):
     return directory
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one that reads the marks
 def pytest_collection_modifyitems(items):
     """Where tests run in several processes, those of a file stay together, and those that share a server, too."""
     shared = {item.path for item in items if {"server", "tiny_server"} & set(item.fixturenames)}

@@ -60,6 +60,7 @@ ELSEWHERE = {
     "max_frame_bytes": "test_local_socket.test_a_frame_that_is_too_large_is_neither_sent_nor_read",
     "max_local_connections": "test_local_socket.test_an_engine_that_lets_no_connection_in_says_why",
     "max_model_len": "test_embeddings.test_a_prompt_may_be_as_long_as_the_context",
+    "min_priority": "test_caps.test_a_priority_may_be_no_lower_than_the_operator_lets_it",
     "max_prompt_chars": "test_caps.test_the_limits_are_options",
     "max_queue_size": "test_admission.test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away",
     "max_tenant_requests": "test_admission.test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside",
@@ -87,7 +88,7 @@ NO_CAPS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras
 # What is no option: limits of what the operator gives, of a picture, and of a batch (config.pbtxt has it).
 CONSTANTS = {
     "MAX_BYTES", "MAX_LAYERS", "MAX_POSITIONS", "MAX_TEMPLATE_CHARS", "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES",
-    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS", "MAX_PREFIX_BYTES",
+    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS", "MAX_PREFIX_BYTES", "MAX_PATTERN_CHARS", "MAX_ALPHA",
 }  # fmt: skip
 
 
@@ -103,6 +104,13 @@ def test_each_limit_is_tried():
     assert (
         set(SAMPLING) | set(CALLS) | set(ELSEWHERE) == {spec.name for spec in fields(Caps)} | engines | relays | flags
     )
+
+
+def test_a_priority_may_be_no_lower_than_the_operator_lets_it():
+    limits = replace(LIMITS, caps=Caps(min_priority=0))
+    assert SamplingParams.parse({"priority": 0}, limits).priority == 0
+    with pytest.raises(RequestError, match=r"priority=-1: must be 0\.\.2147483647 \(min_priority\)"):
+        SamplingParams.parse({"priority": -1}, limits)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

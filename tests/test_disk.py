@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paged_backend.config import ConfigError
+from paged_backend.execution import disk
 from paged_backend.execution.disk import TOKENS, DiskTier
 from paged_backend.scheduling.content import Entry, Origin
 from tests.in_process import WAIT, InProcess, generate_alone, running, tiny_assembly
@@ -157,8 +158,15 @@ def damage_no_metadata(path):
     save_file(load_file(path), path)
 
 
+def damage_stalls(path):
+    """A read of it never ends."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize("damage", [value for name, value in sorted(globals().items()) if name.startswith("damage")])
-def test_a_damaged_file_turns_the_tier_off_and_changes_no_token(assembly, tmp_path, alone, damage, caplog):
+def test_a_damaged_file_turns_the_tier_off_and_changes_no_token(assembly, tmp_path, alone, damage, caplog, monkeypatch):
+    monkeypatch.setattr(disk, "READ_SECONDS", 0.5)
     ask(assembly())
     made = assembly()
     for path in files(tmp_path):

@@ -459,6 +459,18 @@ BAD = {
     ),
     "adapter_config.json: r=9: must be 1..8 (max_lora_rank)": lambda place: change_config(place, r=9),
     "adapter_config.json: lora_alpha=null: must be a finite": lambda place: change_config(place, lora_alpha=None),
+    f"adapter_config.json: lora_alpha=1{'0' * 76}...: must be a finite number": lambda place: change_config(
+        place, lora_alpha=10**400
+    ),
+    'adapter_config.json: rank_pattern="a{1000000000}": must be at most 1000 characters without {': lambda place: (
+        change_config(place, rank_pattern={"a{1000000000}": 4})  # would take gigabytes to compile
+    ),
+    'adapter_config.json: rank_pattern="(?<=a)b": must be': lambda place: change_config(
+        place, rank_pattern={"(?<=a)b": 4}
+    ),
+    "adapter_config.json or adapter_model.safetensors: RecursionError": lambda place: change_config(
+        place, rank_pattern={"(" * 999: 4}
+    ),
     'adapter_config.json: bias="all": not supported': lambda place: change_config(place, bias="all"),
     "adapter_config.json: use_dora=true: not supported": lambda place: change_config(place, use_dora=True),
     'adapter_config.json: modules_to_save=["lm_head"]: not supported': lambda place: change_config(

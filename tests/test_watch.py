@@ -1,5 +1,6 @@
 """Who has gone: asked often enough, and no more often than it may cost."""
 
+import weakref
 from collections import Counter
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -89,6 +90,21 @@ def test_nobody_is_asked_once_it_has_ended(round_trips):
     assert asked == {1: 1}
 
 
+def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips):
+    """It is no longer one that waits, and not yet one that runs."""
+    found = SimpleQueue()
+    client = Client(1)
+    client.cancelled = True
+    client.stream.entered = 1.0
+    made = watching(round_trips, [client], found.put)
+    made.start()
+    while made._waiting or made._some.is_set():
+        pass
+    made.enter(client.stream)
+    assert found.get(timeout=WAIT).gone == [client.stream]
+    made.stop()
+
+
 def test_what_is_being_sent_to_is_not_waited_for():
     """Nor asked about after its last response, when the server has forgotten it."""
     client = Client(1)
@@ -102,3 +118,20 @@ def test_what_is_being_sent_to_is_not_waited_for():
     client.may_send.set()
     sending.join(WAIT)
     assert channel.closed and not channel.is_cancelled()
+
+
+def test_a_request_is_let_go_of_with_its_last_response():
+    """The collector may come when the server has gone, and end the process with it."""
+
+    class Request(SimpleNamespace):
+        pass
+
+    request = Request(get_response_sender=lambda: Client(1))
+    gone = weakref.ref(request)
+    channel = ServerChannel(PB_UTILS, request)
+    channel.itself = channel
+    del request
+    channel.send({}, final=False)
+    assert gone()
+    channel.send({}, final=True)
+    assert not gone()

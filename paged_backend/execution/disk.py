@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from queue import Full, Queue
+from queue import Empty, Full, Queue, SimpleQueue
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ log = logging.getLogger("paged_llm")
 
 QUEUE = 64  # blocks that wait to be written; past that they are left out
 SUFFIX, PART = ".safetensors", ".part"
+READ_SECONDS = 5.0  # that a block may take to be read; every request of the engine waits for it
 PART_SECONDS = 3600  # after which a half-written file is nobody's any more
 MAX_HEADER_BYTES = 1 << 20  # of a file beside its tensors
 MAX_PREFIX_BYTES = 1 << 26  # of tokens: four each
@@ -44,6 +45,10 @@ TOKENS = "tokens"  # of the prefix, beside the tensors of the block, which are n
 TOKEN_TYPE = torch.int32
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
+
+
+class Stalled(Exception):
+    """A disk that does not answer; the message says for how long."""
 
 
 class Damaged(Exception):
@@ -129,7 +134,9 @@ class DiskTier:
         path = self._directory / name
         try:
             found = self._load(entry, path)
-            os.utime(path)  # the order of use outlives the process
+        except Stalled as error:  # whoever looks at the file again waits as well
+            self._fail(f"{path}: {error}")
+            return None
         except Exception as error:  # gone, cut off, no safetensors at all, another's: the library has many words
             if path.exists() or not self._directory.is_dir():
                 self._fail(f"{path}: {type(error).__name__}: {error}")
@@ -227,8 +234,7 @@ class DiskTier:
 
     def _load(self, entry: Entry, path: Path) -> list[Tensor] | None:
         """None: it is of others, whose key is the same."""
-        with path.open("rb") as file:  # read, not mapped: a disk that fails under a mapping ends the process
-            data = file.read(self._largest + 1)
+        data = _read(path, self._largest + 1)
         if len(data) > self._largest:
             raise Damaged("is larger than a block")
         metadata, held = _metadata(data), load(data)
@@ -254,6 +260,29 @@ class DiskTier:
 def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
     """What the last of these blocks is called."""
     return Contents().extend(Chain(origin), tokens, len(tokens) // block_size, block_size).key
+
+
+def _read(path: Path, most: int) -> bytes:
+    """At most so many bytes, and the time noted: the order of use outlives the process. Raises Stalled."""
+    answer: SimpleQueue[bytes | OSError] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            with path.open("rb") as file:  # not mapped: a disk that fails under a mapping ends the process
+                data = file.read(most)
+            os.utime(path)
+            answer.put(data)
+        except OSError as error:
+            answer.put(error)
+
+    threading.Thread(target=read, name="disk-read", daemon=True).start()  # one that hangs is left behind
+    try:
+        found = answer.get(timeout=READ_SECONDS)
+    except Empty:
+        raise Stalled(f"a read takes more than {READ_SECONDS:g} s") from None
+    if isinstance(found, OSError):
+        raise found
+    return found
 
 
 def _metadata(data: bytes) -> dict[str, str]:

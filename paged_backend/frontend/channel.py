@@ -97,3 +97,5 @@ class ServerChannel:
         with self._busy:
             self._sender.send(response, flags=flags)
             self.closed = final  # not before: where sending failed, an error may still go out
+            if final:  # not left to the collector, which may come when the server has gone
+                self._request = self._sender = None

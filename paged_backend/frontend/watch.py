@@ -54,6 +54,7 @@ class Watch:
     def enter(self, stream: Stream) -> None:
         """It has its first blocks. They are the fewer, and asked the more often."""
         self._running.append(stream)
+        self._some.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():

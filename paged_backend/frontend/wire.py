@@ -274,9 +274,10 @@ def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callabl
 
 def error_text(error: RequestError) -> str:
     """What the client reads: behind the prefix that clients of the vLLM backend look for, which cancellation does not
-    have there either."""
+    have there either. The server would end the text at a NUL."""
+    text = str(error).replace("\0", "\\0")
     bare = error.verbatim or error.code is ErrorCode.CANCELLED
-    return str(error) if bare else f"{ERROR_PREFIX}{error}"
+    return text if bare else f"{ERROR_PREFIX}{text}"
 
 
 def question(

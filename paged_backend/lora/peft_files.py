@@ -11,7 +11,9 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,9 @@ from paged_backend.request import Adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # of the weights' file beside the tensors
-PATTERN_SECONDS = 1.0  # in which an expression of a configuration has to match a layer's name or not
+PATTERN_SECONDS = 1.0  # in which all expressions of a configuration have to match the names of layers or not
+MAX_PATTERN_CHARS = 1000
+MAX_ALPHA = 1e30
 PICKLE = "adapter_model.bin"
 
 # Fields of PEFT's LoraConfig that are read, or say how an adapter came to be and not what it computes: the names in the
@@ -39,6 +43,7 @@ _INERT = frozenset(
     " lora_ga_config qalora_group_size runtime_config ensure_weight_tying".split()
 )
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the model's own weights
+_COSTLY = re.compile(r"\{|\(\?(?!:)")  # what may take any memory to compile
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,11 +54,29 @@ class AdapterError(ValueError):
     """Files that cannot be used; the message names the file, and the field or the tensor."""
 
 
+@contextmanager
+def _no_other_error() -> Iterator[None]:
+    """Whatever goes wrong with one adapter's files is its own."""
+    try:
+        yield
+    except AdapterError:
+        raise
+    except Exception as error:
+        raise AdapterError(f"{CONFIG} or {WEIGHTS}: {type(error).__name__}: {error}") from error
+
+
 class Factors(NamedTuple):
     """What an adapter adds to one linear layer: b @ (a @ x)."""
 
     a: Tensor  # [rank, in_features]
     b: Tensor  # [out_features, rank], with the scaling in it
+
+
+class _Budget:
+    """Seconds that are left."""
+
+    def __init__(self) -> None:
+        self.left = PATTERN_SECONDS
 
 
 class PeftConfig(NamedTuple):
@@ -62,36 +85,44 @@ class PeftConfig(NamedTuple):
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     rank_stabilised: bool  # rsLoRA
+    budget: _Budget
 
     @property
     def max_rank(self) -> int:
         return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
 
     def rank_of(self, layer: str) -> int:
-        return self.rank_pattern.get(_pattern(self.rank_pattern, layer), self.rank)
+        return self.rank_pattern.get(_pattern(self.rank_pattern, layer, self.budget), self.rank)
 
     def scaling_of(self, layer: str) -> float:
-        alpha, rank = self.alpha_pattern.get(_pattern(self.alpha_pattern, layer), self.alpha), self.rank_of(layer)
+        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, layer, self.budget), self.alpha)
+        rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
-def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
-    """The first expression that matches the end of a layer's name, as PEFT looks for it. Raises AdapterError for one
-    that takes too long."""
-    for one in patterns:
-        try:
-            if regex.match(rf"(.*\.)?({one})$", layer, timeout=PATTERN_SECONDS):
+def _pattern(patterns: Mapping[str, Any], layer: str, budget: _Budget) -> str:
+    """The first expression that matches the end of a layer's name, as PEFT looks for it. Raises AdapterError where all
+    of them have taken too long."""
+    began = time.monotonic()
+    try:
+        for one in patterns:
+            left = budget.left - (time.monotonic() - began)
+            if left <= 0:
+                raise TimeoutError
+            if regex.match(rf"(.*\.)?({one})$", layer, timeout=left):
                 return one
-        except TimeoutError as error:
-            raise AdapterError(
-                f"{CONFIG}: {json.dumps(one)}: takes more than {PATTERN_SECONDS:g} s to match"
-            ) from error
+    except TimeoutError as error:
+        shown = json.dumps(one)
+        raise AdapterError(f"{CONFIG}: {shown}: takes more than {PATTERN_SECONDS:g} s to match") from error
+    finally:
+        budget.left -= time.monotonic() - began
     return ""
 
 
 def signature(directory: Path) -> tuple[Any, ...]:
     """What changes when one of the files does. Raises AdapterError where one is missing."""
-    return tuple(_stat(directory / name) for name in (CONFIG, WEIGHTS))
+    with _no_other_error():
+        return tuple(_stat(directory / name) for name in (CONFIG, WEIGHTS))
 
 
 def _stat(file: Path) -> tuple[int, int, int]:
@@ -110,7 +141,8 @@ def _stat(file: Path) -> tuple[int, int, int]:
 
 def read_config(directory: Path, max_rank: int) -> PeftConfig:
     """Raises AdapterError for what is malformed, or asks for more than the product of two matrices."""
-    return _parse(_read(directory / CONFIG, MAX_CONFIG_BYTES), max_rank)
+    with _no_other_error():
+        return _parse(_read(directory / CONFIG, MAX_CONFIG_BYTES), max_rank)
 
 
 def read_adapter(name: str, directory: Path, shapes: Shapes, dtype: torch.dtype, max_rank: int) -> Adapter:
@@ -118,15 +150,17 @@ def read_adapter(name: str, directory: Path, shapes: Shapes, dtype: torch.dtype,
 
     Takes the time to read and hash its files: not for a thread on which others wait.
     """
-    most = MAX_HEADER_BYTES + 4 * max_rank * sum(map(sum, shapes.values()))
-    raw, data = _read(directory / CONFIG, MAX_CONFIG_BYTES), _read(directory / WEIGHTS, most)
-    config = _parse(raw, max_rank)
-    try:
-        tensors = safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise AdapterError(f"{WEIGHTS}: {error}") from error
-    digest = blake2b(blake2b(raw).digest() + blake2b(data).digest(), digest_size=32, person=b"paged_llm lora").digest()
-    return Adapter(name, digest, config.max_rank, _factors(tensors, config, shapes, dtype))
+    with _no_other_error():
+        most = MAX_HEADER_BYTES + 4 * max_rank * sum(map(sum, shapes.values()))
+        raw, data = _read(directory / CONFIG, MAX_CONFIG_BYTES), _read(directory / WEIGHTS, most)
+        config = _parse(raw, max_rank)
+        try:
+            tensors = safetensors.torch.load(data)
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise AdapterError(f"{WEIGHTS}: {error}") from error
+        both = blake2b(raw).digest() + blake2b(data).digest()
+        digest = blake2b(both, digest_size=32, person=b"paged_llm lora").digest()
+        return Adapter(name, digest, config.max_rank, _factors(tensors, config, shapes, dtype))
 
 
 def _read(file: Path, most: int) -> bytes:
@@ -165,6 +199,7 @@ def _parse(data: bytes, max_rank: int) -> PeftConfig:
         _patterns("rank_pattern", values, lambda field, value: _rank(field, value, max_rank)),
         _patterns("alpha_pattern", values, _number),
         bool(values.get("use_rslora")),
+        _Budget(),
     )
     return config
 
@@ -181,8 +216,8 @@ def _rank(field: str, value: Any, most: int) -> int:
 
 
 def _number(field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _wrong(field, value, "must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
+        raise _wrong(field, value, f"must be a finite number, at most {MAX_ALPHA:g}")
     return value
 
 
@@ -191,6 +226,8 @@ def _patterns(field: str, values: Mapping[str, Any], read: Any) -> dict[str, Any
     if not isinstance(patterns, dict):
         raise _wrong(field, patterns, "must be an object")
     for pattern in patterns:
+        if len(pattern) > MAX_PATTERN_CHARS or _COSTLY.search(pattern):
+            raise _wrong(field, pattern, f"must be at most {MAX_PATTERN_CHARS} characters without {{ and (?, but (?:")
         try:
             regex.compile(pattern)
         except regex.error as error:
