@@ -187,11 +187,11 @@ class Weather:
         self._storm, self._server = storm, storm.server
         self._clients, self._history = clients, history
         self._figures = figures
-        self._end = time.monotonic() + 3600 * storm.hours
+        self._over_at = time.monotonic() + 3600 * storm.hours
 
     @property
     def _is_over(self) -> bool:
-        return time.monotonic() > self._end
+        return time.monotonic() > self._over_at
 
     async def play(self, count: int, **shares: float) -> None:
         """shares: of those that do not just wait, see `plans`."""
