@@ -404,3 +404,31 @@ def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
     tensors, error, final = asked.the_only()
     assert (tensors["num_stopped"].tolist(), error, final) == ([0], None, True)
     assert aborted.empty()
+
+
+def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
+    made, _, aborted = opened
+    busy, done = Client(0), Client(1)
+    busy.may_send.clear()
+    for client in (busy, done):
+        made.open(client.stream)
+    made.emit(step(0, "a"))
+    assert busy.sending.wait(WAIT)
+    made._inbox.put(watch.Found([done.stream], [], []))
+    made.emit(step(1, "b", FinishReason.LENGTH))
+    busy.may_send.set()
+    assert done.got.get(timeout=WAIT) == ("b", None, True)
+    made._inbox.put(watch.Found([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
+    made.emit(step(0, "c", FinishReason.LENGTH))
+    while not busy.got.get(timeout=WAIT)[2]:
+        pass
+    assert aborted.empty() and done.got.empty()
+
+
+def test_who_comes_after_the_engine_has_died_is_told(opened):
+    """It was let in before."""
+    made, _, _ = opened
+    made.emit(EngineDied("it did"))
+    late = Client(1)
+    made.open(late.stream)
+    assert late.got.get(timeout=WAIT) == (None, "Error generating stream: INTERNAL: it did", True)

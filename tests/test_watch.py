@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend import watch as watch_module
 from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.round_trips import RoundTrips
@@ -118,6 +119,10 @@ def test_what_is_being_sent_to_is_not_waited_for():
     client.may_send.set()
     sending.join(WAIT)
     assert channel.closed and not channel.is_cancelled()
+    channel.fail(RequestError(ErrorCode.INTERNAL, "too late"))
+    with pytest.raises(AssertionError, match="after FINAL"):
+        channel.send({}, final=False)
+    assert client.got.qsize() == 1
 
 
 def test_a_request_is_let_go_of_with_its_last_response():
