@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -57,6 +58,8 @@ def run(
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, those that send nothing too
     try:
         listener = listen(host, port)
     except OSError as error:

@@ -27,7 +27,7 @@ OPTIONS = {
     "max_num_batched_tokens": 64,  # longer prompts come in chunks
     "max_queue_size": 0,  # thousands wait
 }
-ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 4096, "num_gpu_blocks_override": 350_000}
+ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 350_000}
 
 
 class Drops:
