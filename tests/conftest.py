@@ -98,11 +98,3 @@ def draft(tmp_path_factory):
     )  # fmt: skip
     save_tiny(config, directory)
     return directory
-
-
-@pytest.hookimpl(tryfirst=True)  # before the one that reads the marks
-def pytest_collection_modifyitems(items):
-    """Where tests run in several processes, those of a file stay together, and those that share a server, too."""
-    shared = {item.path for item in items if {"server", "tiny_server"} & set(item.fixturenames)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("servers" if item.path in shared else str(item.path)))
