@@ -236,7 +236,11 @@ BROKEN = {
     ),
     "fewer layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=1), "", r"no place for model\.layers\.1"),
     "more layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=4), "", r"lack model\.layers\.3"),
-    "angles without a base": (set_json(CONFIG_JSON, rope_theta=0), CONFIG_JSON, "rope_theta=0"),
+    "angles without a base": (
+        set_json(CONFIG_JSON, rope_parameters={"rope_type": "default", "rope_theta": 0}),
+        CONFIG_JSON,
+        "rope_theta=0: must be a positive number",
+    ),
     "angles of no number": (
         set_json(CONFIG_JSON, rope_parameters={"rope_type": "default", "rope_theta": math.nan}),
         CONFIG_JSON,
