@@ -29,7 +29,7 @@ help:
 	@echo "make test        lint, then every test but the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes; one a core, up to 8, if not given"
 	@echo "make nightly     the long tests, a night of ten hours, and a table of what they came to; ARGS='...' goes to pytest"
-	@echo "                   ARGS='--hours 0.1'         that each of ten storms may take; 1 if not given"
+	@echo "                   ARGS='--hours 0.1'         that each long test may take; 1 if not given"
 	@echo "make bench-gpu   on a machine with a GPU: checks and times the kernels and the engine, half an hour"
 	@echo "make lint        ruff and mypy"
 	@echo "make demo-model  only prepare the demo model"

@@ -33,7 +33,7 @@ def hours(pytestconfig):
 
 
 def pytest_addoption(parser):
-    sizes = "'cycles=20 restarts=10 responses=300000': of storms over a server; also killed, held, preemptions"
+    sizes = "'cycles=20 restarts=10 responses=300000': of storms over a server; also killed, left, held, preemptions"
     parser.addoption("--storm", default="", help=sizes)
     longest = "hours that each long test goes on at the most, where what it is to reach takes longer"
     parser.addoption("--hours", type=float, default=1.0, help=longest)

@@ -283,10 +283,24 @@ def test_a_load_that_takes_too_long_is_given_up(repository, tmp_path):
     assert server.stop() == -signal.SIGKILL
 
 
+def launch_anywhere(launch, **options):
+    """(process, its ports for HTTP, gRPC and metrics)"""
+    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
+    return launch(http_port=http, grpc_port=grpc, metrics_port=metrics, **options), http, grpc, metrics
+
+
+def stop_by_ctrl_c(process):
+    """What it has written to standard error, once it has ended as it should."""
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 0
+    assert errors.endswith("Stopped.\n")
+    return errors
+
+
 @needs_server
 def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
-    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
-    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics)
+    process, http, grpc, metrics = launch_anywhere(launch)
     shown = [process.stdout.readline() for _ in range(4)]
     assert shown[0].split() == [
         *("Ready.", "HTTP", f"localhost:{http}", "gRPC", f"localhost:{grpc}"),
@@ -295,17 +309,13 @@ def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
     assert f"curl -N localhost:{http}/v2/models/paged_llm/generate_stream -d '" in shown[2]
     assert "paged generate" in shown[3]
     assert f"--url localhost:{grpc}" in shown[3]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 0
-    assert errors.endswith("Stopped.\n")
+    stop_by_ctrl_c(process)
 
 
 @needs_server
 def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
     """tritonserver itself would: it does not end while a client keeps its stream open."""
-    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
-    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics, verbose=True)
+    process, _, grpc, _ = launch_anywhere(launch, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     answers = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(f"localhost:{grpc}") as stays:
@@ -314,29 +324,22 @@ def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
         text.set_data_from_numpy(np.array([b"x"], dtype=np.object_))
         stays.async_stream_infer("paged_llm", [text])
         assert answers.get() is None
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    assert process.returncode == 0
+        errors = stop_by_ctrl_c(process)
     assert "exit timeout" not in errors.lower()
-    assert errors.endswith("Stopped.\n")
 
 
 @needs_server
 def test_ctrl_c_does_not_wait_for_an_idle_connection_over_http(launch):
     """tritonserver itself would: it unloads nothing before such a connection is closed, or its exit timeout is over."""
-    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
-    process = launch(http_port=http, grpc_port=grpc, metrics_port=metrics, verbose=True)
+    process, http, _, _ = launch_anywhere(launch, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     stays = HTTPConnection("localhost", http)
     stays.request("GET", "/v2/health/ready")
     assert stays.getresponse().read() == b""
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+    errors = stop_by_ctrl_c(process)
     stays.close()
-    assert process.returncode == 0
     assert "Found 1 HTTP service connections" in errors
     assert "exit timeout" not in errors.lower()
-    assert errors.endswith("Stopped.\n")
 
 
 @needs_server

@@ -14,6 +14,7 @@ from paged_backend.frontend.channel import ServerChannel
 from paged_backend.frontend.round_trips import RoundTrips
 from paged_backend.frontend.watch import Watch
 from tests.in_process import WAIT
+from tests.test_local_socket import until
 from tests.test_responder import PB_UTILS, Client
 
 
@@ -99,8 +100,7 @@ def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips)
     client.stream.entered = 1.0
     made = watching(round_trips, [client], found.put)
     made.start()
-    while made._waiting or made._some.is_set():
-        pass
+    until(lambda: not (made._waiting or made._some.is_set()))
     made.enter(client.stream)
     assert found.get(timeout=WAIT).gone == [client.stream]
     made.stop()

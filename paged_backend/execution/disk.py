@@ -264,7 +264,7 @@ def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
 
 def _read(path: Path, most: int) -> bytes:
     """At most so many bytes, and the time noted: the order of use outlives the process. Raises Stalled."""
-    answer: SimpleQueue[bytes | OSError] = SimpleQueue()
+    answer: SimpleQueue[bytes | Exception] = SimpleQueue()
 
     def read() -> None:
         try:
@@ -272,7 +272,7 @@ def _read(path: Path, most: int) -> bytes:
                 data = file.read(most)
             os.utime(path)
             answer.put(data)
-        except OSError as error:
+        except Exception as error:
             answer.put(error)
 
     threading.Thread(target=read, name="disk-read", daemon=True).start()  # one that hangs is left behind
@@ -280,7 +280,7 @@ def _read(path: Path, most: int) -> bytes:
         found = answer.get(timeout=READ_SECONDS)
     except Empty:
         raise Stalled(f"a read takes more than {READ_SECONDS:g} s") from None
-    if isinstance(found, OSError):
+    if isinstance(found, Exception):
         raise found
     return found
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paged_backend.config import ConfigError
+from paged_backend.loading import rope
 from paged_backend.machine import available_memory
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
@@ -242,9 +243,8 @@ def _check_number(file: Path, config: PretrainedConfig, field: str, most: int) -
 
 
 def _check_rope(file: Path, config: PretrainedConfig) -> None:
-    found = getattr(config, "rope_parameters", None) or {}
-    for one in (found, *found.values()):  # some models have one for each kind of layer
-        theta = one.get("rope_theta") if isinstance(one, dict) else None
+    for one in rope.parameters(config):
+        theta = one.get("rope_theta")
         if theta is not None and not (isinstance(theta, int | float) and 0 < theta < math.inf):
             raise ConfigError(f"{file}: rope_theta={json.dumps(theta, default=str)}: must be a positive number")
 

@@ -336,6 +336,7 @@ def _eos_ids(
         raise ConfigError(
             f"{place / model_files.GENERATION}: eos_token_id={json.dumps(wrong[0], default=str)}: must be token ids"
         )
-    if outside := sorted({one for one in flat if not 0 <= one < vocab_size}):
+    ends = frozenset(one for one in flat if 0 <= one < vocab_size)
+    if outside := sorted(set(flat) - ends):
         log.warning("%s: eos_token_id: %s ends no output: the model's tokens are 0..%d", place, outside, vocab_size - 1)
-    return frozenset(one for one in flat if 0 <= one < vocab_size)
+    return ends

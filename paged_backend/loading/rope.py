@@ -9,17 +9,23 @@ angles are the same for all, so that is as long as such a model is served.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PretrainedConfig, PreTrainedModel
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
+def parameters(text_config: PretrainedConfig) -> list[dict[str, Any]]:
+    """All that a model has: some have others for each kind of layer."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    return [rope, *(one for one in rope.values() if isinstance(one, dict))]
+
+
 def longest(text_config: PretrainedConfig) -> tuple[int | None, str]:
     """Tokens up to which every position keeps its angle, and what says so; None where the model names no limit."""
     limit, reason = getattr(text_config, "max_position_embeddings", None), "the model's own limit"
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
-    for one in (rope, *by_layer_type):
+    for one in parameters(text_config):
         kind = one.get("rope_type")
         if kind in LENGTH_DEPENDENT and limit is not None:
             original = one.get("original_max_position_embeddings") if kind == "longrope" else None

@@ -73,9 +73,9 @@ def test_nothing_is_lost_in_storms(printable, repository, size, hours, tmp_path,
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
                 assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
-        assert well(storm.kill(size.killed // 2)).killed
+        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.dry(size.preemptions))
-        well(storm.soak(size.responses))
+        assert well(storm.soak(size.responses)).responses >= size.responses or storm.was_cut
         well(storm.stop())
 
 
@@ -85,7 +85,7 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp
     drops = Drops()
     with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
         storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, drops=drops, hours=hours)
-        assert well(storm.kill(size.killed // 2)).killed
+        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.leave(size.left))
         well(storm.hold(size.held))
         server.kill()

@@ -68,7 +68,7 @@ class Storm:
         line now and then of what goes on for long. control: what goes wrong does so on purpose, and is no result.
         hours: that a storm may last, however much more was asked of it."""
         self.tell, self._drops, self._control = tell, drops, control
-        self.hours = hours
+        self.hours, self.was_cut = hours, False  # whether the last storm came to the end of them
         self.cancels = cancels
         self.server, self.seed = server, seed
         self._directory, self._patience = directory, patience
@@ -152,6 +152,7 @@ class Storm:
         idle_within: float = IDLE_WITHIN,
     ) -> Verdict:
         file = self._directory / f"{self.name(name)}{self.seed}.jsonl"
+        self.was_cut = False
         with file.open("w", buffering=1 << 16) as stream:
             history, figures = History(stream), {}
             asyncio.run(self._under(history, figures, what))
@@ -171,7 +172,9 @@ class Storm:
         self, history: History, figures: dict[str, float], what: Callable[[Weather], Awaitable[None]]
     ) -> None:
         clients = Clients(self.server.http_port, self.server.grpc_url, history, patience=self._patience)
-        await what(Weather(self, clients, history, figures))
+        here = Weather(self, clients, history, figures)
+        await what(here)
+        self.was_cut |= here.is_over
         await clients.close()
 
     async def _warm_up(self, here: Weather) -> None:
@@ -190,7 +193,7 @@ class Weather:
         self._over_at = time.monotonic() + 3600 * storm.hours
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return time.monotonic() > self._over_at
 
     async def play(self, count: int, **shares: float) -> None:
@@ -206,18 +209,16 @@ class Weather:
     async def kill(self, count: int, *, open: int = OPEN) -> None:
         """Some end before they can be killed."""
         some = self._plans("kill", kills=0.9)
-
-        def enough() -> bool:
-            return self._history.killed >= count or self._is_over
-
-        killing = self._clients.play_all(some, open=open, until=enough)
-        await asyncio.gather(killing, self.murders(max(1, count // 10 // VICTIMS)))
+        await asyncio.gather(
+            self._clients.play_all(some, open=open, until=lambda: self._history.killed >= count or self.is_over),
+            self.murders(max(1, count // 10 // VICTIMS)),
+        )
 
     async def soak(self, responses: int) -> None:
         begun, memory, history = time.monotonic(), Memory(self._server.pid), self._history
 
         def enough() -> bool:
-            return history.responses >= responses or self._is_over
+            return history.responses >= responses or self.is_over
 
         async def nemesis() -> None:
             """Murders by the count of responses, so that a slower machine has as many."""
@@ -242,7 +243,7 @@ class Weather:
         before = counters(self._server)["preemptions"]
 
         def enough() -> bool:
-            return self._figures.get("preemptions", 0) >= preemptions or self._is_over
+            return self._figures.get("preemptions", 0) >= preemptions or self.is_over
 
         async def watch() -> None:
             while not enough():
@@ -319,7 +320,7 @@ class Weather:
             await self._goes_on()
             memory.append((number, await asyncio.to_thread(self._after_cycle, number)))
             self._storm.tell(f"reload: {number + 1} of {cycles} cycles")
-            if self._is_over:
+            if self.is_over:
                 break
         self._figures |= {"unloaded and loaded": len(memory), "replaced": len(memory)}
         if len(memory) >= 4:
@@ -386,7 +387,7 @@ class Weather:
         """Processes full of clients that are killed."""
         for number in range(count):
             await asyncio.sleep(every if number else 0)
-            if number and self._is_over:
+            if number and self.is_over:
                 return
             seed = self._storm.seed_of_next()
             name, cancels = self._storm.name("victim"), self._storm.cancels
