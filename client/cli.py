@@ -122,6 +122,7 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"that the template of --tokenizer may take (default {RENDER_SECONDS:g})",
     )
+    add("--max-open-requests", type=_count, default=4096, metavar="N", help="at a time, of all clients (default 4096)")
     add("--max-request-bytes", type=_count, default=10 << 20, metavar="N", help="of a body (default 10 MiB)")
     add("--max-prompts", type=_count, default=128, metavar="N", help="of one request for completions (default 128)")
     add("--max-inputs", type=_count, default=2048, metavar="N", help="of one for embeddings (default 2048)")
@@ -368,6 +369,7 @@ def openai(args: argparse.Namespace) -> int:
         port=args.port,
         api_keys=args.api_key,
         chat_template_timeout=args.chat_template_timeout,
+        max_open_requests=args.max_open_requests,
         max_request_bytes=args.max_request_bytes,
         max_prompts=args.max_prompts,
         max_inputs=args.max_inputs,

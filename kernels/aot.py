@@ -1,6 +1,6 @@
 """Compiles the Triton kernels ahead of time for every supported chip, without a GPU, and reads their cost.
 
-    python -m kernels.aot [--full] [--chip sm_90 ...]
+    python -m kernels.aot [--full] [--hours 0.5] [--chip sm_90 ...]
 
 Prints one JSON object per configuration. Exits with 1 if a kernel spills more than a little or needs more shared
 memory than the chip has. TRITON_INTERPRET must not be set.
@@ -9,10 +9,13 @@ memory than the chip has. TRITON_INTERPRET must not be set.
 import argparse
 import itertools
 import json
+import math
+import random
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -266,11 +269,19 @@ def compile_case(case: Case) -> Cost:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compiles the kernels for every supported chip.")
     parser.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
+    longest = "for each chip: as many configurations, chosen at random, as there is time for"
+    parser.add_argument("--hours", type=float, default=math.inf, help=longest)
     parser.add_argument("--chip", nargs="+", choices=CHIPS, default=list(CHIPS))
     arguments = parser.parse_args(argv)
     failures = 0
     for chip in arguments.chip:
-        for case in full_grid(chip) if arguments.full else small_grid(chip):
+        cases = list(full_grid(chip) if arguments.full else small_grid(chip))
+        if math.isfinite(arguments.hours):
+            random.shuffle(cases)
+        until = time.monotonic() + 3600 * arguments.hours
+        for case in cases:
+            if time.monotonic() > until:
+                break
             cost = compile_case(case)
             fits = cost.shared <= CHIPS[chip][1] and cost.spilled <= SPILLED_AT_MOST
             failures += not fits

@@ -1,6 +1,7 @@
 """Shared by all tests: no network, few threads, and a tiny model that most engine tests use."""
 
 import os
+import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -30,6 +31,20 @@ def tell(pytestconfig):
 def hours(pytestconfig):
     """That a long test may take."""
     return pytestconfig.getoption("--hours")
+
+
+@pytest.fixture
+def in_time(hours):
+    """Of what is to be tried, all that a long test has the time for, and at least one."""
+    until = time.monotonic() + 3600 * hours
+
+    def some(items):
+        for item in items:
+            yield item
+            if time.monotonic() > until:
+                return
+
+    return some
 
 
 def pytest_addoption(parser):

@@ -18,6 +18,7 @@ from paged_backend.frontend.stream import Stream
 from paged_backend.frontend.wire import SEQUENCE_END, SEQUENCE_START
 from tests.callers import Caller, serving
 from tests.in_process import WAIT, running, tiny_assembly
+from tests.test_local_socket import until
 
 FOREVER = 10**6
 
@@ -551,6 +552,32 @@ def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch)
     assert service.ready
     gate.open()
     assert finish(stuck) == ("length", 9)
+
+
+def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gate, monkeypatch):
+    service = serve(stall_timeout=1)
+    gate.open()
+    may_send, stuck = Event(), Caller(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    sending, send = Event(), stuck.send
+
+    def wait(response, flags):
+        sending.set()
+        assert may_send.wait(WAIT)
+        send(response, flags)
+
+    stuck.send = wait
+    service.submit(stuck)
+    assert sending.wait(WAIT)
+    until(lambda: not service._engine.seconds_in_turn)
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+        assert not service.ready
+        reason = "an answer to the server has taken 2 s, more than stall_timeout=1"
+        assert reason in ask(service).answer()
+    may_send.set()
+    stuck.all()
+    assert service.ready
 
 
 def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch):

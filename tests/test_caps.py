@@ -78,6 +78,7 @@ ELSEWHERE = {
     ),
     "max_open_rows": "test_local_socket.test_more_rows_than_may_be_open_are_refused",
     "max_biases": "test_trtllm.test_more_biases_than_a_row_may_have_are_refused",
+    "(--max-open-requests)": "test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
     "(--max-request-bytes)": "test_openai.test_a_body_over_the_limit_is_refused",
     "(--max-prompts)": "test_openai.test_more_prompts_than_may_be_are_refused",
     "(--max-inputs)": "test_openai_embeddings.test_what_is_refused",

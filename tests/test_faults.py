@@ -112,6 +112,14 @@ def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
         assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
 
 
+def test_what_an_engine_had_that_died_is_not_kept_on_disk(faulty, tmp_path):
+    """Whatever it died of may be in it."""
+    with faulty(dead_engine=4, swap_space=0.01, disk_cache_dir=str(tmp_path / "kv")) as calls:
+        for caller in ask_all(calls):
+            ends(caller)
+    assert not list((tmp_path / "kv").glob("*/*/*"))
+
+
 def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, monkeypatch):
     class Panic(BaseException):
         """As libraries in Rust raise it."""

@@ -248,6 +248,19 @@ def test_what_cannot_be_had_is_refused_with_the_reason(grammars, name, value, me
     assert len(str(error)) < 500
 
 
+def test_a_step_whose_mask_takes_too_long_ends_its_output(grammars):
+    """What the library allows by itself would do for the 72."""
+    (guide,) = compiled(grammars, "regex", "(([ab]{1,30}a){1,30}b){1,30}c")
+
+    def draw(text):
+        for char in text:
+            assert allowed(guide)
+            guide.advance([token(char)])
+
+    with pytest.raises(GuideError, match="regex: cannot go on: lexer error: too many expressions constructed"):
+        draw("ab" * 36)
+
+
 def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkeypatch):
     one = made(seconds=1.5)
     slow = [SimpleQueue() for _ in range(3)]

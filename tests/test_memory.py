@@ -1,6 +1,7 @@
 """Sharing, copying and forgetting blocks: nobody ever reads what is not theirs."""
 
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -42,9 +43,16 @@ HAPPENS = (  # to somebody, in any run of storms
 
 
 @pytest.mark.parametrize("examples", [700, pytest.param(20_000, marks=pytest.mark.nightly)])
-def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(examples, figures):
-    seen = Counter()
-    settings(max_examples=examples, deadline=None)(given(**STORM)(lambda **weather: storm(seen, **weather)))()
+def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(examples, figures, hours):
+    seen, until = Counter(), time.monotonic() + 3600 * hours
+
+    @settings(max_examples=examples, deadline=None)
+    @given(**STORM)
+    def run(**weather):
+        if time.monotonic() < until:
+            storm(seen, **weather)
+
+    run()
     assert all(seen[name] for name in HAPPENS), seen
     figures(f"{seen['step']:,} steps of the scheduler, {seen['add']:,} requests, chosen by hypothesis")
 

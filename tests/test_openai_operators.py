@@ -1,6 +1,7 @@
 """What operators of gateways rely on: several servers, figures, the access log."""
 
 import json
+import socket
 from contextlib import ExitStack
 
 import openai
@@ -8,6 +9,7 @@ import pytest
 
 from client.openai.metrics import SECONDS, Histogram
 from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
+from tests.server.conftest import until
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,24 @@ def test_the_access_log_has_a_line_for_each_request_and_no_key(fakes, tmp_path):
     ]
     assert all(one["client"] == "127.0.0.1" and one["seconds"] >= 0 for one in lines)
     assert "hush" not in log.read_text()
+
+
+def test_more_requests_than_may_be_open_are_refused_unread(fakes):
+    """A place is that of a request whose body is still on its way, too."""
+    with gateway(fakes[0].url, "--max-open-requests", "2") as front:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n"
+        with ExitStack() as stack:
+            for _ in range(2):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", front.port), WAIT))
+                connection.sendall(head)
+                assert b"100 Continue" in connection.recv(99)  # its body is waited for
+            status, answer = front.ask("/v1/completions", PROMPT)
+            assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "server_error", "unavailable")
+            assert "2 requests are open, the most that may be (--max-open-requests)" in answer["error"]["message"]
+            assert front.ask("/live")[0] == 200
+        gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+        until(lambda: front.metrics().get(gone) == 2, "the end of both")
+        assert front.ask("/v1/completions", PROMPT)[0] == 200
 
 
 def test_a_gateway_lives_without_a_server():

@@ -425,6 +425,31 @@ def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
     assert aborted.empty() and done.got.empty()
 
 
+def test_a_dead_engine_has_no_requests(opened):
+    made, metrics, _ = opened
+    client = Client(1)
+    made.open(client.stream)
+    busy = step(1, "a")
+    made.emit(replace(busy, stats=replace(busy.stats, running=1, waiting=2)))
+    assert client.got.get(timeout=WAIT)[0] == "a"
+    shown = []
+    metrics.show = shown.append
+    made.emit(EngineDied("it did"))
+    assert client.got.get(timeout=WAIT)[2]
+    made.stop()
+    assert [(stats.running, stats.waiting, stats.blocks_used) for stats in shown[-1:]] == [(0, 0, 2)]
+
+
+def test_what_went_wrong_here_with_one_request_is_in_the_log(opened, caplog):
+    made, _, _ = opened
+    for key, code in enumerate([ErrorCode.INTERNAL, ErrorCode.INVALID_ARGUMENT]):
+        client = Client(key)
+        made.open(client.stream)
+        made.emit(replace(step(key, ""), deltas=(TokenDelta(key, error=RequestError(code, "no")),)))
+        assert client.got.get(timeout=WAIT)[2]
+    assert [record.getMessage() for record in caplog.records] == ["request 0: INTERNAL: no"]
+
+
 def test_who_comes_after_the_engine_has_died_is_told(opened):
     """It was let in before."""
     made, _, _ = opened

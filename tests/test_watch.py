@@ -106,6 +106,25 @@ def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips)
     made.stop()
 
 
+def test_one_that_has_entered_is_asked_no_oftener_than_one_that_waits(round_trips, monkeypatch):
+    monkeypatch.setattr(watch_module, "SECONDS", 0)
+    asked, enough = Counter(), Event()
+
+    def log(key):
+        asked[key] += 1
+        if sum(asked.values()) == 40:
+            enough.set()
+
+    clients = [Asked(key, log) for key in range(2)]
+    made = watching(round_trips, clients)
+    clients[0].stream.entered = 1.0
+    made.enter(clients[0].stream)
+    made.start()
+    assert enough.wait(WAIT)
+    made.stop()
+    assert abs(asked[0] - asked[1]) <= 1
+
+
 def test_what_is_being_sent_to_is_not_waited_for():
     """Nor asked about after its last response, when the server has forgotten it."""
     client = Client(1)

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from client.openai import embeddings, keys, metrics, schema, translation
 from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
@@ -38,6 +39,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 class Caps:
     """The most that a request may have. Each is an option of `paged openai`, of this name."""
 
+    max_open_requests: int  # of all clients; more are not read
     max_request_bytes: int  # of a body
     max_prompts: int  # of a request for completions
     max_inputs: int  # of one for embeddings
@@ -193,6 +195,28 @@ class Gateway:
             raise ApiError(413, message, code="request_too_large")
 
 
+class Places:
+    """ASGI middleware that lets so many requests for tokens in at a time, whose bodies it then has to hold."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._taken = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in READ:
+            return await self._app(scope, receive, send)
+        if self._taken >= self._most:
+            message = f"{self._taken} requests are open, the most that may be ({flag('max_open_requests')}); try again"
+            error = ApiError(503, message, code="unavailable")
+            return await JSONResponse(error.body, error.status)(scope, receive, send)
+        self._taken += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._taken -= 1
+
+
 def _request_id(request: Request) -> str:
     """The caller's own, or one that nobody else has."""
     given = request.headers.get("X-Request-Id")
@@ -206,6 +230,7 @@ def create_app(settings: Settings) -> FastAPI:
     gateway = Gateway(settings)
     # Without a description of the interface: OpenAI's is the one that holds.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(Places, most=settings.caps.max_open_requests)
     app.add_middleware(metrics.Watch, metrics=gateway.metrics, log=settings.access_log)
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])

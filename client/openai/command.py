@@ -34,6 +34,7 @@ def run(
     api_keys: Sequence[str],
     api_key_file: Path | None,
     chat_template_timeout: float,
+    max_open_requests: int,
     max_request_bytes: int,
     max_prompts: int,
     max_inputs: int,
@@ -52,7 +53,7 @@ def run(
     except ValueError as error:
         raise UsageError(str(error)) from None
     form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
-    caps = Caps(max_request_bytes, max_prompts, max_inputs)
+    caps = Caps(max_open_requests, max_request_bytes, max_prompts, max_inputs)
     try:
         settings = Settings(urls or (None,), model, template, known, caps, form, _log_line if access_log else None)
         app = create_app(settings)

@@ -117,6 +117,7 @@ class Responder:
         self._lookers: list[Look] = []  # those who wait for a map of the pool, by arrival
         self._next_poll = 0.0
         self._stats: SchedulerStats | None = None  # newest
+        self._is_shown = True  # whether the metrics have been told of it
         self._next_show = 0.0
         self._round_trips = RoundTrips(HELPERS, HELPED)
         self._watch = Watch(self._streams, self._round_trips, self._inbox.put)
@@ -247,15 +248,18 @@ class Responder:
     def _show(self) -> None:
         """Bring the metrics up to date. Before an answer ends, so that whoever has read it finds it counted."""
         self._next_show = time.monotonic() + SHOW_SECONDS
-        stats, self._stats = self._stats, None
-        if stats:
-            self._metrics.show(stats)
+        if self._stats and not self._is_shown:
+            self._metrics.show(self._stats)
+        self._is_shown = True
         self._metrics.flush()
+
+    def _learn(self, stats: SchedulerStats) -> None:
+        self._stats, self._is_shown = stats, False
 
     @property
     def _is_stale(self) -> bool:
         """Whether the metrics have not been told of something."""
-        return self._stats is not None or self._metrics.has_counted
+        return not self._is_shown or self._metrics.has_counted
 
     def _collect(self) -> list[_Message]:
         """All that has piled up; waits for the next message, but not past the next poll, which comes while streams are
@@ -273,8 +277,8 @@ class Responder:
             return messages
 
     def _book(self, output: StepOutput, touched: dict[int, Stream]) -> None:
-        self._stats, generated = output.stats, 0
-        streams, when = self._streams, output.when
+        self._learn(output.stats)
+        streams, when, generated = self._streams, output.when, 0
         for key in output.entered:
             if key in streams:
                 streams[key].entered = output.began
@@ -302,13 +306,14 @@ class Responder:
     def _fail_lost(self, keys: tuple[int, ...]) -> dict[int, Stream]:
         """Streams that nobody works for: whatever went wrong, their clients must not wait for ever."""
         lost = {key: self._streams[key] for key in keys if key in self._streams and not self._streams[key].ended}
-        for key, stream in lost.items():
-            log.error("request %d: the engine has lost it", key)
+        for stream in lost.values():
             stream.error = RequestError(ErrorCode.INTERNAL, "the engine has lost the request; send it again")
         return lost
 
     def _fail_all(self, reason: str) -> dict[int, Stream]:
         self._died = RequestError(ErrorCode.INTERNAL, reason)
+        if self._stats:
+            self._learn(self._stats.idle())
         for stream in self._streams.values():
             stream.error = self._died
         self._fail_lookers(self._died)
@@ -317,7 +322,7 @@ class Responder:
     def _show_pool(self, pool: PoolMap) -> None:
         """Answer all who asked, who find the metrics say the same. No request of theirs: it took no place and no
         token."""
-        self._stats = pool.stats
+        self._learn(pool.stats)
         with _going_on():
             self._show()
         outputs = wire.write_pool_map(
@@ -409,6 +414,8 @@ class Responder:
                 return
         outputs = self._outputs(stream) if not stream.error else {}
         if stream.error:
+            if stream.error.code is ErrorCode.INTERNAL and stream.error is not self._died:
+                log.error("request %d: %s", stream.request.key, stream.error)
             self._close(stream, stream.error.outcome)
             self._metrics.flush()
             _tell(stream)

@@ -79,7 +79,7 @@ class Watch:
                 found.gone.append(stream)
             else:
                 turn.append(stream)
-                if stream.channel.stopped and stream.cut is None:
+                if stream.channel.stopped:
                     found.stopped.append(stream)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class SchedulerStats:
     disk_blocks: int = 0
     disk_read: int = 0  # blocks
     disk_written: int = 0
+
+    def idle(self) -> SchedulerStats:
+        """The same, once no request is left."""
+        return replace(self, running=0, waiting=0, paused=0, context_requests=0, context_tokens=0)
 
     @property
     def preemptions(self) -> int:

@@ -39,5 +39,8 @@ def test_heaviest_configurations_compile_and_spill_next_to_nothing(chip, compile
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_configuration_compiles_and_spills_next_to_nothing(chip, compiled_environment):
-    check(report(compiled_environment, "--full", "--chip", chip))
+def test_every_configuration_compiles_and_spills_next_to_nothing(chip, compiled_environment, hours, figures):
+    """Or as many as there is time for, chosen at random."""
+    rows = report(compiled_environment, "--full", "--hours", str(hours), "--chip", chip)
+    assert [row for row in rows if not row["fits"]] == []
+    figures(f"{len(rows)} configurations")

@@ -102,10 +102,10 @@ def test_addresses_outside_of_the_pool_are_refused(attend):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(10, 30))
-def test_larger_sample_matches_reference(seed):
-    for case in sample(84, seed):
-        test_matches_reference(case, torch.float32)
+def test_larger_sample_matches_reference(in_time, figures):
+    cases = [case for seed in range(10, 30) for case in sample(84, seed)]
+    done = [test_matches_reference(case, torch.float32) for case in in_time(cases)]
+    figures(f"{len(done):,} of {len(cases):,} cases")
 
 
 @pytest.mark.parametrize("settings", [{}, {"softcap": 3.0}, {"sliding_window": 300}], ids=str)

@@ -38,10 +38,10 @@ def test_bf16_matches_reference(case, device):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("seed", range(10, 30))
-def test_larger_sample_matches_reference(dtype, seed, device):
-    for case in sample(84, seed):
-        check(case, dtype, device)
+def test_larger_sample_matches_reference(dtype, device, in_time, figures):
+    cases = [case for seed in range(10, 30) for case in sample(84, seed)]
+    done = [check(case, dtype, device) for case in in_time(cases)]
+    figures(f"{len(done):,} of {len(cases):,} cases")
 
 
 def test_sample_covers_every_value_of_every_axis():
