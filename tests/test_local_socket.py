@@ -230,7 +230,7 @@ def test_files_of_engines_that_are_gone_are_taken_away(engine, own_directory):
 # --- a relay ---------------------------------------------------------------------------------------------------------
 
 
-TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_}
+TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_, "stop": np.bool_}
 
 
 class Tensor:
@@ -389,3 +389,19 @@ def test_a_client_that_leaves_and_a_row_that_fails_cancel_the_others(relay, engi
     assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
     for channel in channels:
         until(channel.is_cancelled)
+
+
+def test_a_row_that_is_to_stop_before_the_engine_has_it_is_stopped_after(relay, engine, monkeypatch):
+    send = Relay._send
+
+    def after(self, row, frame):
+        if not row.asked:
+            stop = asked(relay, name="mine", stop=[[True]])
+            assert stop.next()[1]
+            until(lambda: not relay._wake.is_set())  # the teller has looked
+        send(self, row, frame)
+
+    monkeypatch.setattr(Relay, "_send", after)
+    asked(relay, name="mine")
+    channel = engine.next()
+    until(lambda: channel.stopped)

@@ -414,7 +414,7 @@ def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
         made.open(client.stream)
     made.emit(step(0, "a"))
     assert busy.sending.wait(WAIT)
-    made._inbox.put(watch.Found([done.stream], [], []))
+    made._inbox.put(watch.Found([done.stream]))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
     assert done.got.get(timeout=WAIT) == ("b", None, True)

@@ -38,7 +38,7 @@ class Asked(Client):
 
 
 def watching(round_trips, clients, tell=lambda found: None):
-    made = Watch({client.stream.request.key: client.stream for client in clients}, round_trips, tell)
+    made = Watch(lambda stream: not stream.channel.closed, round_trips, tell)
     for client in clients:
         made.add(client.stream)
     return made
@@ -84,7 +84,7 @@ def test_nobody_is_asked_once_it_has_ended(round_trips):
     asked, found = Counter(), SimpleQueue()
     clients = [Asked(key, lambda key: asked.update([key])) for key in range(2)]
     made = watching(round_trips, clients, found.put)
-    made._streams.pop(0)
+    clients[0].stream.channel.closed = True
     clients[1].cancelled = True
     made.start()
     assert found.get(timeout=WAIT).gone == [clients[1].stream]

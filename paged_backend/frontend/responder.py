@@ -35,8 +35,6 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.02  # how often open streams are looked at
 POLL_SHARE = 0.1  # of the thread's time at the most
-HELPERS = 4  # threads that ask and answer beside the watch's and the responder's where one after the other has gone
-HELPED = 16  # requests that one of them asks, or answers, by itself
 GRACE_SECONDS = 1.0  # that the engine has to say what a beam search that is cut has come to
 SHOW_SECONDS = 0.1  # between two updates of the metrics, while steps only add tokens
 AUDIT_SECONDS = 2.0  # between two questions to the engine, while streams are open, whether it still has them
@@ -82,7 +80,7 @@ class Fill:
     stream: Stream
 
 
-_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | Found | None
+_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | Found[Stream] | None
 
 
 class Responder:
@@ -119,8 +117,8 @@ class Responder:
         self._stats: SchedulerStats | None = None  # newest
         self._is_shown = True  # whether the metrics have been told of it
         self._next_show = 0.0
-        self._round_trips = RoundTrips(HELPERS, HELPED)
-        self._watch = Watch(self._streams, self._round_trips, self._inbox.put)
+        self._round_trips = RoundTrips()
+        self._watch: Watch[Stream] = Watch(self._is_open, self._round_trips, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self, engine: Aborts) -> None:
@@ -180,7 +178,7 @@ class Responder:
 
     def _turn(self, messages: list[_Message]) -> None:
         touched: dict[int, Stream] = {}
-        left: list[Found] = []
+        left: list[Found[Stream]] = []
         for message in messages:
             with _going_on():
                 if message is None:
@@ -481,7 +479,7 @@ class Responder:
             self._guarded(stream, self._expire)
         self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
 
-    def _leave(self, left: list[Found]) -> None:
+    def _leave(self, left: list[Found[Stream]]) -> None:
         """End those that have not ended by themselves meanwhile."""
         for stream, error in [one for found in left for one in found.failed]:
             if self._goes_on(stream):
@@ -494,8 +492,11 @@ class Responder:
             if self._goes_on(stream) and stream.cut is None:
                 self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))
 
+    def _is_open(self, stream: Stream) -> bool:
+        return stream.request.key in self._streams
+
     def _goes_on(self, stream: Stream) -> bool:
-        return stream.request.key in self._streams and not stream.ended
+        return self._is_open(stream) and not stream.ended
 
     def _cancel(self, streams: list[Stream], reason: str) -> None:
         """All are counted before the first of them is told."""

@@ -8,6 +8,9 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+HELPERS = 4  # threads beside those that have something to ask or to answer
+HELPED = 16  # items that each goes through by itself
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -17,7 +20,7 @@ class RoundTrips:
     for its turn with the interpreter, which is longer than the round trip itself while the engine computes: several
     wait at the same time."""
 
-    def __init__(self, threads: int, batch: int):
+    def __init__(self, threads: int = HELPERS, batch: int = HELPED):
         """batch: items that whoever asks goes through by itself; from there on others help."""
         self._batch = batch
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError
 from paged_backend.frontend.channel import Channel, ServerChannel
+from paged_backend.frontend.round_trips import RoundTrips
+from paged_backend.frontend.watch import Found, Watch
 from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
 from paged_backend.trtllm.links import Link, Links, Outputs, wish_frame
@@ -26,19 +27,17 @@ from paged_backend.trtllm.rows import in_its_words
 
 log = logging.getLogger("paged_llm")
 
-POLL_SECONDS = 0.1  # how often it is asked whether clients are gone, as in tensorrtllm_backend
-POLL_SHARE = 0.1  # of a thread's time at the most
-
 
 @dataclass(eq=False)
 class Job:
-    """One request of a client's. The lock guards all of it: a link's thread answers, the poller asks."""
+    """One request of a client's. The lock guards all of it: a link's thread answers, the watch's asks."""
 
     channel: Channel
     request_id: str
     rows: list[Row] = field(default_factory=list)
     stopping: bool = False  # asked to end, with what it has
     lock: threading.Lock = field(default_factory=threading.Lock)
+    entered: float | None = None  # which only the engine knows
 
     def answer(self, row: Row, outputs: list[Mapping[str, np.ndarray]], *, last: bool) -> None:
         with self.lock:
@@ -87,15 +86,20 @@ class Relay:
         self._rows: dict[int, Row] = {}  # those that the engine has not ended; guarded by the lock
         self._lock = threading.Lock()
         self._stopping = False
-        self._wake = threading.Event()  # something is to be stopped, or the poller itself
-        self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
-        self._poller.start()
+        self._wake = threading.Event()  # the engine is to be told of something, or the teller is to end
+        self._teller = threading.Thread(target=self._tell_all, name="teller", daemon=True)
+        self._teller.start()
+        self._round_trips = RoundTrips()
+        self._watch: Watch[Job] = Watch(lambda job: not job.channel.closed, self._round_trips, self._leave)
+        self._watch.start()
 
     def stop(self) -> None:
         """End the threads, and what the engine still does. The server calls this once every request has ended."""
+        self._watch.stop()
+        self._round_trips.stop()
         self._stopping = True
         self._wake.set()
-        self._poller.join()
+        self._teller.join()
         self._links.stop()
 
     def submit(self, pb_request: Any) -> None:
@@ -111,6 +115,7 @@ class Relay:
         except Exception as error:
             log.exception("a request could not be taken")
             _refuse(channel, _internal(error))
+            self._wake.set()
 
     def _take(self, channel: Channel) -> None:
         tensors, parameters, timeout_us, sequence_id, flags, request_id = channel.received()
@@ -128,6 +133,9 @@ class Relay:
         for row, frame in zip(job.rows, frames, strict=True):
             self._send(row, frame)
             row.asked = True
+        self._watch.add(job)
+        if job.stopping or channel.closed:  # since before the engine had got all of it
+            self._wake.set()
 
     def _register(self, rows: list[Row]) -> None:
         with self._lock:
@@ -192,30 +200,25 @@ class Relay:
         with self._lock:
             return list(self._rows.values())
 
-    def _poll(self) -> None:
-        """Notice who has gone, and end what nobody waits for any more."""
-        wait = POLL_SECONDS
+    def _leave(self, found: Found[Job]) -> None:
+        """On the watch's thread."""
+        for job, error in found.failed:
+            log.error("a client could not be asked whether it is gone", exc_info=error)
+            _refuse(job, _internal(error))
+        for job in found.gone:
+            _refuse(job, RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
+        self._wake.set()
+
+    def _tell_all(self) -> None:
+        """End what nobody waits for any more. In a thread of its own: the engine may take long to hear it."""
         while True:
-            self._wake.wait(wait)
+            self._wake.wait()
             self._wake.clear()
             if self._stopping:
                 return
-            began = time.monotonic()
-            rows = self._open()
-            for job in {row.job for row in rows}:
-                self._ask(job)
-            for row in rows:
+            for row in self._open():
                 if (row.job.stopping or row.job.channel.closed) and row.asked and not row.told:
                     self._tell(row)
-            wait = max(POLL_SECONDS, (time.monotonic() - began) / POLL_SHARE)
-
-    def _ask(self, job: Job) -> None:
-        """A round trip to the server."""
-        try:
-            if not job.channel.closed and job.channel.is_cancelled():
-                job.fail(RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
-        except Exception:
-            log.exception("a client could not be asked whether it is gone")
 
 
 def _internal(error: Exception) -> RequestError:
