@@ -425,6 +425,23 @@ def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
     assert aborted.empty() and done.got.empty()
 
 
+def test_one_that_was_found_gone_twice_is_cancelled_once(opened, caplog):
+    """It entered while it was asked among those that wait."""
+    made, _, _ = opened
+    busy, gone = Client(0), Client(1)
+    busy.may_send.clear()
+    for client in (busy, gone):
+        made.open(client.stream)
+    made.emit(step(0, "a"))
+    assert busy.sending.wait(WAIT)
+    for _ in range(2):
+        made._inbox.put(watch.Found([gone.stream]))
+    busy.may_send.set()
+    reason = "CANCELLED: the request was cancelled by its client"
+    assert gone.got.get(timeout=WAIT) == (None, reason, True)
+    assert not caplog.records
+
+
 def test_a_dead_engine_has_no_requests(opened):
     made, metrics, _ = opened
     client = Client(1)

@@ -480,14 +480,12 @@ class Responder:
         self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
 
     def _leave(self, left: list[Found[Stream]]) -> None:
-        """End those that have not ended by themselves meanwhile."""
+        """End those that have not ended by themselves meanwhile. Who entered just then may have been asked twice."""
         for stream, error in [one for found in left for one in found.failed]:
             if self._goes_on(stream):
                 self._give_up(stream, error)
-        self._cancel(
-            [stream for found in left for stream in found.gone if self._goes_on(stream)],
-            "the request was cancelled by its client",
-        )
+        gone = {stream.request.key: stream for found in left for stream in found.gone if self._goes_on(stream)}
+        self._cancel(list(gone.values()), "the request was cancelled by its client")
         for stream in [stream for found in left for stream in found.stopped]:
             if self._goes_on(stream) and stream.cut is None:
                 self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))

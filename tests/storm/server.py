@@ -27,7 +27,7 @@ OPTIONS = {
     "max_num_batched_tokens": 64,  # longer prompts come in chunks
     "max_queue_size": 0,  # thousands wait
 }
-ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 350_000}
+ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 1_000_000}
 
 
 class Drops:
@@ -74,12 +74,12 @@ class Server(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def save_printable(directory: Path) -> PreTrainedModel:
+def save_printable(directory: Path, positions: int = 256) -> PreTrainedModel:
     """Two layers with random weights, whose 94 tokens are a printable character each: the position of a character is
     that of its token."""
     config = LlamaConfig(
         vocab_size=len(LETTERS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
+        num_key_value_heads=2, max_position_embeddings=positions,
     )  # fmt: skip
     return save_tiny(config, directory)
 

@@ -106,10 +106,10 @@ class Storm:
         assert self.cancels
         return self._weather("hold", lambda here: here.hold(count), idle_within=self._patience)
 
-    def stream(self, count: int) -> Verdict:
+    def stream(self, count: int, tokens: int) -> Verdict:
         """So many requests on a few gRPC streams, of a server that computes all of them at once, until all have ended:
-        as long as the model lets them be, so that the first go on when the last begin."""
-        longest = catalogue(self._dice, 16, prompt=(4, 8), output=(200, 210))
+        so long that the first go on when the last begin."""
+        longest = catalogue(self._dice, 16, prompt=(4, 8), output=(tokens, tokens))
         answered = ask_alone(self.server.http_url, longest)
         self.long = [ask for ask in answered if list(map(len, ask.tokens)) == [ask.sampling["max_tokens"]]]
         return self._weather("stream", lambda here: here.stream(count))
