@@ -9,7 +9,7 @@ from paged_backend import faults
 from paged_backend.config import ConfigError
 from tests.callers import Caller, serving
 from tests.in_process import WAIT
-from tests.storm.server import Drops
+from tests.storm.server import Log
 
 ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reason": True,
          "sampling_parameters": '{"max_tokens": 6, "temperature": 0, "ignore_eos": true}'}  # fmt: skip
@@ -164,11 +164,11 @@ def test_the_log_tells_when_blocks_of_one_that_was_dropped_are_free(faulty, capl
         assert "CANCELLED" in ends(gone)[1]
         calls.ask(**ASKED)  # which is not told
     (line,) = [one.getMessage() for one in caplog.records if "dropped" in one.getMessage()]
-    drops = Drops()
-    drops(f"{line}\n")
-    ((id, at),) = drops.take()
+    log = Log()
+    log(f"{line}\n")
+    ((id, at),) = log.drops()
     assert id == "gone" and 0 <= time.monotonic() - at < WAIT
-    assert drops.take() == []
+    assert log.drops() == []
 
 
 def test_without_faults_nothing_is_wrapped(tiny):

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import random
+import traceback
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.storm.checker import check, error_class
 from tests.storm.clients import Clients
 from tests.storm.history import History
 from tests.storm.plans import PHASES, WAYS, from_json, plans, to_json
+from tests.storm.server import Log
 
 HELD = {"total": 8, "used": 0, "free": 5, "cached": 3, "running": 0, "waiting": 0, "shm": 1,
         "processes": {"stub": {"threads": 9, "files": 4, "sockets": 1}}}  # fmt: skip
@@ -110,6 +112,7 @@ def test_what_is_well(events):
         ([idle(processes={"stub": {"threads": 9, "files": 5, "sockets": 1}})], "leak"),
         ([idle(processes={})], "leak"),
         ([idle(seconds=3)], "slow"),
+        ([{"kind": "raised", "what": "a step failed: ValueError"}], "exception"),
         ([cycle(stubs=2)], "leak"),
         ([cycle(stubs=0)], "leak"),
         ([cycle(shm=7)], "leak"),
@@ -154,6 +157,19 @@ def test_how_long_blocks_are_held_after_a_client_has_left():
     freed = [{"kind": "freed", "id": id, "at": 10.0 + 0.25 * number} for number, id in enumerate("abcdx", 1)]
     verdict = check([*first, tokens([5], id="a"), *ends, *freed])
     assert verdict.freed == {"noticed": [0.25, 0.5], "over HTTP before a token": [0.75]}
+
+
+def test_what_a_log_tells():
+    log = Log()
+    log("I1122 model.py: the model is loaded\n")
+    log("dropped kill1-7 at 12.5\n")
+    try:
+        {}["x"]
+    except KeyError:
+        for line in ("request 7: could not answer", *traceback.format_exc().splitlines(), "what comes after"):
+            log(f"{line}\n")
+    assert (log.drops(), log.raised()) == ([("kill1-7", 12.5)], ["request 7: could not answer: KeyError: 'x'"])
+    assert (log.drops(), log.raised()) == ([], [])
 
 
 def test_a_row_of_the_table_tells_how_far_a_run_came():

@@ -16,7 +16,7 @@ from tests.in_process import byte_tokenizer, generate_alone
 from tests.server.conftest import plain_server
 from tests.storm import table
 from tests.storm.models import Models
-from tests.storm.server import OPTIONS, ROOMY, Drops, engine_alone, save_printable, with_floor
+from tests.storm.server import OPTIONS, ROOMY, Log, engine_alone, save_printable, with_floor
 from tests.storm.storm import Storm
 
 SEED = 7
@@ -66,9 +66,9 @@ def well(verdict):
 
 def test_nothing_is_lost_in_storms(printable, repository, size, hours, tmp_path, tell, monkeypatch):
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
-    drops = Drops()
-    with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
-        storm = Storm(server, tmp_path, SEED, drops=drops, tell=tell, hours=hours)
+    log = Log()
+    with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
+        storm = Storm(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
@@ -82,9 +82,9 @@ def test_nothing_is_lost_in_storms(printable, repository, size, hours, tmp_path,
 def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp_path, monkeypatch):
     """Those of gRPC: see Storm."""
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
-    drops = Drops()
-    with TritonServer(printable[0], OPTIONS, repository=repository, echo=drops) as server:
-        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, drops=drops, hours=hours)
+    log = Log()
+    with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
+        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.leave(size.left))
         well(storm.hold(size.held))
@@ -94,8 +94,9 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp
 @pytest.mark.nightly
 def test_thousands_stream_at_once(repository, tmp_path):
     save_printable(tmp_path / "model", positions=1024)
-    with TritonServer(tmp_path / "model", ROOMY, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED, asks=16)
+    log = Log()
+    with TritonServer(tmp_path / "model", ROOMY, repository=repository, echo=log) as server:
+        storm = Storm(server, tmp_path, SEED, asks=16, log=log)
         assert well(storm.stream(6_000, tokens=600)).most_begun >= 2_000
         well(storm.stop())
 
@@ -119,9 +120,10 @@ def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, si
     """On the same ports, and answers as before."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
-        with TritonServer(printable[0], OPTIONS, repository=repository, **ports) as server:
+        log = Log()
+        with TritonServer(printable[0], OPTIONS, repository=repository, echo=log, **ports) as server:
             ports = {name: getattr(server, name) for name in ("http_port", "grpc_port", "metrics_port")}
-            storm = Storm(server, tmp_path, SEED, asks=16)
+            storm = Storm(server, tmp_path, SEED, asks=16, log=log)
             assert storm.asks == (first := first or storm.asks)
             well(storm.kill(50))
             well(storm.crash() if number % 2 else storm.stop())

@@ -14,7 +14,7 @@ from paged_backend.serving.tritonserver import TritonServer
 from tests.storm import table
 from tests.storm.checker import Verdict, check
 from tests.storm.history import load
-from tests.storm.server import OPTIONS, Drops, save_printable, with_floor
+from tests.storm.server import OPTIONS, Log, save_printable, with_floor
 from tests.storm.storm import Storm
 
 STORMS = ("calm", "kill", "leave", "dry", "hold", "soak")
@@ -40,11 +40,11 @@ def _run(seed: int, storms: list[str]) -> list[Verdict]:
     directory = Path(tempfile.mkdtemp(prefix="storm-"))
     save_printable(directory / "model")
     os.environ[faults.VARIABLE] = json.dumps({"tell_drops": 1})
-    repository, drops = with_floor(directory / "repository"), Drops()
-    with TritonServer(directory / "model", OPTIONS, repository=repository, echo=drops) as server:
+    repository, log = with_floor(directory / "repository"), Log()
+    with TritonServer(directory / "model", OPTIONS, repository=repository, echo=log) as server:
         asked = [one.partition("=") for one in storms]
         cancels = any(name in ("hold", "leave") for name, _, _ in asked)
-        storm = Storm(server, directory, seed, cancels=cancels, drops=drops)
+        storm = Storm(server, directory, seed, cancels=cancels, log=log)
         verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
         if not cancels:
             return [*verdicts, storm.stop()]

@@ -204,6 +204,9 @@ class _Check:
             name = "noticed" if noticed else "over HTTP before a token"
             self._verdict.freed.setdefault(name, []).append(event["at"] - request.terminal["t"])
 
+    def _raised(self, event: Event) -> None:
+        self._problem("exception", "server", event["what"])
+
     def _cycle(self, event: Event) -> None:
         if event["stubs"] != 1 or event["shm"] != event["before"]:
             what = f"{event['stubs']} processes, {event['shm']} regions, of which there were {event['before']}"

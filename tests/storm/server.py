@@ -30,22 +30,38 @@ OPTIONS = {
 ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 1_000_000}
 
 
-class Drops:
-    """What a server's log tells of requests that its engine has dropped, by PAGED_FAULTS tell_drops: one that is given
-    each line of it."""
+class Log:
+    """What a server's log tells: of requests that its engine has dropped, by PAGED_FAULTS tell_drops, and of
+    exceptions. It is given each line."""
 
-    LINE = re.compile(r"dropped (\S+) at (\d+\.\d+)$")
+    DROPPED = re.compile(r"dropped (\S+) at (\d+\.\d+)$")
+    TRACE = "Traceback (most recent call last):"
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, float]] = []
+        self._drops: list[tuple[str, float]] = []
+        self._raised: list[str] = []
+        self._before, self._in_trace = "", False
 
     def __call__(self, line: str) -> None:
-        if found := self.LINE.search(line.rstrip()):
-            self._seen.append((found[1], float(found[2])))
+        line = line.rstrip()
+        if found := self.DROPPED.search(line):
+            self._drops.append((found[1], float(found[2])))
+        elif line.endswith(self.TRACE):
+            self._raised.append(self._before)
+            self._in_trace = True
+        elif self._in_trace and line and not line[0].isspace():
+            self._raised[-1] += f": {line}"
+            self._in_trace = False
+        self._before = line
 
-    def take(self) -> list[tuple[str, float]]:
+    def drops(self) -> list[tuple[str, float]]:
         """Ids, and times by the monotonic clock, since it was asked last."""
-        seen, self._seen = self._seen, []
+        seen, self._drops = self._drops, []
+        return seen
+
+    def raised(self) -> list[str]:
+        """Each exception, after the line before it, since it was asked last."""
+        seen, self._raised = self._raised, []
         return seen
 
 

@@ -26,7 +26,7 @@ from tests.storm.history import History, load
 from tests.storm.models import Models
 from tests.storm.murder import murder
 from tests.storm.plans import Plan, plans, victims
-from tests.storm.server import FLOOR, Drops, Server, counters, footprint, held, settled, until
+from tests.storm.server import FLOOR, Log, Server, counters, footprint, held, settled, until
 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 FEW = 8  # so that nobody waits for a core where there are two
@@ -58,16 +58,16 @@ class Storm:
         cancels: bool = False,
         asks: int = 96,
         patience: float = PATIENCE,
-        drops: Drops | None = None,
+        log: Log | None = None,
         tell: Callable[[str], None] = print,
         control: bool = False,
         hours: float = math.inf,
     ):
         """cancels: whether gRPC streams are. patience: seconds that clients wait for an end, and the end of a storm for
-        an idle server. drops: the server's own, to see how long blocks are held after a client has left. tell: gets a
-        line now and then of what goes on for long. control: what goes wrong does so on purpose, and is no result.
-        hours: that a storm may last, however much more was asked of it."""
-        self.tell, self._drops, self._control = tell, drops, control
+        an idle server. log: the server's own, to see how long blocks are held after a client has left, and that nothing
+        is raised. tell: gets a line now and then of what goes on for long. control: what goes wrong does so on purpose,
+        and is no result. hours: that a storm may last, however much more was asked of it."""
+        self.tell, self._log, self._control = tell, log, control
         self.hours, self.was_cut = hours, False  # whether the last storm came to the end of them
         self.cancels = cancels
         self.server, self.seed = server, seed
@@ -160,8 +160,10 @@ class Storm:
                 seconds, after = settled(self.server, self._before, patience=self._patience)
                 history.add("idle", seconds=seconds, before=self._before, after=after)
                 asyncio.run(self._under(history, figures, lambda here: here.probe()))
-            for id, at in self._drops.take() if self._drops else ():
+            for id, at in self._log.drops() if self._log else ():
                 history.add("freed", id=id, at=at)
+            for what in self._log.raised() if self._log else ():
+                history.add("raised", what=what)
         verdict = check(load(file), idle_within=idle_within)
         print(f"{name}, seed {self.seed}, {file}: {verdict}\n{figures or ''}")
         if self._before is not None and not self._control:
