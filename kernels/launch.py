@@ -146,8 +146,10 @@ def default_tile(chip: str, facts: Facts) -> Tile:
         return Tile(facts.rows, block_n, 4, 2 if hip else 3)
     if hip:
         return Tile(64, 32, 4, 1)
+    if wide and facts.quantized:  # of 32 codes some would spill on sm_90
+        return Tile(64, 16 if chip == "sm_90" else block_n, 8, 1)
     if wide:
-        return Tile(64, block_n, 8, 1 if facts.quantized else 2)
+        return Tile(64, block_n, 8, 2)
     return Tile(64, block_n, 4 if facts.block_d <= 64 else 8, 2)
 
 

@@ -81,7 +81,9 @@ def candidates(facts: Facts | RowFacts) -> Iterator[Shape]:
         return
     decode = facts.kind == "decode"
     block_ms = (facts.rows,) if decode else (64, 128)
-    block_ns, warps = ((32, 64, 128), (2, 4, 8)) if decode else ((32, 64, 128), (4, 8))
+    block_ns, warps = (32, 64, 128), (2, 4, 8) if decode else (4, 8)
+    if facts.quantized and facts.block_d > 128:
+        block_ns = (16, *block_ns)
     for block_m, block_n, num_warps, num_stages in itertools.product(block_ms, block_ns, warps, (1, 2, 3, 4)):
         if block_m * block_n * num_stages * facts.block_d <= 128 * 128 * 3 * 128:
             yield Tile(max(block_m, facts.rows), block_n, num_warps, num_stages)
