@@ -6,7 +6,9 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -281,10 +283,25 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def probe(args: argparse.Namespace) -> int:
-    """0 where a token comes in time. It goes before all others, and a queue that is full is a sign of life, too."""
+    """0 where a token comes in time. It goes before all others, as far as clients may, as a tenant of its own, and a
+    queue that is full is a sign of life, too."""
     with Client(args.url, protocol=args.protocol, model=args.model) as client:
+
+        def ask(priority: int) -> None:
+            salt = f"probe-{uuid.uuid4()}"
+            client.generate(
+                "ok", timeout=args.timeout, max_tokens=1, temperature=0, ignore_eos=True, priority=priority,
+                cache_salt=salt,
+            )  # fmt: skip
+
         try:
-            client.generate("ok", timeout=args.timeout, max_tokens=1, temperature=0, ignore_eos=True, priority=FIRST)
+            try:
+                ask(FIRST)
+            except PagedError as error:
+                lowest = re.search(r"priority=\S+ must be (-?\d+)\.\.\d+ \(min_priority\)", str(error))
+                if not lowest:
+                    raise
+                ask(int(lowest[1]))
         except PagedError as error:
             if error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
                 raise

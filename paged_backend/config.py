@@ -181,7 +181,8 @@ class EngineConfig(Caps):
     )
     stall_timeout: int = option(
         whole(1),
-        "seconds that a step, or an answer on its way to the server, may take before the model counts as not ready",
+        "seconds that a step, or an answer on its way to the server, may take before the model counts as not ready; of"
+        " a step, what is open then fails",
         60,
     )
     max_num_batched_tokens: int = option(

@@ -38,6 +38,7 @@ log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # copied at a time for the disk, while the engine is idle: a request that comes waits no longer
 SPILL_SECONDS = 0.05  # between two looks at a disk that is busy
+LOOK_SHARE = 0.1  # of the time at the most, while there is work: a map of a million blocks takes milliseconds
 STOP_SECONDS = 20.0  # for the step in hand and for what is cached and not on disk yet, when the engine stops
 
 
@@ -193,6 +194,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead = False
         self._turn_began: float | None = None  # time.monotonic(), while a turn of the loop is under way
+        self._looked = False  # whether somebody waits for a map of the pool
+        self._next_look = 0.0  # time.monotonic()
 
     def start(self) -> None:
         self._thread.start()
@@ -298,7 +301,7 @@ class Engine:
         self._inbox.put(Audit(keys))
 
     def look(self) -> None:
-        """Have a map of the pool emitted: one for all who ask between two steps."""
+        """Have a map of the pool emitted, between two steps: one for all who ask meanwhile."""
         self._inbox.put(Look())
 
     def _run(self) -> None:
@@ -315,11 +318,11 @@ class Engine:
 
     def _receive(self) -> bool:
         """Take what the inbox holds, waiting only where there is nothing else to do. False: stop."""
-        changed = looked = stopped = False
+        changed = stopped = False
         while not stopped:
             wait = self._patience()
             try:
-                idle = not (self._scheduler.has_work or self._flights or changed or looked)
+                idle = not (self._scheduler.has_work or self._flights or changed or self._looked)
                 message = self._inbox.get(block=idle and wait != 0, timeout=wait or None)
             except Empty:
                 break
@@ -341,15 +344,21 @@ class Engine:
             elif isinstance(message, Audit):
                 self._emit(Lost(tuple(key for key in message.keys if not self._knows(key))))
             elif isinstance(message, Look):
-                looked = True
+                self._looked = True
             else:
                 changed |= self._add(message)
         if changed:
             self._emit(StepOutput((), self._stats(), time.monotonic()))
-        if looked:
+        if self._looked and (time.monotonic() >= self._next_look or not self._scheduler.has_work):
             self._settle()
-            self._emit(PoolMap.of(self._scheduler, self._stats()))
+            self._show_pool()
         return not stopped
+
+    def _show_pool(self) -> None:
+        began, self._looked = time.monotonic(), False
+        self._emit(PoolMap.of(self._scheduler, self._stats()))
+        now = time.monotonic()
+        self._next_look = now + (now - began) / LOOK_SHARE
 
     def _patience(self) -> float | None:
         """How long to wait for a message where there is no work; None: as long as it takes."""

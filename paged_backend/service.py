@@ -115,7 +115,7 @@ class Service:
             self._tenants,
             first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
-            look_seconds=config.stall_timeout,
+            stall_seconds=config.stall_timeout,
         )
         eos = self._assembly.loaded.spec.eos_ids
         self._grammars = Grammars(

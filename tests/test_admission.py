@@ -548,10 +548,12 @@ def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
         assert not service.ready
-        assert "a step has taken 2 s, more than stall_timeout=1" in ask(service).answer()
+        told = "UNAVAILABLE: a step has taken 2 s, more than stall_timeout=1"
+        assert told in ask(service).answer()
+        assert told in stuck.answer()
     assert service.ready
     gate.open()
-    assert finish(stuck) == ("length", 9)
+    assert finish(ask(service)) == ("length", 9)
 
 
 def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gate, monkeypatch):
@@ -593,3 +595,14 @@ def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch
     assert finish(ask(service)) == ("length", 9)
     assert finish(ask(service)) == ("length", 9)
     assert service.ready
+
+
+def test_who_asks_again_and_again_takes_a_share_of_the_time_at_the_most(tiny, monkeypatch):
+    """The first map comes while the request runs; the second would have to wait for as long as that takes."""
+    monkeypatch.setattr(engine_module, "LOOK_SHARE", 1e-9)
+    with serving(tiny[0]) as calls:
+        sampling = json.dumps({"max_tokens": 60, "ignore_eos": True})
+        answer = calls.call(text_input="abc", stream=True, sampling_parameters=sampling)
+        answer.get(timeout=WAIT)
+        running = [json.loads(calls.ask(pool_map=True)["pool_map"][0])["running"] for _ in range(2)]
+        assert running == [1, 0]

@@ -122,9 +122,15 @@ def test_values_are_json_where_they_parse_as_json():
 
 
 class TestProbe:
-    def test_a_token_is_asked_for_before_all_others(self, fake):
-        assert main(["probe", *fake.flags]) == 0
-        assert sampling(fake) == {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "priority": -(2**31)}
+    def test_a_token_is_asked_for_before_all_others_by_a_tenant_of_its_own(self, fake):
+        salts = set()
+        for _ in range(2):
+            assert main(["probe", *fake.flags]) == 0
+            asked = sampling(fake)
+            fake.seen.requests.clear()
+            salts.add(asked.pop("cache_salt"))
+            assert asked == {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "priority": -(2**31)}
+        assert len(salts) == 2
 
     @pytest.mark.parametrize(
         ("error", "code"),

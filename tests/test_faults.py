@@ -132,6 +132,15 @@ def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, m
         assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).refusal()
 
 
+def test_a_step_that_does_not_get_on_fails_what_is_open(faulty):
+    with faulty(stuck_step=4, stall_timeout=1, stop_timeout=1) as calls:
+        callers = ask_all(calls)
+        for caller in callers:
+            _, error = ends(caller)
+            assert "UNAVAILABLE: a step has taken" in error and "more than stall_timeout=1" in error
+        assert not calls.service.ready
+
+
 def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
     """Its requests end at their time, with what they have; the engine is given up on."""
     limits = {"request_timeout": 1, "stop_timeout": 1}

@@ -343,6 +343,15 @@ def test_ctrl_c_does_not_wait_for_an_idle_connection_over_http(launch):
 
 
 @needs_server
+def test_ctrl_c_stops_a_server_whose_messages_nobody_reads(launch):
+    process, *_ = launch_anywhere(launch, verbose=True)
+    assert process.stdout.readline().startswith("Ready.")
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+@needs_server
 def test_a_second_signal_stops_a_loading_server_at_once(launch):
     process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"load_seconds": 3600})
     assert process.stderr.readline().startswith("Loading the model")

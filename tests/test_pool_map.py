@@ -82,7 +82,7 @@ class Sent(SimpleQueue):
 @pytest.fixture
 def responder():
     made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    made.start(SimpleNamespace())
+    made.start(SimpleNamespace(seconds_in_turn=0.0))
     yield made
     made.stop()
 
@@ -126,7 +126,7 @@ def test_whoever_has_a_map_finds_the_metrics_say_the_same():
             super().send(response, flags)
 
     responder = Responder(Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    responder.start(SimpleNamespace())
+    responder.start(SimpleNamespace(seconds_in_turn=0.0))
     for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
         sent = Reader()
         responder.look(sent.channel())
@@ -146,8 +146,8 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder
 
 
 def test_an_engine_that_does_not_answer_keeps_nobody():
-    made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), look_seconds=0), Sent()
-    made.start(SimpleNamespace())
+    made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0), Sent()
+    made.start(SimpleNamespace(seconds_in_turn=0.0))
     made.look(waiting.channel())
     reason = "the engine has not told what its pool holds within 0 s"
     assert waiting.the_only() == ({}, f"Error generating stream: UNAVAILABLE: {reason}", True)

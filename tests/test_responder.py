@@ -89,7 +89,7 @@ def opened(tenants):
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
     made = Responder(metrics, Sessions(60, 1, print), tenants)
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
-    engine["audit"] = lambda keys: None
+    engine |= {"audit": lambda keys: None, "seconds_in_turn": 0.0}
     made.start(SimpleNamespace(**engine))
     yield made, metrics, aborted
     made.stop()

@@ -169,7 +169,10 @@ def test_what_a_log_tells():
         for line in ("request 7: could not answer", *traceback.format_exc().splitlines(), "what comes after"):
             log(f"{line}\n")
     assert (log.drops(), log.raised()) == ([("kill1-7", 12.5)], ["request 7: could not answer: KeyError: 'x'"])
-    assert (log.drops(), log.raised()) == ([], [])
+    log("Traceback (most recent call last):\n")
+    assert (log.drops(), log.raised()) == ([], [])  # it has not ended
+    log("ValueError: x\n")
+    assert log.raised() == ["what comes after: ValueError: x"]
 
 
 def test_a_row_of_the_table_tells_how_far_a_run_came():

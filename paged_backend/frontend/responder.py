@@ -42,6 +42,8 @@ RESPONSE_BYTES = 1024  # that a response takes in the server beside its tensors
 
 
 class Aborts(Protocol):
+    @property
+    def seconds_in_turn(self) -> float: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def end_all(self, key: int) -> None: ...
@@ -94,13 +96,14 @@ class Responder:
         *,
         first_response: float | None = None,
         max_response_mib: int = 64,
-        look_seconds: float = 60.0,
+        stall_seconds: float = 60.0,
     ):
         """first_response: seconds after which a streaming request without a token gets an empty response; None: never.
-        max_response_mib: of one request. look_seconds: that the engine has to tell what its pool holds."""
+        max_response_mib: of one request. stall_seconds: after which a step of the engine's, or what it is to tell of
+        its pool, is not waited for any longer."""
         self._first_response = first_response
         self._max_response_mib = max_response_mib
-        self._look_seconds = look_seconds
+        self._stall_seconds = stall_seconds
         self._unanswered: deque[Stream] = deque()  # that an empty response may be for, as they were opened
         self._next_audit = 0.0
         self._turn_began: float | None = None  # time.monotonic(), while messages are being worked off
@@ -348,9 +351,9 @@ class Responder:
 
     def _dismiss_lookers(self, now: float) -> None:
         """Those who have waited long: an engine that hangs must not keep them, and with them the server, for ever."""
-        reason = f"the engine has not told what its pool holds within {self._look_seconds:g} s"
+        reason = f"the engine has not told what its pool holds within {self._stall_seconds:g} s"
         error = RequestError(ErrorCode.UNAVAILABLE, reason)
-        while self._lookers and now > self._lookers[0].arrived + self._look_seconds:
+        while self._lookers and now > self._lookers[0].arrived + self._stall_seconds:
             _answer(self._lookers.pop(0).channel, lambda channel: channel.fail(error))
 
     def _cancel_all(self, message: Cancel) -> None:
@@ -469,15 +472,25 @@ class Responder:
         now = time.monotonic()
         if now < self._next_poll:
             return
+        assert self._engine is not None
         self._sessions.expire()
         self._dismiss_lookers(now)
+        if (seconds := self._engine.seconds_in_turn) > self._stall_seconds:
+            self._fail_stalled(seconds)
         if self._streams and now >= self._next_audit and not self._died:
             self._next_audit = now + AUDIT_SECONDS
-            assert self._engine is not None
             self._engine.audit(tuple(self._streams))
         for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
             self._guarded(stream, self._expire)
         self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
+
+    def _fail_stalled(self, seconds: float) -> None:
+        """All that is open, as nobody knows whether the step will end. If it does, what it gave is dropped."""
+        reason = f"a step has taken {seconds:.0f} s, more than stall_timeout={self._stall_seconds:g}; send it again"
+        for stream in [stream for stream in self._streams.values() if not stream.ended]:
+            stream.error = RequestError(ErrorCode.UNAVAILABLE, reason)
+            self._abort(stream.request.key)
+            self._guarded(stream, self._deliver)
 
     def _leave(self, left: list[Found[Stream]]) -> None:
         """End those that have not ended by themselves meanwhile. Who entered just then may have been asked twice."""

@@ -93,8 +93,8 @@ def _signals_forwarded(server: TritonServer, console: "Console", stopping: threa
             server.kill()
         else:
             stopping.set()
-            console.say("Stopping: open streams may end, Ctrl-C again stops at once.")
             server.terminate()
+            console.say("Stopping: open streams may end, Ctrl-C again stops at once.")
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
@@ -162,8 +162,9 @@ class Console:
         print(message, flush=True)
 
     def say(self, message: str) -> None:
-        self._clear()
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            self._clear()
+            print(message, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         if self._draws:

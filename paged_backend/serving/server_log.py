@@ -4,6 +4,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 
 class ServerLog:
@@ -27,7 +28,8 @@ class ServerLog:
             if len(self._lines) > self.LIMIT:
                 del self._lines[: self.LIMIT // 2]
             if self._echo:
-                self._echo(line)
+                with suppress(OSError):  # nobody reads it any more, but the server must go on writing
+                    self._echo(line)
 
     def join(self) -> None:
         """Wait for the last lines of a server that has ended."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from client.cli import main
 from paged_backend.serving.tritonserver import TritonServer
 from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, until
 
@@ -96,6 +97,16 @@ def test_a_cancelled_stream_changes_nothing_for_the_others(server):
         for stream in (streams[0], streams[2]):
             assert "".join(part.text for part in stream.all()) == expected
     idle(server)
+
+
+def test_a_probe_is_let_in_where_clients_are_limited(tiny):
+    """It goes as far ahead as they may, and takes none of their places."""
+    options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
+    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
+        send(stream, "x", 200)
+        assert stream.next().text is not None
+        assert post(server, {"text_input": "x"})[0] == 400  # this tenant has no other place
+        assert main(["probe", "--url", server.grpc_url]) == 0
 
 
 def test_a_time_limit_ends_a_request_with_what_it_has(server):

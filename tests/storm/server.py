@@ -40,18 +40,18 @@ class Log:
     def __init__(self) -> None:
         self._drops: list[tuple[str, float]] = []
         self._raised: list[str] = []
-        self._before, self._in_trace = "", False
+        self._before = ""
+        self._tracing: str | None = None  # the line before a trace whose end has not come
 
     def __call__(self, line: str) -> None:
         line = line.rstrip()
         if found := self.DROPPED.search(line):
             self._drops.append((found[1], float(found[2])))
         elif line.endswith(self.TRACE):
-            self._raised.append(self._before)
-            self._in_trace = True
-        elif self._in_trace and line and not line[0].isspace():
-            self._raised[-1] += f": {line}"
-            self._in_trace = False
+            self._tracing = self._before
+        elif self._tracing is not None and line and not line[0].isspace():
+            self._raised.append(f"{self._tracing}: {line}")
+            self._tracing = None
         self._before = line
 
     def drops(self) -> list[tuple[str, float]]:
