@@ -156,9 +156,9 @@ BROKEN = {
     "a type for whole numbers": (tensor(dtype="I32"), WEIGHTS, f"{TENSOR}: is in I32"),
     "TensorFlow's": (head(lambda h: h.update(__metadata__={"format": "tf"})), WEIGHTS, 'format="tf"'),
     # weights: what is in them
-    "a tensor is missing": (weights(lambda w: w.pop(TENSOR)), "", f"lack {TENSOR}"),
-    "a tensor of another shape": (weights(lambda w: w.update({TENSOR: torch.ones(3)})), "", f"lack {TENSOR}"),
-    "a tensor too many": (weights(lambda w: w.update(more=torch.ones(3))), "", "no place for more"),
+    "a tensor is missing": (weights(lambda w: w.pop(TENSOR)), WEIGHTS, f"lacks {TENSOR}"),
+    "a tensor of another shape": (weights(lambda w: w.update({TENSOR: torch.ones(3)})), WEIGHTS, f"lacks {TENSOR}"),
+    "a tensor too many": (weights(lambda w: w.update(more=torch.ones(3))), WEIGHTS, "holds more, for which"),
     "truth values": (weights(lambda w: w.update({TENSOR: w[TENSOR] > 0})), WEIGHTS, f"{TENSOR}: is in BOOL"),
     "NaN": (weights(lambda w: w[TENSOR].fill_(float("nan"))), "", f"{TENSOR} holds NaN"),
     "infinity": (weights(lambda w: w[TENSOR].fill_(float("inf"))), "", f"{TENSOR} holds NaN or infinity"),
@@ -214,7 +214,7 @@ BROKEN = {
             own_code,
             set_json("tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.T", "own.T"]}),
         ),
-        TOKENIZER_JSON,
+        "tokenizer_config.json",
         "trust_remote_code",
     ),
     # config.json
@@ -225,7 +225,7 @@ BROKEN = {
     "config.json is deep": (write(CONFIG_JSON, b"[" * 100_000), CONFIG_JSON, "recursion"),
     "no model type": (set_json(CONFIG_JSON, model_type=...), CONFIG_JSON, "model_type"),
     "an unknown model type": (set_json(CONFIG_JSON, model_type="nonsense"), CONFIG_JSON, "nonsense"),
-    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), "", "lack bert"),
+    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), WEIGHTS, "lacks bert"),
     "a number as text": (set_json(CONFIG_JSON, num_hidden_layers="3"), CONFIG_JSON, "num_hidden_layers"),
     "an unknown activation": (set_json(CONFIG_JSON, hidden_act="nonsense"), CONFIG_JSON, "nonsense"),
     "an unknown type": (set_json(CONFIG_JSON, dtype="nonsense"), CONFIG_JSON, "nonsense"),
@@ -234,8 +234,8 @@ BROKEN = {
         CONFIG_JSON,
         'quant_method="nonsense": unknown',
     ),
-    "fewer layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=1), "", r"no place for model\.layers\.1"),
-    "more layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=4), "", r"lack model\.layers\.3"),
+    "fewer layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=1), WEIGHTS, r"holds model\.layers\.1"),
+    "more layers than there are": (set_json(CONFIG_JSON, num_hidden_layers=4), WEIGHTS, r"lacks model\.layers\.3"),
     "angles without a base": (
         set_json(CONFIG_JSON, rope_parameters={"rope_type": "default", "rope_theta": 0}),
         CONFIG_JSON,
@@ -256,6 +256,11 @@ BROKEN = {
     "the tokenizer is empty": (write(TOKENIZER_JSON, b"{}"), TOKENIZER_JSON, "cannot be loaded"),
     "the tokenizer is deep": (write(TOKENIZER_JSON, b"[" * 100_000), TOKENIZER_JSON, "recursion"),
     "the tokenizer's settings are cut": (cut("tokenizer_config.json", 9), "tokenizer_config.json", "not valid JSON"),
+    "its class is no name": (
+        set_json("tokenizer_config.json", tokenizer_class=True),
+        "tokenizer_config.json",
+        "cannot",
+    ),
     "its special tokens are cut": (write("special_tokens_map.json", b'{"eos'), "special_tokens_map.json", "not valid"),
     "its added tokens are a list": (write("added_tokens.json", b"[]"), "added_tokens.json", "one JSON object"),
     # the chat template
@@ -289,7 +294,7 @@ ABSURD = [
     *({"hidden_size": value} for value in (0, -64, 2**40)),
     *({"intermediate_size": value} for value in (0, 10**12)),
     *({"vocab_size": value} for value in (0, -1, 10**8, 10**12)),
-    *({"max_position_embeddings": value} for value in (0, -5, 10**12)),
+    *({"max_position_embeddings": value} for value in (0, 1, -5, 10**12)),
 ]
 
 

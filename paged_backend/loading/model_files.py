@@ -222,7 +222,7 @@ def check_sizes(place: Path, config: PretrainedConfig, held: Held | None, *, dty
     most = 2**31 - 1 if held is None else 8 * held.num_bytes if packed else held.num_elements
     layers = MAX_LAYERS if held is None else held.num_tensors
     _check_number(name, text, "num_hidden_layers", layers)
-    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS)
+    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, least=2)  # a prompt's, and an output's
     for field in _SIZES:
         _check_number(name, text, field, most)
     _check_rope(name, text)
@@ -235,11 +235,11 @@ def check_sizes(place: Path, config: PretrainedConfig, held: Held | None, *, dty
         raise ConfigError(f"{name}: describes {described} weights; the files hold {held.num_elements}")
 
 
-def _check_number(file: Path, config: PretrainedConfig, field: str, most: int) -> None:
+def _check_number(file: Path, config: PretrainedConfig, field: str, most: int, *, least: int = 1) -> None:
     values = getattr(config, field, None)
     for value in values if isinstance(values, list) else [values]:  # some models have one for each layer
-        if isinstance(value, int) and not 1 <= value <= most:
-            raise ConfigError(f"{file}: {field}={value}: must be 1..{most}")
+        if isinstance(value, int) and not least <= value <= most:
+            raise ConfigError(f"{file}: {field}={value}: must be {least}..{most}")
 
 
 def _check_rope(file: Path, config: PretrainedConfig) -> None:
@@ -263,11 +263,12 @@ def _num_weights(file: Path, config: PretrainedConfig, trust: bool) -> int:
 def check_found(place: Path, found: dict[str, Iterable[Any]], *, quantized: bool) -> None:
     """Raises ConfigError for tensors that the model lacks or that the files have too many of: transformers would fill
     the first at random, and leave out the others. quantized: some formats have tensors beside the weights."""
+    named = next((place / name for name in (WEIGHTS, INDEX) if (place / name).exists()), place)
     missing = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if missing:
-        raise ConfigError(f"{place}: its files lack {_shown(missing)}, in the shape of {CONFIG}")
+        raise ConfigError(f"{named}: lacks {_shown(missing)}, in the shape of {CONFIG}")
     if not quantized and (extra := sorted(found["unexpected_keys"])):
-        raise ConfigError(f"{place}: {CONFIG} has no place for {_shown(extra)}, which its files hold")
+        raise ConfigError(f"{named}: holds {_shown(extra)}, for which {CONFIG} has no place")
 
 
 def _shown(names: list[str]) -> str:

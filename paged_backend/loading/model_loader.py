@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -251,14 +252,26 @@ def _load_tokenizer(config: EngineConfig, root: Path, place: Path) -> PreTrained
     except BaseException as error:  # of many kinds; what the library panics of is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        own = place / "tokenizer.json"
-        what = f"{own} cannot be loaded" if own.exists() else f"none that can be loaded in {place}"
-        raise ConfigError(f"tokenizer: {what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"tokenizer: {_culprit(place)}: {type(error).__name__}: {error}") from error
     try:
         check_template(tokenizer, config.chat_template_timeout)
     except ValueError as error:
         raise ConfigError(f"tokenizer: the chat template in {place} {error}") from error
     return tokenizer
+
+
+def _culprit(place: Path) -> str:
+    """Which file of a tokenizer that cannot be loaded is to blame."""
+    own, beside = place / "tokenizer.json", place / "tokenizer_config.json"
+    if not own.exists():
+        return f"none that can be loaded in {place}"
+    try:
+        Tokenizer.from_file(str(own))
+    except BaseException as error:  # likewise
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return f"{own} cannot be loaded"
+    return f"{beside if beside.exists() else own} cannot be loaded"
 
 
 def _load_weights(
