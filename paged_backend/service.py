@@ -262,8 +262,16 @@ class Service:
             self._responder.cancel(channel, request_id)
 
     def _deliver(self, request: GenerateRequest) -> None:
-        """To the engine, after what guides its outputs has been compiled, where something does. Whoever waits for that
-        can be cancelled already."""
+        """To the engine. Its stream is open: what goes wrong ends that."""
+        try:
+            self._deliver_guided(request)
+        except Exception as error:
+            log.exception("request %d: could not be queued", request.key)
+            self._engine.refuse(request.key, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _deliver_guided(self, request: GenerateRequest) -> None:
+        """After what guides its outputs has been compiled, where something does. Whoever waits for that can be
+        cancelled already."""
         structure = request.sampling.structure
         if structure is None:
             self._engine.deliver(request)

@@ -582,6 +582,20 @@ def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gat
     assert service.ready
 
 
+@pytest.mark.parametrize("sampling", [{}, {"regex": "a+", "ignore_eos": False}], ids=str)
+def test_one_that_cannot_be_queued_is_told_and_leaves_nothing(serve, gate, monkeypatch, sampling):
+    service = serve(max_tenant_requests=1)
+    gate.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(service._grammars if sampling else service._engine, "compile" if sampling else "deliver", broken)
+        assert "INTERNAL: RuntimeError: broken" in ask(service, **sampling).answer()
+    assert finish(ask(service)) == ("length", 9)
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("broken")
+
+
 def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch):
     service = serve()
     gate.open()

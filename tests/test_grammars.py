@@ -277,6 +277,34 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
     one.stop()
 
 
+def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkeypatch):
+    one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], grammars_module.Matcher
+    compiling, may_end, compile = threading.Event(), threading.Event(), one._compiled
+
+    def slowly(key):
+        compiling.set()
+        assert may_end.wait(WAIT)
+        return compile(key)
+
+    fails = iter([RuntimeError("no memory"), None, None])
+
+    def sometimes(*args):
+        if error := next(fails):
+            raise error
+        return made_of(*args)
+
+    monkeypatch.setattr(one, "_compiled", slowly)
+    monkeypatch.setattr(grammars_module, "Matcher", sometimes)
+    for queue in answers:
+        one.compile(read_structure("regex", "a"), 1, queue.put)
+    assert compiling.wait(WAIT)
+    may_end.set()
+    first, *others = [queue.get(timeout=WAIT) for queue in answers]
+    assert str(first) == "INTERNAL: RuntimeError: no memory"
+    assert all(fits(guides, "a") for guides in others)
+    one.stop()
+
+
 def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
     one, tried = made(seconds=0.3), []
     monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key) or compile(key))

@@ -106,6 +106,23 @@ def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips)
     made.stop()
 
 
+def test_a_round_that_goes_wrong_is_not_the_last(round_trips, caplog):
+    told, clients = SimpleQueue(), [Client(key) for key in range(2)]
+
+    def tell(found):
+        told.put(found.gone)
+        if found.gone == [clients[0].stream]:
+            raise RuntimeError("it went wrong")
+
+    made = watching(round_trips, clients, tell)
+    made.start()
+    for client in clients:
+        client.cancelled = True
+        assert told.get(timeout=WAIT) == [client.stream]
+    made.stop()
+    assert "it went wrong" in caplog.text
+
+
 def test_one_that_has_entered_is_asked_no_oftener_than_one_that_waits(round_trips, monkeypatch):
     monkeypatch.setattr(watch_module, "SECONDS", 0)
     asked, enough = Counter(), Event()

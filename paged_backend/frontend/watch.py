@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from paged_backend.frontend.channel import Channel
 from paged_backend.frontend.round_trips import RoundTrips
+
+log = logging.getLogger("paged_llm")
 
 SECONDS = 0.05  # between two rounds
 BATCH = 48  # asked in a round, of those that hold blocks and of those that wait for some
@@ -77,10 +80,13 @@ class Watch(Generic[One]):
             self._some.clear()
             if not (self._waiting or self._running or self._stopping.is_set()):
                 self._some.wait()
-            began = time.monotonic()
-            found = self._ask()
-            if found:
-                self._tell(found)
+            began, found = time.monotonic(), Found[One]()
+            try:
+                found = self._ask()
+                if found:
+                    self._tell(found)
+            except Exception:  # nobody else would notice who has gone
+                log.exception("a round of asking after clients went wrong")
             if not found.gone and (self._waiting or self._running):
                 took = time.monotonic() - began
                 self._stopping.wait(max(SECONDS - took, took))

@@ -165,7 +165,11 @@ class Grammars:
             self._remember(key, found)
             waiting = self._queued.pop(key)
         for one in waiting:
-            self._answer(one, found)
+            try:
+                self._answer(one, found)
+            except Exception as error:  # which is not the others'
+                log.exception("a grammar could not be handed out")
+                one.done(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _found(self, key: Key) -> Any:
         """A matcher or a GrammarError."""
