@@ -129,6 +129,13 @@ def _add_openai(parser: argparse.ArgumentParser) -> None:
     add("--max-prompts", type=_count, default=128, metavar="N", help="of one request for completions (default 128)")
     add("--max-inputs", type=_count, default=2048, metavar="N", help="of one for embeddings (default 2048)")
     add(
+        "--body-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="in which a request's body has to be there, whole (default 30)",
+    )
+    add(
         "--tool-parser",
         choices=TOOL_PARSERS,
         default="auto",
@@ -390,6 +397,7 @@ def openai(args: argparse.Namespace) -> int:
         max_request_bytes=args.max_request_bytes,
         max_prompts=args.max_prompts,
         max_inputs=args.max_inputs,
+        body_timeout=args.body_timeout,
         api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
         access_log=args.access_log,

@@ -82,6 +82,7 @@ ELSEWHERE = {
     "(--max-request-bytes)": "test_openai.test_a_body_over_the_limit_is_refused",
     "(--max-prompts)": "test_openai.test_more_prompts_than_may_be_are_refused",
     "(--max-inputs)": "test_openai_embeddings.test_what_is_refused",
+    "(--body-timeout)": "test_openai_operators.test_a_body_that_does_not_come_in_time_gives_its_place_back",
     "(--chat-template-timeout)": "test_openai.test_a_template_that_does_not_end_is_ended",
 }
 # Options of such names that refuse no request: they size what runs at once, or judge files of the operator's.

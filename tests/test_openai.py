@@ -5,18 +5,24 @@ import json
 import math
 import signal
 import socket
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 
 import openai
 import pytest
+from pydantic import ValidationError
+from pydantic_core import from_json
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from client import cli
 from client.openai import command, keys
-from client.openai.schema import SamplingFields
+from client.openai.chat_schema import ChatRequest
+from client.openai.embeddings import EmbeddingRequest
+from client.openai.errors import ApiError
+from client.openai.schema import CompletionRequest, SamplingFields, parse
 from paged_backend.sampling_params import SamplingParams
 from tests.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
 from tests.server.conftest import until
@@ -309,6 +315,85 @@ class TestRequests:
         status, answer = front.ask("/v1/completions", body) if declared else chunked(front, body)
         assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
         assert answer["error"]["message"].endswith("4096 bytes, which is the limit (--max-request-bytes)")
+
+
+REQUESTS = {
+    "/v1/completions": (CompletionRequest, PROMPT),
+    "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/embeddings": (EmbeddingRequest, {"model": "paged_llm", "input": "x"}),
+}
+CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+# Each field at the top, and what is in the fields of models; of the latter the place is a key or an index.
+PLACES = [(path, (name,)) for path, (kind, _) in REQUESTS.items() for name in [*kind.model_fields, *kind.not_served]]
+PLACES += [("/v1/completions", ())]
+PLACES += [
+    ("/v1/chat/completions", place)
+    for place in [
+        ("messages", 0), ("messages", 0, "content"), ("messages", 0, "content", 0), ("messages", 0, "name"),
+        ("messages", 0, "tool_calls"), ("messages", 0, "tool_calls", 0), ("messages", 0, "tool_calls", 0, "function"),
+        ("tools", 0), ("tools", 0, "function"), ("tool_choice", "function"), ("stream_options", "include_usage"),
+        ("response_format", "json_schema"),
+    ]
+]  # fmt: skip
+FULL = CHAT | {
+    "messages": [{"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [CALL]}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream_options": {},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x"}},
+}
+
+
+class TestCostOfRefusals:
+    """A body of megabytes may have millions of wrong elements, of which one is told."""
+
+    @pytest.mark.parametrize(("path", "place"), PLACES, ids=str)
+    def test_there_are_no_more_errors_than_in_a_short_body(self, path, place):
+        for wrong in (0, None, "x", [], [0], ["x"], {}, {"x": 0}):
+            for sent in ([wrong] * 1000, ["x"] * 999 + [wrong], [0] * 999 + [wrong], entries(wrong)):
+                kind, body = REQUESTS[path]
+                refusal = refused_body(kind, put(FULL if len(place) > 1 else body, place, sent))
+                assert refusal is None or len(refusal.message) < 500
+                found = refusal and refusal.__context__
+                assert not isinstance(found, ValidationError) or found.error_count() < 100
+
+    @pytest.mark.parametrize("value", [["x"] * 10**5, [[]] * 10**5, {str(i): i for i in range(10**5)}], ids=type)
+    def test_no_more_of_a_value_is_written_than_is_shown(self, value):
+        body = json.dumps(PROMPT | {"max_tokens": value}).encode()
+        tracemalloc.start()
+        try:
+            from_json(body)
+            needed = tracemalloc.get_traced_memory()[1]
+            tracemalloc.reset_peak()
+            with pytest.raises(ApiError) as caught:
+                parse(CompletionRequest, body)
+            assert tracemalloc.get_traced_memory()[1] < needed + len(body) / 2
+        finally:
+            tracemalloc.stop()
+        assert caught.value.message == f"max_tokens={json.dumps(value)[:77]}...: Input should be a valid integer"
+
+
+def refused_body(kind, body):
+    """None where it is right."""
+    try:
+        parse(kind, json.dumps(body).encode())
+    except ApiError as error:
+        return error
+
+
+def entries(value):
+    return {str(index): value for index in range(1000)}
+
+
+def put(body, place, value):
+    """A copy that has the value there; without a place its fields beside the body's."""
+    if not place:
+        return {**value, **body} if isinstance(value, dict) else value
+    key, *rest = place
+    changed = body[key] if rest else None
+    copied = list(body) if isinstance(body, list) else dict(body)
+    copied[key] = put(changed, rest, value) if rest else value
+    return copied
 
 
 def chunked(front, body):

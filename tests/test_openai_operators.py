@@ -1,6 +1,8 @@
 """What operators of gateways rely on: several servers, figures, the access log."""
 
+import http.client
 import json
+import select
 import socket
 from contextlib import ExitStack
 
@@ -145,6 +147,34 @@ def test_more_requests_than_may_be_open_are_refused_unread(fakes):
         gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
         until(lambda: front.metrics().get(gone) == 2, "the end of both")
         assert front.ask("/v1/completions", PROMPT)[0] == 200
+
+
+def test_a_body_that_does_not_come_in_time_gives_its_place_back(fakes):
+    """Neither where nothing more of it comes nor where it comes byte by byte."""
+    with gateway(fakes[0].url, "--max-open-requests", "2", "--body-timeout", "2") as front, ExitStack() as stack:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        silent, slow = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), WAIT)) for _ in range(2)
+        )
+        for connection in (silent, slow):
+            connection.sendall(head)
+        while not select.select([slow], [], [], 0.05)[0]:
+            slow.sendall(b" ")
+        for connection in (silent, slow):
+            reply = stack.enter_context(http.client.HTTPResponse(connection))
+            reply.begin()
+            error = error_of(reply.status, json.load(reply))
+            assert (reply.status, error["code"], reply.headers["Connection"]) == (408, "request_timeout", "close")
+            assert error["message"] == "the body has not come within 2 s, which is the limit (--body-timeout)"
+            assert is_closed(connection)
+        assert front.ask("/v1/completions", PROMPT)[0] == 200
+
+
+def is_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # by a byte that was still on its way
+        return True
 
 
 def test_a_gateway_lives_without_a_server():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -32,6 +33,7 @@ from client.types import PagedError
 
 HEALTH_TIMEOUT = 10.0  # seconds; the engine answers between two steps
 READ = ["GET", "HEAD"]  # load balancers ask for the second
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of errors, by status
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -43,6 +45,7 @@ class Caps:
     max_request_bytes: int  # of a body
     max_prompts: int  # of a request for completions
     max_inputs: int  # of one for embeddings
+    body_timeout: float  # seconds in which a body has to be there, whole
 
     def check(self, option: str, field: str, count: int, what: str) -> None:
         """Raises ApiError where that is more than the option allows."""
@@ -179,13 +182,20 @@ class Gateway:
         if encoding.lower() != "identity":
             raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not served; send the JSON as it is")
         self._check_size(int(request.headers.get("Content-Length", 0)))
-        body = bytearray()
+        seconds = self._settings.caps.body_timeout
         try:
-            async for part in request.stream():
-                body += part
-                self._check_size(len(body))
+            return await asyncio.wait_for(self._whole(request), seconds)
+        except asyncio.TimeoutError:
+            message = f"the body has not come within {seconds:g} s, which is the limit ({flag('body_timeout')})"
+            raise ApiError(408, message, code="request_timeout") from None
         except ClientDisconnect:
             raise ClientGone from None
+
+    async def _whole(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            self._check_size(len(body))
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
@@ -249,8 +259,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-        return JSONResponse(error.body, error.status, headers)
+        return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

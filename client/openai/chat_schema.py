@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from client.openai.errors import ApiError
-from client.openai.schema import GenerateBody, StrictModel
+from client.openai.schema import GenerateBody, ListOf, StrictModel
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -30,9 +30,9 @@ class ToolCall(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None  # for the template
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     # What answers carry, which come back as the next turn's history.
     refusal: None = None
@@ -74,11 +74,11 @@ class NamedTool(StrictModel):
 class ChatRequest(GenerateBody):
     not_served: ClassVar = {"functions": (None, []), "function_call": (None, "none"), "reasoning_effort": (None,)}
 
-    messages: list[ChatMessage]
+    messages: ListOf[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

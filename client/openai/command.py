@@ -38,6 +38,7 @@ def run(
     max_request_bytes: int,
     max_prompts: int,
     max_inputs: int,
+    body_timeout: float,
     tool_parser: str,
     access_log: bool,
 ) -> int:
@@ -53,7 +54,7 @@ def run(
     except ValueError as error:
         raise UsageError(str(error)) from None
     form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
-    caps = Caps(max_open_requests, max_request_bytes, max_prompts, max_inputs)
+    caps = Caps(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout)
     try:
         settings = Settings(urls or (None,), model, template, known, caps, form, _log_line if access_log else None)
         app = create_app(settings)

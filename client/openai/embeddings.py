@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from client.openai.concurrency import together
 from client.openai.errors import ApiError, from_engine
-from client.openai.schema import Body, InertFields, StrictModel, one_or_many
+from client.openai.schema import Body, InertFields, ListOf, StrictModel, one_or_many
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
@@ -30,7 +30,7 @@ class SamplingFields(StrictModel):
 
 
 class EmbeddingRequest(SamplingFields, InertFields, Body):
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 

@@ -6,20 +6,51 @@ What a value may be is the engine's to judge.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from client.openai.errors import ApiError
 
 # Of the path to a field; in others pydantic's own words would follow.
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
+_SHOWN = 80  # characters of a value or a path
+_PART = 64  # entries of an object that are checked at a time
+
+T = TypeVar("T")
+
+
+def _by_parts(values: Any, check: Callable[[Any], Any]) -> Any:
+    """An object's entries, up to the part with a wrong one: `fail_fast` is for lists alone where pydantic is old."""
+    if not isinstance(values, dict):
+        return check(values)
+    checked: dict[str, Any] = {}
+    entries = iter(values.items())
+    while part := dict(islice(entries, _PART)):
+        checked |= check(part)
+    return checked
+
+
+# pydantic has an error for each wrong element, hundreds of bytes each, and only the first is told.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+ObjectOf = Annotated[dict[str, T], WrapValidator(_by_parts)]
 
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, values: Any) -> Any:
+        """Where there are more fields than the model has: those of the model, and the first other one."""
+        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in values if name not in known)
+        return {name: values[name] for name in known & values.keys()} | {unknown: values[unknown]}
 
 
 class Body(StrictModel):
@@ -44,13 +75,13 @@ class SamplingFields(StrictModel):
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_words_token_ids: list[list[int]] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
+    stop_words_token_ids: ListOf[ListOf[int]] | None = None
+    bad_words_token_ids: ListOf[ListOf[int]] | None = None
+    logit_bias: ObjectOf[float] | None = None
+    bad_words: ListOf[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -68,11 +99,11 @@ class SamplingFields(StrictModel):
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    word_bias: dict[str, float] | None = None
+    word_bias: ObjectOf[float] | None = None
     json_schema: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None
     structured_outputs: dict[str, Any] | str | None = None
     guided_decoding: dict[str, Any] | str | None = None
@@ -111,7 +142,7 @@ class GuidedFields(StrictModel):
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
 
 
@@ -121,7 +152,7 @@ class InertFields(StrictModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: ObjectOf[str] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -143,7 +174,7 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
 class CompletionRequest(GenerateBody):
     not_served: ClassVar = {"suffix": (None,)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -204,10 +235,13 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 def _path(error: ErrorDetails) -> str:
     location = error["loc"]
-    path = ".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)]))
-    return path if len(path) <= 80 else path[:77] + "..."
+    return _cut(".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)])))
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    pieces = json.JSONEncoder().iterencode(value)  # one by one, of at least a character each
+    return _cut("".join(islice(pieces, _SHOWN + 1)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
