@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -405,3 +406,207 @@ def test_a_row_that_is_to_stop_before_the_engine_has_it_is_stopped_after(relay, 
     asked(relay, name="mine")
     channel = engine.next()
     until(lambda: channel.stopped)
+
+
+# --- a relay whose engine is replaced --------------------------------------------------------------------------------
+
+BEING_UNLOADED = ("UNAVAILABLE: the engine's model is being unloaded", True)
+HAS_ENDED = ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+TWO_ROWS = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
+
+
+@pytest.fixture
+def old(relay):
+    """An engine that the relay has a link to, which comes first where another has no more to do."""
+    made = Engine()
+    answered(relay, asked(relay), made)
+    yield made
+    with suppress(OSError):  # it has been closed
+        made.listener.close()
+
+
+@pytest.fixture
+def make():
+    """An engine that comes after it."""
+    engines = []
+
+    def another():
+        engines.append(Engine())
+        return engines[-1]
+
+    yield another
+    for one in engines:
+        with suppress(OSError):
+            one.listener.close()
+
+
+def answered(relay, request, engine, num_rows=1):
+    """By this engine, with nothing left behind."""
+    for left in reversed(range(num_rows)):
+        engine.next().send(answer("a", "stop"), final=True)
+        assert request.next() == ([b"a"], left == 0)
+    nothing_is_left(relay, request)
+
+
+def nothing_is_left(relay, request):
+    until(lambda: not relay._rows)
+    assert all(link.num_open == 0 for link in relay._links._links.values())
+    assert request.got.empty()
+
+
+def got_nothing(relay, engine):
+    """The first that it is asked comes now."""
+    request = asked(relay, text_input=[["first"]])
+    channel = engine.next()
+    assert channel.received()[0]["text_input"].tolist() == [b"first"]
+    channel.send(answer("a", "stop"), final=True)
+    assert request.next() == ([b"a"], True)
+
+
+def refuse(engine):
+    """What comes, as between the beginning of its end and the time when others hear of it."""
+    engine.listener._leaving = True
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """What is to be asked again waits: `come` tells that it does, and `go` ends that."""
+    gate = SimpleNamespace(come=threading.Event(), go=threading.Event())
+    ask_again = Relay._ask_again
+
+    def wait(self, row, error):
+        gate.come.set()
+        assert gate.go.wait(WAIT)
+        ask_again(self, row, error)
+
+    monkeypatch.setattr(Relay, "_ask_again", wait)
+    yield gate
+    gate.go.set()
+
+
+@pytest.mark.parametrize("relay", [{"max_open_rows": 2}], indirect=True)
+def test_what_an_engine_that_leaves_refuses_goes_to_the_next(relay, old, make):
+    refuse(old)
+    new = make()
+    answered(relay, asked(relay), new)
+    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
+
+
+def test_it_goes_on_until_an_engine_takes_it(relay, old, make):
+    request, leaving = asked(relay), old
+    for _ in range(3):
+        channel, following = leaving.next(), make()
+        channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+        leaving = following
+    answered(relay, request, leaving)
+
+
+def test_what_an_engine_refuses_for_a_reason_of_its_own_stays_refused(relay, old, make):
+    request = asked(relay)
+    new = make()
+    old.next().fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
+    assert request.next() == ("UNAVAILABLE: later", True)
+    refuse(old)
+    got_nothing(relay, new)
+
+
+def test_an_engine_that_ends_before_it_answers_leaves_its_requests_to_the_next(relay, old, make):
+    requests = [asked(relay), asked(relay, **TWO_ROWS)]
+    for _ in range(3):
+        old.next()
+    new = make()
+    old.stop(seconds=0)
+    channels = [new.next() for _ in range(3)]
+    assert [one.received()[0]["text_input"].tolist() for one in channels] == [[b"x"], [b"x"], [b"y"]]
+    for channel in channels:
+        channel.send(answer("a", "stop"), final=True)
+    assert requests[0].next() == ([b"a"], True)
+    assert [requests[1].next() for _ in range(2)] == [([b"a"], False), ([b"a"], True)]
+    for request in requests:
+        nothing_is_left(relay, request)
+
+
+def test_an_engine_that_ends_once_it_has_answered_ends_the_request(relay, old, make):
+    """With those rows of it that have no answer yet."""
+    request = asked(relay, **TWO_ROWS)
+    old.next().send(answer("a"), final=False)
+    old.next()
+    assert request.next() == ([b"a"], False)
+    new = make()
+    old.stop(seconds=0)
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_where_no_other_engine_is_the_first_error_stays(relay, old):
+    request = asked(relay)
+    old.next()
+    refuse(old)
+    refused = asked(relay)
+    assert refused.next() == BEING_UNLOADED
+    old.stop(seconds=0)
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+
+
+def test_a_request_that_ends_engines_without_a_word_ends_two_at_most(relay, old, make):
+    request = asked(relay)
+    old.next()
+    second = make()
+    old.listener.close()
+    second.next()
+    third = make()
+    second.listener.close()
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+    got_nothing(relay, third)
+
+
+def test_what_was_called_off_meanwhile_is_not_asked_again(relay, old, make, held):
+    refuse(old)
+    new = make()
+    request = asked(relay)
+    assert held.come.wait(WAIT)
+    request.cancelled = True
+    assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
+    held.go.set()
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_what_was_stopped_meanwhile_is_not_asked_again(relay, old, make, held):
+    refuse(old)
+    new = make()
+    request = asked(relay, name="mine")
+    assert held.come.wait(WAIT)
+    assert asked(relay, name="mine", stop=[[True]]).next()[1]
+    held.go.set()
+    assert request.next() == BEING_UNLOADED
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_one_that_fails_takes_its_rows_on_another_engine_along(relay, old, make):
+    request = asked(relay, **TWO_ROWS)
+    channels = [old.next(), old.next()]
+    new = make()
+    channels[0].fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    moved = new.next()
+    channels[1].fail(RequestError(ErrorCode.INTERNAL, "lost"))
+    assert request.next() == ("INTERNAL: lost", True)
+    until(moved.is_cancelled)
+
+
+def test_an_engine_that_ends_while_it_is_asked_leaves_each_row_to_the_next_once(relay, old, make, monkeypatch):
+    new, send = make(), Relay._send
+
+    def end_between(self, row, frame):
+        if row is row.job.rows[-1] and row.link.name == old.listener._name:
+            old.stop(seconds=0)
+            until(lambda: row.again)
+        send(self, row, frame)
+
+    monkeypatch.setattr(Relay, "_send", end_between)
+    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
+    got_nothing(relay, new)

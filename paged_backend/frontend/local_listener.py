@@ -37,9 +37,11 @@ class LocalChannel:
         assert not self.closed, "a response after the final one"
         self._send({"outputs": write_tensors(outputs), "final": final}, final)
 
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: RequestError, *, not_begun: bool = False) -> None:
+        """not_begun: whether another instance may take the request."""
         if not self.closed:
-            self._send({"error": {"code": error.code.value, "text": str(error)}}, True)
+            flags = {"not_begun": True} if not_begun else {}
+            self._send({"error": {"code": error.code.value, "text": str(error)} | flags}, True)
 
     def is_cancelled(self) -> bool:
         return self.cancelled
@@ -85,7 +87,7 @@ class Listener:
 
     def take(self, channel: LocalChannel) -> None:
         if self._leaving:
-            channel.fail(RequestError(ErrorCode.UNAVAILABLE, "the engine's model is being unloaded"))
+            channel.fail(RequestError(ErrorCode.UNAVAILABLE, "the engine's model is being unloaded"), not_begun=True)
         else:
             self._take(channel)
 

@@ -4,7 +4,8 @@ directory that is this user's alone, and JSON frames on it.
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which ends it with what there is
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
-                        {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final
+                        {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with
+                        "not_begun": true in it, the engine leaves, and another instance may take the request
                         {"leaving": true}: what is open goes on, and nothing new is let in
                         {"refused": "…"}: why the connection ends before anything was asked
 

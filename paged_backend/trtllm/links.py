@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,18 +20,25 @@ log = logging.getLogger("paged_llm")
 Outputs = dict[str, np.ndarray]
 
 
+class NotBegun(RequestError):
+    """From an engine that leaves: another instance may take the request."""
+
+
 class Link:
     """To one instance. Its thread hands on what comes: `hear` gets a request's id, its outputs or its error, and
     whether that is its last; `lose` gets the link when it has ended."""
 
     def __init__(
         self,
+        name: str,
         connection: Connection,
         hear: Callable[[int, Outputs | RequestError, bool], None],
         lose: Callable[[Link], None],
     ):
+        self.name = name  # of the socket, which no other instance has
         self.num_open = 0  # requests; whoever makes them counts
         self.takes = True  # whether it lets new ones in
+        self.leaving = False  # whether the engine has said that it will end
         self.end = "the engine's model was unloaded, or has ended"  # why there are no more answers, once there are none
         self._connection = connection
         self._hear = hear
@@ -80,18 +87,23 @@ class Link:
 
     def _read(self, frame: Mapping[str, Any]) -> None:
         if "leaving" in frame:
-            self.takes = False
+            self._leave()
         elif "refused" in frame:
             self.end = f"the engine's model lets no connection in: {frame['refused']}"
         elif "error" in frame:
             code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
-            self._hear(frame["id"], RequestError(code, text, verbatim=True), True)
+            if not_begun := frame["error"].get("not_begun") is True:
+                self._leave()
+            self._hear(frame["id"], (NotBegun if not_begun else RequestError)(code, text, verbatim=True), True)
         else:
             self._hear(frame["id"], read_tensors(frame["outputs"], wire.OUTPUTS), frame["final"])
 
+    def _leave(self) -> None:
+        self.takes, self.leaving = False, True
+
 
 class Links:
-    """To the model `engine`. Made when first needed, and anew when it was loaded again."""
+    """To the model `engine`. Made when first needed, and anew when it was loaded again. Many threads may pick."""
 
     def __init__(
         self,
@@ -104,23 +116,27 @@ class Links:
         self._max_frame_bytes = max_frame_bytes
         self._hear = hear
         self._lose = lose
-        self._links: dict[str, Link] = {}  # by the names of their sockets; owned by the thread that picks
+        self._links: dict[str, Link] = {}  # by the names of their sockets; guarded by the lock
+        self._lock = threading.Lock()
 
-    def pick(self) -> Link:
-        """The one with the fewest open requests. Raises RequestError where the model is not loaded."""
+    def pick(self, tried: Collection[str] = ()) -> Link:
+        """The one with the fewest open requests, of those whose names are not in `tried`. Raises RequestError where
+        there is none: the model is not loaded."""
         try:
             names = local_socket.find(self._engine)
         except OSError as error:
             raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model cannot be reached: {error}") from None
-        self._links = {name: link for name, link in self._links.items() if link.takes}
-        for name in names:
-            if name not in self._links:
-                with suppress(OSError):  # of an instance that has just gone
-                    connection = Connection(local_socket.connect(name), self._max_frame_bytes)
-                    self._links[name] = Link(connection, self._hear, self._lose)
-        if not self._links:
+        with self._lock:
+            self._links = {name: link for name, link in self._links.items() if link.takes}
+            for name in names:
+                if name not in self._links and name not in tried:
+                    with suppress(OSError):  # of an instance that has just gone
+                        connection = Connection(local_socket.connect(name), self._max_frame_bytes)
+                        self._links[name] = Link(name, connection, self._hear, self._lose)
+            links = [link for name, link in self._links.items() if name not in tried]
+        if not links:
             raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model, {self._engine}, is not loaded")
-        return min(self._links.values(), key=lambda link: link.num_open)
+        return min(links, key=lambda link: link.num_open)
 
     def stop(self) -> None:
         for link in self._links.values():

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.frontend.channel import Channel, ServerChannel
+from paged_backend.frontend.channel import Channel, Received, ServerChannel
 from paged_backend.frontend.round_trips import RoundTrips
 from paged_backend.frontend.watch import Found, Watch
 from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
-from paged_backend.trtllm.links import Link, Links, Outputs, wish_frame
+from paged_backend.trtllm.links import Link, Links, NotBegun, Outputs, wish_frame
 from paged_backend.trtllm.rows import in_its_words
 
 log = logging.getLogger("paged_llm")
@@ -58,10 +58,23 @@ class Row:
     job: Job
     ask: Ask
     id: int  # of the engine's request, on its link
+    received: Received  # by the engine
     link: Link
+    tried: set[str] = field(default_factory=set)  # the names of the links that it had before
+    again: RequestError | None = None  # why its link brings no answer: another is to; guarded by the relay's lock
     asked: bool = False  # whether the engine has got it
+    answered: bool = False  # whether the engine has begun to answer it
     told: bool = False  # whether the engine was told to end it
     ended: bool = False  # whether its last response has been sent
+
+    def pack(self, link: Link) -> bytes:
+        return link.pack(self.id, self.received)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another instance may take it, now that this link has ended. What ended without a word may have been
+        ended by the row: only one more instance gets that."""
+        return not self.answered and (self.link.leaving or not self.tried)
 
 
 class Relay:
@@ -86,7 +99,7 @@ class Relay:
         self._rows: dict[int, Row] = {}  # those that the engine has not ended; guarded by the lock
         self._lock = threading.Lock()
         self._stopping = False
-        self._wake = threading.Event()  # the engine is to be told of something, or the teller is to end
+        self._wake = threading.Event()  # the engine is to be told of something, or asked again, or the teller is to end
         self._teller = threading.Thread(target=self._tell_all, name="teller", daemon=True)
         self._teller.start()
         self._round_trips = RoundTrips()
@@ -126,15 +139,17 @@ class Relay:
         asks = self._interface.read(tensors)
         parameters = self._interface.parameters(parameters)
         job, link = Job(channel, request_id), self._links.pick()
-        job.rows = [Row(job, ask, next(self._ids), link) for ask in asks]
         own = parameters, timeout_us, sequence_id, flags
-        frames = [link.pack(row.id, (row.ask.tensors, *own, f"{self._model}-{uuid.uuid4()}")) for row in job.rows]
+        for ask in asks:
+            received = ask.tensors, *own, f"{self._model}-{uuid.uuid4()}"
+            job.rows.append(Row(job, ask, next(self._ids), received, link))
+        frames = [row.pack(link) for row in job.rows]
         self._register(job.rows)
         for row, frame in zip(job.rows, frames, strict=True):
             self._send(row, frame)
             row.asked = True
         self._watch.add(job)
-        if job.stopping or channel.closed:  # since before the engine had got all of it
+        if job.stopping or channel.closed or any(row.again for row in job.rows):  # since before all of it was sent
             self._wake.set()
 
     def _register(self, rows: list[Row]) -> None:
@@ -162,6 +177,12 @@ class Relay:
         row = self._rows.get(row_id)
         if row is None:
             return
+        if isinstance(answer, NotBegun):
+            with self._lock:
+                row.again = answer
+            self._wake.set()
+            return
+        row.answered = True
         if last:
             self._forget(row)
         try:
@@ -176,11 +197,43 @@ class Relay:
             self._wake.set()  # nobody waits for the others
 
     def _lose(self, link: Link) -> None:
-        """What was open on a link that has ended can have no answer. May be called twice."""
-        for row in self._open():
-            if row.link is link:
-                self._forget(row)
-                _refuse(row.job, RequestError(ErrorCode.UNAVAILABLE, link.end))
+        """What was open on a link that has ended can have no answer from it. May be called twice."""
+        error = RequestError(ErrorCode.UNAVAILABLE, link.end)
+        with self._lock:
+            lost = [row for row in self._rows.values() if row.link is link and not row.again]
+            for row in lost:
+                row.again = error if row.may_move else None
+            ended = [row for row in lost if not row.again]
+        for row in ended:
+            self._give_up(row, error)
+        self._wake.set()
+
+    def _give_up(self, row: Row, error: RequestError) -> None:
+        self._forget(row)
+        _refuse(row.job, error)
+        self._wake.set()  # nobody waits for the others of its request
+
+    def _ask_again(self, row: Row, error: RequestError) -> None:
+        """Another instance. Where there is none, or the client has called the request off, `error` ends it."""
+        link = None if row.job.stopping or row.job.channel.closed else self._other(row)
+        if link is None:
+            self._give_up(row, error)
+            return
+        with self._lock:
+            row.tried.add(row.link.name)
+            row.link.num_open -= 1
+            row.link, row.again = link, None
+            link.num_open += 1
+        self._send(row, row.pack(link))
+
+    def _other(self, row: Row) -> Link | None:
+        try:
+            return self._links.pick(row.tried | {row.link.name})
+        except RequestError as error:
+            log.debug("a request cannot be sent again: %s", error)
+        except Exception:
+            log.exception("a request could not be sent again")
+        return None
 
     def _stop_requests(self, request_id: str) -> None:
         """End the open requests of that id."""
@@ -210,14 +263,18 @@ class Relay:
         self._wake.set()
 
     def _tell_all(self) -> None:
-        """End what nobody waits for any more. In a thread of its own: the engine may take long to hear it."""
+        """End what nobody waits for any more, and move what another instance is to take. In a thread of its own: the
+        engine may take long to hear it."""
         while True:
             self._wake.wait()
             self._wake.clear()
             if self._stopping:
                 return
             for row in self._open():
-                if (row.job.stopping or row.job.channel.closed) and row.asked and not row.told:
+                closed = row.job.channel.closed
+                if row.again and (row.asked or closed):
+                    self._ask_again(row, row.again)
+                elif (row.job.stopping or closed) and row.asked and not row.told:
                     self._tell(row)
 
 
