@@ -610,3 +610,20 @@ def test_an_engine_that_ends_while_it_is_asked_leaves_each_row_to_the_next_once(
     monkeypatch.setattr(Relay, "_send", end_between)
     answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
     got_nothing(relay, new)
+
+
+def test_what_cannot_be_handed_on_is_told_and_the_next_is(relay, old, make, monkeypatch):
+    ask_again, fails = Relay._ask_again, iter([RuntimeError("broken"), None])
+
+    def sometimes(self, row, error):
+        if broken := next(fails):
+            raise broken
+        ask_again(self, row, error)
+
+    monkeypatch.setattr(Relay, "_ask_again", sometimes)
+    first = asked(relay)
+    channel, new = old.next(), make()
+    channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    assert first.next() == ("INTERNAL: RuntimeError: broken", True)
+    refuse(old)
+    answered(relay, asked(relay), new)

@@ -271,11 +271,18 @@ class Relay:
             if self._stopping:
                 return
             for row in self._open():
-                closed = row.job.channel.closed
-                if row.again and (row.asked or closed):
-                    self._ask_again(row, row.again)
-                elif (row.job.stopping or closed) and row.asked and not row.told:
-                    self._tell(row)
+                try:
+                    self._see_to(row)
+                except Exception as error:  # which is not the others'
+                    log.exception("a request could not be handed on")
+                    self._give_up(row, _internal(error))
+
+    def _see_to(self, row: Row) -> None:
+        closed = row.job.channel.closed
+        if row.again and (row.asked or closed):
+            self._ask_again(row, row.again)
+        elif (row.job.stopping or closed) and row.asked and not row.told:
+            self._tell(row)
 
 
 def _internal(error: Exception) -> RequestError:
