@@ -110,6 +110,7 @@ class Storm:
         """So many requests on a few gRPC streams, of a server that computes all of them at once, until all have ended:
         so long that the first go on when the last begin."""
         longest = catalogue(self._dice, 16, prompt=(4, 8), output=(tokens, tokens))
+        longest = [replace(ask, sampling=ask.sampling | {"ignore_eos": True}) for ask in longest]
         answered = ask_alone(self.server.http_url, longest)
         self.long = [ask for ask in answered if list(map(len, ask.tokens)) == [ask.sampling["max_tokens"]]]
         return self._weather("stream", lambda here: here.stream(count))
