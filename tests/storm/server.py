@@ -27,7 +27,12 @@ OPTIONS = {
     "max_num_batched_tokens": 64,  # longer prompts come in chunks
     "max_queue_size": 0,  # thousands wait
 }
-ROOMY = OPTIONS | {"max_num_seqs": 8192, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 1_000_000}
+ROOMY = OPTIONS | {
+    "max_num_seqs": 8192,
+    "max_num_batched_tokens": 8192,
+    "num_gpu_blocks_override": 1_000_000,
+    "enable_prefix_caching": False,  # to let go of a million blocks that are known takes seconds at the end
+}
 
 
 class Log:
