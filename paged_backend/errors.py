@@ -63,6 +63,11 @@ class QueueFull(RequestError):
         self.outcome = "queue_full"
 
 
+def internal(error: Exception) -> RequestError:
+    """Of what nobody expected."""
+    return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
 def invalid(field_name: str, value: Any, limit: str) -> RequestError:
     """Of a name or a value that is long, its beginning."""
     return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_short(field_name)}={_short(_shown(value))}: {limit}")

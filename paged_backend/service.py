@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from paged_backend import faults
 from paged_backend.assembly import assemble
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ErrorCode, QueueFull, RequestError, invalid
+from paged_backend.errors import ErrorCode, QueueFull, RequestError, internal, invalid
 from paged_backend.frontend import wire
 from paged_backend.frontend.beam_stops import ending
 from paged_backend.frontend.channel import Channel, ServerChannel
@@ -218,7 +218,7 @@ class Service:
             found = error
         except Exception as error:
             log.exception("a long prompt could not be tokenized")
-            found = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+            found = internal(error)
         with self._taking:  # before its client hears of it, who may send the next
             self._long.remove(opened)
         if isinstance(found, RequestError):
@@ -237,7 +237,7 @@ class Service:
             self._responder.refused(error.outcome)
         except Exception as error:
             log.exception("a request could not be taken")
-            _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            _refuse(channel, internal(error))
             self._responder.refused("error")
 
     def _open(self, stream: Stream) -> None:
@@ -267,7 +267,7 @@ class Service:
             self._deliver_guided(request)
         except Exception as error:
             log.exception("request %d: could not be queued", request.key)
-            self._engine.refuse(request.key, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            self._engine.refuse(request.key, internal(error))
 
     def _deliver_guided(self, request: GenerateRequest) -> None:
         """After what guides its outputs has been compiled, where something does. Whoever waits for that can be
@@ -361,7 +361,7 @@ class Service:
                 channel.send(wire.write_adapters(found), final=True)
             except Exception as error:
                 log.exception("the list of adapters could not be sent")
-                _refuse(channel, RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+                _refuse(channel, internal(error))
 
         adapters.run(tell) if adapters else tell()
 

@@ -3,7 +3,7 @@ engine is real; a gate holds its steps, and the responder's clock is turned by h
 
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from queue import SimpleQueue
 from threading import Event, Semaphore
@@ -539,14 +539,21 @@ def test_what_is_refused_once_it_was_let_in_is_no_error_of_ours(serve, gate, mon
     assert ended == ["refused", "error"]
 
 
+@contextmanager
+def two_seconds_later(monkeypatch):
+    """The clock stands, so long after what is under way began."""
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+        yield
+
+
 def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch):
     service = serve(stall_timeout=1)
     assert service.ready
     stuck = ask(service)
     gate.wait()
-    now = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+    with two_seconds_later(monkeypatch):
         assert not service.ready
         told = "UNAVAILABLE: a step has taken 2 s, more than stall_timeout=1"
         assert told in ask(service).answer()
@@ -571,9 +578,7 @@ def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gat
     service.submit(stuck)
     assert sending.wait(WAIT)
     until(lambda: not service._engine.seconds_in_turn)
-    now = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+    with two_seconds_later(monkeypatch):
         assert not service.ready
         reason = "an answer to the server has taken 2 s, more than stall_timeout=1"
         assert reason in ask(service).answer()

@@ -388,15 +388,22 @@ def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
     assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}
 
 
+def held_up(responder, other):
+    """A client that is being sent to beside another one: what comes until it may be is seen to in one turn."""
+    busy = Client(0)
+    busy.may_send.clear()
+    for client in (busy, other):
+        responder.open(client.stream)
+    responder.emit(step(0, "a"))
+    assert busy.sending.wait(WAIT)
+    return busy
+
+
 def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
     made, _, aborted = opened
-    busy, done, asked = Client(0), Client(1), fakes.Sent()
+    done, asked = Client(1), fakes.Sent()
     done.stream.call = replace(done.stream.call, request_id="done")
-    busy.may_send.clear()
-    for client in (busy, done):
-        made.open(client.stream)
-    made.emit(step(0, "a"))
-    assert busy.sending.wait(WAIT)
+    busy = held_up(made, done)
     made.emit(step(1, "b", FinishReason.LENGTH))
     made.cancel(asked.channel(), "done")
     busy.may_send.set()
@@ -408,12 +415,8 @@ def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
 
 def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
     made, _, aborted = opened
-    busy, done = Client(0), Client(1)
-    busy.may_send.clear()
-    for client in (busy, done):
-        made.open(client.stream)
-    made.emit(step(0, "a"))
-    assert busy.sending.wait(WAIT)
+    done = Client(1)
+    busy = held_up(made, done)
     made._inbox.put(watch.Found([done.stream]))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
@@ -428,12 +431,8 @@ def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
 def test_one_that_was_found_gone_twice_is_cancelled_once(opened, caplog):
     """It entered while it was asked among those that wait."""
     made, _, _ = opened
-    busy, gone = Client(0), Client(1)
-    busy.may_send.clear()
-    for client in (busy, gone):
-        made.open(client.stream)
-    made.emit(step(0, "a"))
-    assert busy.sending.wait(WAIT)
+    gone = Client(1)
+    busy = held_up(made, gone)
     for _ in range(2):
         made._inbox.put(watch.Found([gone.stream]))
     busy.may_send.set()

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from paged_backend.engine import EngineDied, Lost, PoolMap, StepOutput
-from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.errors import ErrorCode, RequestError, internal
 from paged_backend.frontend import wire
 from paged_backend.frontend.channel import Channel
 from paged_backend.frontend.metrics import Metrics
@@ -362,7 +362,7 @@ class Responder:
             for stream in self._streams.values()
             if stream.call.request_id == message.request_id and not stream.ended  # whose answer is about to go out
         ]
-        self._cancel(found, "the request was ended by a stop_request")
+        self._fail(found, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
         outputs = wire.write_num_stopped(len(found))
         _answer(message.channel, lambda channel: channel.send(outputs, final=True))
 
@@ -376,7 +376,7 @@ class Responder:
         """One stream's trouble, whatever it is, must not reach another's."""
         log.error("request %d: could not answer", stream.request.key, exc_info=error)
         self._abort(stream.request.key)
-        stream.error = RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        stream.error = internal(error)
         self._drop(stream)
 
     def _drop(self, stream: Stream) -> None:
@@ -487,10 +487,8 @@ class Responder:
     def _fail_stalled(self, seconds: float) -> None:
         """All that is open, as nobody knows whether the step will end. If it does, what it gave is dropped."""
         reason = f"a step has taken {seconds:.0f} s, more than stall_timeout={self._stall_seconds:g}; send it again"
-        for stream in [stream for stream in self._streams.values() if not stream.ended]:
-            stream.error = RequestError(ErrorCode.UNAVAILABLE, reason)
-            self._abort(stream.request.key)
-            self._guarded(stream, self._deliver)
+        going_on = [stream for stream in self._streams.values() if not stream.ended]
+        self._fail(going_on, RequestError(ErrorCode.UNAVAILABLE, reason))
 
     def _leave(self, left: list[Found[Stream]]) -> None:
         """End those that have not ended by themselves meanwhile. Who entered just then may have been asked twice."""
@@ -498,7 +496,7 @@ class Responder:
             if self._goes_on(stream):
                 self._give_up(stream, error)
         gone = {stream.request.key: stream for found in left for stream in found.gone if self._goes_on(stream)}
-        self._cancel(list(gone.values()), "the request was cancelled by its client")
+        self._fail(list(gone.values()), RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
         for stream in [stream for found in left for stream in found.stopped]:
             if self._goes_on(stream) and stream.cut is None:
                 self._guarded(stream, lambda stream: self._cut(stream, FinishReason.CANCELLED))
@@ -509,12 +507,12 @@ class Responder:
     def _goes_on(self, stream: Stream) -> bool:
         return self._is_open(stream) and not stream.ended
 
-    def _cancel(self, streams: list[Stream], reason: str) -> None:
+    def _fail(self, streams: list[Stream], error: RequestError) -> None:
         """All are counted before the first of them is told."""
         for stream in streams:
-            stream.error = RequestError(ErrorCode.CANCELLED, reason)
+            stream.error = error
             self._abort(stream.request.key)
-            self._guarded(stream, lambda stream: self._close(stream, "cancelled"))
+            self._guarded(stream, lambda stream: self._close(stream, error.outcome))
         self._metrics.flush()
         for stream, answer in self._round_trips.each(_tell, streams):
             if isinstance(answer, Exception):
@@ -573,7 +571,7 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
     except Exception as error:
         log.exception("a question could not be answered")
         with suppress(Exception):
-            channel.fail(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+            channel.fail(internal(error))
 
 
 def _nbytes(tensor: np.ndarray) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.errors import ErrorCode, RequestError, internal
 from paged_backend.guided.structures import Structure
 from paged_backend.guided.trial import Abandoned, GrammarError, Trial
 from paged_backend.limits import Caps
@@ -169,7 +169,7 @@ class Grammars:
                 self._answer(one, found)
             except Exception as error:  # which is not the others'
                 log.exception("a grammar could not be handed out")
-                one.done(RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"))
+                one.done(internal(error))
 
     def _found(self, key: Key) -> Any:
         """A matcher or a GrammarError."""

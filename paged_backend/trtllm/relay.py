@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError
+from paged_backend.errors import ErrorCode, RequestError, internal
 from paged_backend.frontend.channel import Channel, Received, ServerChannel
 from paged_backend.frontend.round_trips import RoundTrips
 from paged_backend.frontend.watch import Found, Watch
@@ -127,7 +127,7 @@ class Relay:
             _refuse(channel, error)
         except Exception as error:
             log.exception("a request could not be taken")
-            _refuse(channel, _internal(error))
+            _refuse(channel, internal(error))
             self._wake.set()
 
     def _take(self, channel: Channel) -> None:
@@ -192,7 +192,7 @@ class Relay:
                 row.job.fail(RequestError(answer.code, in_its_words(str(answer), row.ask.renamed), verbatim=True))
         except Exception as error:
             log.exception("a request could not be answered")
-            _refuse(row.job, _internal(error))
+            _refuse(row.job, internal(error))
         if row.job.channel.closed and any(one.id in self._rows for one in row.job.rows):
             self._wake.set()  # nobody waits for the others
 
@@ -257,7 +257,7 @@ class Relay:
         """On the watch's thread."""
         for job, error in found.failed:
             log.error("a client could not be asked whether it is gone", exc_info=error)
-            _refuse(job, _internal(error))
+            _refuse(job, internal(error))
         for job in found.gone:
             _refuse(job, RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
         self._wake.set()
@@ -275,7 +275,7 @@ class Relay:
                     self._see_to(row)
                 except Exception as error:  # which is not the others'
                     log.exception("a request could not be handed on")
-                    self._give_up(row, _internal(error))
+                    self._give_up(row, internal(error))
 
     def _see_to(self, row: Row) -> None:
         closed = row.job.channel.closed
@@ -283,10 +283,6 @@ class Relay:
             self._ask_again(row, row.again)
         elif (row.job.stopping or closed) and row.asked and not row.told:
             self._tell(row)
-
-
-def _internal(error: Exception) -> RequestError:
-    return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 def _refuse(to: Channel | Job, error: RequestError) -> None:
