@@ -34,9 +34,14 @@ def hours(pytestconfig):
 
 
 @pytest.fixture
-def in_time(hours):
+def until(hours):
+    """When a long test has had them, by the monotonic clock."""
+    return time.monotonic() + 3600 * hours
+
+
+@pytest.fixture
+def in_time(until):
     """Of what is to be tried, all that a long test has the time for, and at least one."""
-    until = time.monotonic() + 3600 * hours
 
     def some(items):
         for item in items:

@@ -53,10 +53,9 @@ def test_whatever_hypothesis_thinks_of(examples):
     ],
     ids=["2 million", "50 million"],
 )
-def test_whatever_comes(wanted, first, hours, figures):
+def test_whatever_comes(wanted, first, until, figures):
     """At night with seeds that nobody has tried."""
     first, seen, steps = first(), Counter(), 0
-    until = monotonic() + 3600 * hours
     batches = (range(start, start + 20) for start in count(first, 20))
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         running = {processes.submit(play_seeds, next(batches)) for _ in range(4)}
