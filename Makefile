@@ -18,8 +18,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Named after what was installed: a change of either file asks for a new installation, a touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
-COMPILED := kernels/cpu/built/.made
-CLIENTS := tests/server/clients
+COMPILED := kernels/paged_kernels/cpu/built/.made
+CLIENTS := tests/e2e/clients
 
 help:
 	@echo "make serve       serve a model on a real Triton server; Ctrl-C stops it"
@@ -50,7 +50,7 @@ nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)
 
 bench-gpu: setup
-	$(BIN)/python -m kernels.bench.on_gpu $(ARGS)
+	$(BIN)/python -m paged_bench.on_gpu $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -58,19 +58,19 @@ lint: setup
 	$(BIN)/mypy
 
 demo-model: setup
-	@$(BIN)/python -m paged_backend.serving.demo_model
+	@$(BIN)/python -m client.serving.demo_model
 
 setup: $(STAMP) $(COMPILED)
 
 # Without a compiler all works, only slower: no reason to stop.
-$(COMPILED): $(STAMP) $(wildcard kernels/cpu/csrc/*) kernels/cpu/build.py
-	@if $(BIN)/python -m kernels.cpu.build; then touch $@; fi
+$(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged_kernels/cpu/build.py
+	@if $(BIN)/python -m paged_kernels.cpu.build; then touch $@; fi
 
 $(STAMP): | $(BIN)/python
 	@echo "Installing the packages into $(VENV): some minutes the first time"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
 	  -e '.[client,server,test,bench]'
-	@$(BIN)/python -m paged_backend.serving.server_files
+	@$(BIN)/python -m client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # The plain python3 comes first: it is the one whose libpython a distribution is most likely to have. A name
@@ -102,5 +102,5 @@ lock:
 	@mv clients.new $(CLIENTS).txt
 
 clean:
-	rm -rf $(VENV) .cache kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache kernels/paged_kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

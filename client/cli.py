@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from client.chat_templates import RENDER_SECONDS
 from client.session import Session, UsageError, read_standard_input
 from client.sync_client import DEFAULT_URLS, Client
 from client.types import PagedError
 from client.wire import check_timeout
+from paged_backend.text.chat_templates import RENDER_SECONDS
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
@@ -270,9 +270,9 @@ def serve(args: argparse.Namespace) -> int:
     model = args.model if named is None else named
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a text")
-    from paged_backend.config import ConfigError
-    from paged_backend.serving import launch
-    from paged_backend.serving.tritonserver import check_options
+    from client.serving import launch
+    from client.serving.tritonserver import check_options
+    from paged_backend.api.config import ConfigError
 
     try:
         check_options({**options, "model": model})
@@ -318,13 +318,13 @@ def probe(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     import importlib
 
-    from paged_backend.config import ConfigError
+    from paged_backend.api.config import ConfigError
 
     names = _benchmarks()
     if args.name not in names:
         found = "".join(f"\n  {name}" for name in names) or " none found"
         raise UsageError(f"{args.name or 'which one'}? There are:{found}")
-    module = importlib.import_module(f"paged_backend.bench.{args.name}")
+    module = importlib.import_module(f"paged_bench.{args.name}")
     try:
         return int(module.main(args.rest))
     except ConfigError as error:
@@ -335,14 +335,14 @@ def _benchmarks() -> list[str]:
     import pkgutil
     from importlib.util import find_spec
 
-    spec = find_spec("paged_backend.bench")
+    spec = find_spec("paged_bench")
     places = spec.submodule_search_locations if spec else None
     return sorted(info.name for info in pkgutil.iter_modules(places or []) if not info.name.startswith("_"))
 
 
 def install_backend(args: argparse.Namespace) -> int:
-    from paged_backend.serving.install import install
-    from paged_backend.serving.server_files import ServerNotFoundError
+    from client.serving.install import install
+    from client.serving.server_files import ServerNotFoundError
 
     try:
         written = install(args.directory, args.name)
@@ -354,7 +354,7 @@ def install_backend(args: argparse.Namespace) -> int:
 
 def perf_analyzer(args: argparse.Namespace) -> int:
     """Become the perf_analyzer of tritonclient, where it finds its libraries."""
-    from paged_backend.serving import server_files
+    from client.serving import server_files
 
     found = server_files.perf_analyzer()
     if found is None:

@@ -8,8 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from transformers import LlamaConfig
 
-from tests.in_process import TINY, save_tiny
-from tests.storm import table
+from tests.support.in_process import TINY, save_tiny
+from tests.support.stress import table
 
 FIGURES = pytest.StashKey[list[str]]()
 

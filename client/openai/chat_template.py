@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from client import chat_templates
-from client.chat_templates import TemplateRefusal, TemplateTimeout
 from client.openai.errors import ApiError
+from paged_backend.text import chat_templates
+from paged_backend.text.chat_templates import TemplateRefusal, TemplateTimeout
 
 Message = dict[str, Any]
 

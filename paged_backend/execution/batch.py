@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from paged_kernels.cascade import find_groups
+from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 
-from kernels.cascade import find_groups
-from kernels.paging import Paging, SharedPrefixes
+from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.sampling.logprobs import Asked, PromptRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -43,15 +44,6 @@ class Drafting:
     seqs: Tensor  # [num_checks] int64: whose they are, as in the batch
     counts: tuple[int, ...]  # how many sequences want guess i
     sampling: tuple[SamplingBatch, ...]  # of guess i
-
-
-@dataclass(frozen=True, eq=False)
-class AdapterRows:
-    """Through which adapter each row of a batch goes."""
-
-    used: tuple[int, ...]  # slots of adapters, in order
-    slots: Tensor  # [num_used] int64: the same
-    others: Tensor  # [num_tokens, num_used, 1] bool: whether the row is another's, or nobody's
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +135,6 @@ def pack(
     )
 
 
-def adapter_rows(slots: np.ndarray) -> AdapterRows:
-    """slots: [num_tokens] int64, of each row; -1: none."""
-    used = np.unique(slots[slots >= 0])
-    others = torch.from_numpy(slots[:, None, None] != used[None, :, None])
-    return AdapterRows(tuple(used.tolist()), torch.from_numpy(used), others)
-
-
 def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
     adapters = [chunk.sequence.request.adapter for chunk in plan.chunks]
     slots = np.array([plan.adapters[one.digest] if one else -1 for one in adapters], dtype=np.int64)
@@ -159,7 +144,7 @@ def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
 def shared_prefixes(
     tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, *, block_size: int, group: int
 ) -> SharedPrefixes | None:
-    """As `kernels.cascade.find_groups`, in tensors of the host."""
+    """As `paged_kernels.cascade.find_groups`, in tensors of the host."""
     groups = find_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
     if groups is None:
         return None

@@ -20,11 +20,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from paged_kernels.cascade import MAX_GROUPS
+from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cascade import MAX_GROUPS
-from kernels.paging import Paging, SharedPrefixes
 from paged_backend.execution.batch import PackedBatch, Stage, Uniform, known
 from paged_backend.sampling.sampler import SamplingBatch
 

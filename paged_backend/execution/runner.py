@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.execution.attention import paged_logits
+from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.execution.batch import Check, PackedBatch, Stage, Uniform, known
 from paged_backend.execution.drafter import Drafter, fill
+from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
-from paged_backend.execution.hidden_states import recorded
-from paged_backend.execution.kv_cache import KVCache
-from paged_backend.execution.transfers import Transfers
-from paged_backend.lora.layers import Lora
+from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.transfers import Transfers
+from paged_backend.models.hidden_states import recorded
+from paged_backend.models.lora import Lora
 from paged_backend.sampling.logprobs import Scores, score_prompts
 from paged_backend.sampling.sampler import Likeliest, follow, likeliest, sample, score
 from paged_backend.scheduling.plan import Drawn, Plan, Scored, reached

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from paged_backend.errors import ErrorCode, RequestError, internal
-from paged_backend.guided.structures import Structure
-from paged_backend.guided.trial import Abandoned, GrammarError, Trial
-from paged_backend.limits import Caps
-from paged_backend.sampling.masks import BITS, Guide, GuideError
+from paged_backend.api.errors import ErrorCode, RequestError, internal
+from paged_backend.api.guide import Guide, GuideError
+from paged_backend.api.limits import Caps
+from paged_backend.api.structures import Structure
+from paged_backend.guided.sandbox import Abandoned, GrammarError, Trial
+from paged_backend.sampling.masks import BITS
 
 try:
     from paged_backend.guided import grammar, spelling

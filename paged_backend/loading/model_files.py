@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from paged_backend.config import ConfigError
-from paged_backend.loading import rope
-from paged_backend.machine import available_memory
+from paged_backend.api.config import ConfigError
+from paged_backend.models import rope
+from paged_backend.utils.machine import available_memory
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from paged_kernels.cpu import native
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -21,18 +22,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kernels.cpu import native
-from paged_backend.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
-from paged_backend.execution.attention import UnsupportedModel
-from paged_backend.execution.hidden_states import hidden_size
-from paged_backend.execution.kv_cache import LayerShape
-from paged_backend.frontend.templates import check_template
-from paged_backend.limits import EmbeddingSpec
-from paged_backend.loading import model_files, rope
+from paged_backend.api.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, ConfigError, EngineConfig
+from paged_backend.api.limits import EmbeddingSpec
+from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.proof import prove
-from paged_backend.lora.layers import Lora, adaptable
-from paged_backend.parallel.group import check_model, load_arguments, localise
+from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.models import rope
+from paged_backend.models.attention import UnsupportedModel
+from paged_backend.models.hidden_states import hidden_size
+from paged_backend.models.lora import Lora, adaptable
+from paged_backend.models.tensor_parallel import check_model, load_arguments, localise
+from paged_backend.text.templates import check_template
 
 log = logging.getLogger("paged_llm")
 
@@ -155,7 +156,7 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, place:
     if device.type != "cpu":
         reason = 'is for a CPU only; leave it out, or give device="cpu"'
     elif not native.levels():
-        reason = "needs the CPU's kernels, which were not compiled: python -m kernels.cpu.build"
+        reason = "needs the CPU's kernels, which were not compiled: python -m paged_kernels.cpu.build"
     elif getattr(hf_config, "quantization_config", None) and not _is_widened(hf_config, place):
         reason = "the model's weights are quantized already; leave it out"
     if reason:

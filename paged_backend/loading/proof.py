@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from paged_backend.execution.attention import ATTENTION, AttentionSpec, UnsupportedModel, paged_logits
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import Stage, pack
-from paged_backend.execution.kv_cache import KVCache, LayerShape
-from paged_backend.loading import rope
-from paged_backend.loading.forms import forms
-from paged_backend.request import GenerateRequest
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.execution.forward import paged_logits
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.models import rope
+from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
+from paged_backend.models.forms import forms
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_backend.request import Logprobs, TokenLogprob
+from paged_backend.api.request import Logprobs, TokenLogprob
 
 AT_ONCE = 64  # rows of prompts: float32 copies of their logits are made
 

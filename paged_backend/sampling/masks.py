@@ -9,37 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from paged_backend.request import GenerateRequest
+from paged_backend.api.guide import GuideError
+from paged_backend.api.request import GenerateRequest
 from paged_backend.scheduling.sequence import Sequence as Sample
 
 BITS = 32  # tokens of a word: token t is bit t % 32 of word t // 32
 
 
 _FORBIDDING = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")  # of SamplingParams
-
-
-class GuideError(Exception):
-    """No token can follow, or the guide cannot tell which; the message says why, and names the parameter."""
-
-
-class Guide(Protocol):
-    """What may follow in one output. Used by the engine's thread alone, once its request is queued."""
-
-    num_words: int
-    seen: int  # tokens of the output that it has been told
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Those that follow. Raises GuideError."""
-
-    def fill(self, words: np.ndarray) -> None:  # [num_words] int32
-        """Set the bits of the tokens that may come next, and no others. Raises GuideError."""
 
 
 @dataclass(frozen=True, eq=False)

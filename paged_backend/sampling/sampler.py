@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from paged_kernels import ops
+from paged_kernels.draws import Draws, Filters
 from torch import Tensor
 
-from kernels import ops
-from kernels.draws import Draws, Filters
+from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, constrained
 from paged_backend.sampling.logprobs import Asked, PromptRows, Scores
-from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import Draw
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paged_backend.request import GenerateRequest
+from paged_backend.api.request import GenerateRequest
 
 MOST_BEHIND = 256
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_backend.request import FinishReason, Logprobs
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.api.request import FinishReason, Logprobs
+from paged_backend.api.sampling_params import SamplingParams
 
 
 class Candidate(NamedTuple):

@@ -15,17 +15,11 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence, Set
 from hashlib import blake2b
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from paged_backend.api.request import Origin
+
 Key = bytes
-
-
-class Origin(NamedTuple):
-    """What keys and values depend on beside the tokens, and who may find them."""
-
-    salt: str
-    adapter: bytes = b""  # a digest of its content; none for the model itself
 
 
 class Entry:

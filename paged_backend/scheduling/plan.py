@@ -7,9 +7,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paged_backend.errors import RequestError
-from paged_backend.lora.slots import AdapterSlots, Load
-from paged_backend.request import HiddenState, Logprobs
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import HiddenState, Logprobs
+from paged_backend.scheduling.adapter_slots import AdapterSlots, Load
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager, Copy, Move
 from paged_backend.scheduling.sequence import Group, Sequence

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import cast
 
-from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.lora.slots import AdapterSlots
-from paged_backend.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
 from paged_backend.scheduling.accounts import Accounts
+from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager, Hit
 from paged_backend.scheduling.pace import Pace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from paged_backend.request import GenerateRequest, Logprobs, Usage
+from paged_backend.api.request import GenerateRequest, Logprobs, Usage
 from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain

@@ -13,12 +13,10 @@ give, greedy or sampled, and there is nothing to reject by chance.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.sequence import Sequence
 
-Guess = Callable[["Sequence", int], list[int]]  # (sequence, how many at most) -> the tokens that may follow its last
+Guess = Callable[[Sequence, int], list[int]]  # (sequence, how many at most) -> the tokens that may follow its last
 
 
 class PromptLookup:

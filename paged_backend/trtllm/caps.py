@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from paged_backend.limits import Caps, cap
-from paged_backend.vllm_options import plain
+from paged_backend.api.limits import Caps, cap
+from paged_backend.api.vllm_options import plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.frontend.channel import Channel
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.server.channel import Channel
 from paged_backend.trtllm import llmapi, replies, requests
 from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.rows import Tensors

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError
-from paged_backend.frontend import local_socket, wire
-from paged_backend.frontend.channel import Received
-from paged_backend.frontend.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.server import local_socket, wire
+from paged_backend.server.channel import Received
+from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
 
 log = logging.getLogger("paged_llm")
 

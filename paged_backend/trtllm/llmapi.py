@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import invalid
+from paged_backend.api.errors import invalid
 from paged_backend.trtllm.replies import Outputs, perf_metrics
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, refuse
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError, internal
-from paged_backend.frontend.channel import Channel, Received, ServerChannel
-from paged_backend.frontend.round_trips import RoundTrips
-from paged_backend.frontend.watch import Found, Watch
+from paged_backend.api.errors import ErrorCode, RequestError, internal
+from paged_backend.server.channel import Channel, Received, ServerChannel
+from paged_backend.server.round_trips import RoundTrips
+from paged_backend.server.watch import Found, Watch
 from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
 from paged_backend.trtllm.links import Link, Links, NotBegun, Outputs, wish_frame

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid
 from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, refuse
 

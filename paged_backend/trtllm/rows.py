@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid
 from paged_backend.trtllm.tensors import CORE, INPUTS, Input
 
 Tensors = Mapping[str, np.ndarray]

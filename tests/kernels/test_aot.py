@@ -6,14 +6,13 @@ import subprocess
 import sys
 
 import pytest
-
-from kernels.aot import SMALL, SPILLED_AT_MOST
+from paged_kernels.aot import SMALL, SPILLED_AT_MOST
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def report(environment: dict[str, str], *arguments: str) -> list[dict]:
-    command = [sys.executable, "-m", "kernels.aot", *arguments]
+    command = [sys.executable, "-m", "paged_kernels.aot", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stdout, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]

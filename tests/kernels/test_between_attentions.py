@@ -4,17 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import make_cache
+from paged_kernels import ops
+from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from paged_kernels.cpu import between_attentions, native
+from paged_kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
+from paged_kernels.kv_write import kv_write_reference
+from paged_kernels.layer_cache import FORMATS
+from paged_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from paged_kernels.swiglu import swiglu, swiglu_reference
 from torch.testing import assert_close
 
-from kernels import ops
-from kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from kernels.cpu import between_attentions, native
-from kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
-from kernels.kv_write import kv_write_reference
-from kernels.layer_cache import FORMATS
-from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from kernels.swiglu import swiglu, swiglu_reference
+from tests.support.attention_cases import make_cache
 
 TRITON_DTYPES = [torch.float32, torch.float16]
 CPU_DTYPES = [torch.float32, torch.bfloat16]

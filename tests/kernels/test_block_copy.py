@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from paged_kernels.block_copy import block_copy, block_copy_reference
+from paged_kernels.block_pair import BlockPair
+from paged_kernels.cpu.block_copy import block_copy as block_copy_cpu
+from paged_kernels.launch import PIECES
 from torch import Tensor
-
-from kernels.block_copy import block_copy, block_copy_reference
-from kernels.block_pair import BlockPair
-from kernels.cpu.block_copy import block_copy as block_copy_cpu
-from kernels.launch import PIECES
 
 MOVES = [(3, 0), (1, 5), (4, 2)]
 SHAPES = {  # of a block, by what it is aligned to

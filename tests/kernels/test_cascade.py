@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from attention_cases import BATCHES, Case, make_inputs, replace_paging
+from paged_kernels import cascade, launch
+from paged_kernels import paged_attention as module
+from paged_kernels.cascade import find_groups, gain
+from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
+from paged_kernels.launch import Device
+from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
+from paged_kernels.paging import Paging, SharedPrefixes
 from torch.testing import assert_close
 
-from kernels import cascade, launch
-from kernels import paged_attention as module
-from kernels.cascade import find_groups, gain
-from kernels.cpu.paged_attention import paged_attention as attend_cpu
-from kernels.launch import Device
-from kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
-from kernels.paging import Paging, SharedPrefixes
+from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
 
 # (query_len, context_len, group or None): a group's rows share SHARED[group] tokens, in whole blocks of 16
 SHARED = (64, 16, 112)

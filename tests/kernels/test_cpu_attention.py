@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import BATCHES, Case, make_inputs, make_paging, replace_paging, sample
+from paged_kernels import ops
+from paged_kernels.cpu import native
+from paged_kernels.cpu import paged_attention as cpu
+from paged_kernels.layer_cache import FORMATS
+from paged_kernels.paged_attention import paged_attention_reference
 from torch.testing import assert_close
 
-from kernels import ops
-from kernels.cpu import native
-from kernels.cpu import paged_attention as cpu
-from kernels.layer_cache import FORMATS
-from kernels.paged_attention import paged_attention_reference
+from tests.support.attention_cases import BATCHES, Case, make_inputs, make_paging, replace_paging, sample
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 COMPILED = {level: partial(native.paged_attention, level=level) for level in native.levels()}
@@ -166,10 +166,10 @@ def test_a_cpu_needs_no_triton(compiled_environment):
 import sys
 sys.modules["triton"] = None  # an import of it fails
 import torch
-from kernels import ops
-from kernels.cpu import native
-from kernels.layer_cache import LayerCache
-from kernels.paging import Paging
+from paged_kernels import ops
+from paged_kernels.cpu import native
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.paging import Paging
 one, cache = torch.ones(1, 2, 8), LayerCache(*torch.zeros(2, 1, 2, 4, 8))
 int32 = torch.int32
 paging = Paging(torch.tensor([3]), torch.zeros(1, 1, dtype=int32), torch.tensor([4], dtype=int32),

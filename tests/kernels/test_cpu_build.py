@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-
-from kernels import ops
-from kernels.cpu import build, native
+from paged_kernels import ops
+from paged_kernels.cpu import build, native
 
 # Writes its last argument's file, but knows no tiles.
 COMPILER = """#!/bin/sh
@@ -67,14 +66,16 @@ def test_without_them_pytorch_serves_and_the_log_says_how_to_mend_it(tmp_path, m
     monkeypatch.setattr(native, "levels", native.levels.__wrapped__)
     with caplog.at_level(logging.WARNING):
         attend = ops._implementation.__wrapped__("paged_attention", "paged_attention", True)
-    assert attend.__module__ == "kernels.cpu.paged_attention"
-    assert ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "kernels.cpu.between_attentions"
-    assert "they were not compiled): PyTorch serves, slower. Mend: python -m kernels.cpu.build" in caplog.text
+    assert attend.__module__ == "paged_kernels.cpu.paged_attention"
+    assert (
+        ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "paged_kernels.cpu.between_attentions"
+    )
+    assert "they were not compiled): PyTorch serves, slower. Mend: python -m paged_kernels.cpu.build" in caplog.text
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 def test_a_level_is_chosen_by_name(compiled_environment, monkeypatch):
-    script = "from kernels.cpu import native; print(native.level())"
+    script = "from paged_kernels.cpu import native; print(native.level())"
     asked = compiled_environment | {native.LEVEL: "plain"}
     said = subprocess.run([sys.executable, "-c", script], check=True, env=asked, capture_output=True, text=True)
     assert said.stdout.strip() == "plain"

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from paged_kernels.cpu import native
+from paged_kernels.cpu.native import linear, pack_linear
 from torch.testing import assert_close
-
-from kernels.cpu import native
-from kernels.cpu.native import linear, pack_linear
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import make_cache
+from paged_kernels.cpu import native
+from paged_kernels.cpu.kv_write import kv_write as kv_write_cpu
+from paged_kernels.kv_write import kv_write, kv_write_reference
+from paged_kernels.layer_cache import FORMATS, LayerCache
 from torch import Tensor
 
-from kernels.cpu import native
-from kernels.cpu.kv_write import kv_write as kv_write_cpu
-from kernels.kv_write import kv_write, kv_write_reference
-from kernels.layer_cache import FORMATS, LayerCache
+from tests.support.attention_cases import make_cache
 
 # num_kv_heads, head_dim, block_size
 SHAPES = [(1, 8, 1), (3, 64, 16), (2, 80, 8), (1, 72, 256), (32, 128, 2), (5, 256, 32)]

@@ -8,11 +8,9 @@ import sys
 
 import pytest
 import torch
-
-from kernels import launch
-from kernels.bench import tune as tuner
-from kernels.bench.tune import candidates, measure_with, points, trial, tune
-from kernels.launch import (
+from paged_kernels import launch
+from paged_kernels import tune as tuner
+from paged_kernels.launch import (
     ANY_ROWS,
     CONFIGS,
     PIECES,
@@ -29,6 +27,7 @@ from kernels.launch import (
     nearest_chip,
     prefix_tile,
 )
+from paged_kernels.tune import candidates, measure_with, points, trial, tune
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 LLAMA = dict(head_dim=128, itemsize=2, group=4, quantized=False, num_kv_heads=8, multiprocessors=132)
@@ -251,8 +250,8 @@ def test_a_row_that_is_summed_is_summed_alike_beside_any_others(kind, tables):
 
 def test_the_sums_of_a_filter_are_in_no_table(tables):
     """Their order decides draws."""
-    from kernels.draws import Draws, Filters
-    from kernels.sampling import plan_launch
+    from paged_kernels.draws import Draws, Filters
+    from paged_kernels.sampling import plan_launch
 
     launch.use_table(launch.table_of("sm_91", None, [(RowFacts("sampling", 65536, 4), Piece(1024, 2))]))
     ones, whole = torch.ones(2), torch.zeros(2, dtype=torch.int64)
@@ -377,7 +376,7 @@ def test_tuning_keeps_what_it_was_not_asked_for(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune on")
 def test_without_a_gpu_the_tuner_says_so(compiled_environment):
     done = subprocess.run(
-        [sys.executable, "-m", "kernels.bench.tune"], capture_output=True, text=True, env=compiled_environment
+        [sys.executable, "-m", "paged_kernels.tune"], capture_output=True, text=True, env=compiled_environment
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no GPU here" in done.stderr

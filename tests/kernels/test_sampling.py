@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from paged_kernels.cpu.sampling import noise_bits as bits_cpu
+from paged_kernels.cpu.sampling import sample as sample_cpu
+from paged_kernels.draws import Draws, Filters
+from paged_kernels.sampling import noise_bits_reference, noise_of, sample, sample_reference
 from torch import Tensor
-
-from kernels.cpu.sampling import noise_bits as bits_cpu
-from kernels.cpu.sampling import sample as sample_cpu
-from kernels.draws import Draws, Filters
-from kernels.sampling import noise_bits_reference, noise_of, sample, sample_reference
 
 OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
 FILTERS = [  # every filter alone and with the others, at its ends, and off

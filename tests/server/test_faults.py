@@ -1,268 +1,202 @@
-"""What clients do wrong, and when they leave: a clear error or a quiet end, and nothing lost for anybody else."""
+"""Faults on purpose: each comes once, where it was asked for, and a name or a number that means nothing is refused."""
 
 import json
-import signal
-import socket
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 import pytest
 
-from client.cli import main
-from paged_backend.serving.tritonserver import TritonServer
-from tests.server.conftest import MODEL, idle, metrics, post, raw_stream, raw_streams, until
+from paged_backend.api.config import ConfigError
+from paged_backend.server import faults
+from tests.support.callers import Caller, serving
+from tests.support.in_process import WAIT
+from tests.support.stress.server import Log
 
-LONG = "word " * 8000  # 8,000 tokens: many steps of prefill, and most of the pool
-
-
-def cancelled(server):
-    return metrics(server)["paged_requests_finished_total{cancelled}"]
-
-
-def send(stream, text, max_tokens=64):
-    stream.send(
-        text_input=text,
-        stream=True,
-        sampling_parameters={"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
-    )
+ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reason": True,
+         "sampling_parameters": '{"max_tokens": 6, "temperature": 0, "ignore_eos": true}'}  # fmt: skip
 
 
-def test_cancel_while_decoding(server):
-    before = cancelled(server)
-    with raw_stream(server) as stream:
-        send(stream, "Once upon a time", 4000)
-        assert stream.next().text
-        stream.cancel()
-    until(lambda: cancelled(server) == before + 1, "the cancellation")
-    idle(server)
+@pytest.fixture
+def faulty(tiny, monkeypatch):
+    """A service with faults."""
+
+    def make(**asked):
+        options = {name: asked.pop(name) for name in [*asked] if name not in faults.FAULTS}
+        monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
+        return serving(tiny[0], **{"async_scheduling": False} | options)
+
+    return make
 
 
-def test_cancel_while_prefilling_and_while_queued(server):
-    """The second prompt does not fit beside the first, so it waits; it is called off first."""
-    before = cancelled(server)
-    with raw_stream(server) as first, raw_stream(server) as second:
-        send(first, LONG)
-        until(lambda: metrics(server)["paged_requests{running}"] == 1, "the first prompt in prefill")
-        send(second, LONG)
-        until(lambda: metrics(server)["paged_requests{waiting}"] == 1, "the second prompt in the queue")
-        second.cancel()
-        until(lambda: metrics(server)["paged_requests{waiting}"] == 0, "an empty queue")
-        assert cancelled(server) == before + 1
-        assert metrics(server)["paged_requests{running}"] == 1
-        assert first.responses.empty()  # still before its first token
-        first.cancel()
-    until(lambda: cancelled(server) == before + 2, "both cancellations")
-    idle(server)
+def tokens(responses):
+    return [token for response in responses for token in response["token_ids"]]
 
 
-def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
-    before = cancelled(server)
-    body = json.dumps(
-        {"text_input": "Once upon a time", "stream": True, "max_tokens": 4000, "ignore_eos": True}
-    ).encode()
-    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("localhost", server.http_port)) as connection:
-        connection.sendall(head.encode() + body)
-        assert b"200" in connection.recv(4096)
-    until(lambda: cancelled(server) == before + 1, "the cancellation")
-    idle(server)
+def test_a_block_that_leaks_stays_in_use(faulty):
+    with faulty(leak_block=2) as calls:
+        scheduler = calls.service._assembly.scheduler
+        used = []
+        for _ in range(3):
+            calls.ask(**ASKED)
+            used.append(scheduler.blocks.num_used)
+    assert used == [0, 1, 1]
 
 
-def test_a_client_that_goes_away_over_http_before_the_first_token_is_noticed(tiny_server):
-    """It waits for the pool, which another has; the server has had an empty response to write."""
-    before = cancelled(tiny_server)
-    body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
-    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with raw_stream(tiny_server) as first:
-        inputs = {"text_input": "a" * 60, "stream": True}
-        first.send(**inputs, sampling_parameters={"max_tokens": 36, "ignore_eos": True})
-        assert first.next().text == ""
-        with socket.create_connection(("localhost", tiny_server.http_port)) as connection:
-            connection.sendall(head.encode() + body)
-            reply = b""
-            while b'"text_output":""' not in reply:
-                reply += connection.recv(4096)
-        until(lambda: cancelled(tiny_server) == before + 1, "the cancellation")
-        first.all()
-    idle(tiny_server)
+def test_one_token_is_another(tiny, faulty):
+    with serving(tiny[0]) as calls:
+        right = tokens([calls.ask(**ASKED)])
+    with faulty(wrong_token=8) as calls:
+        first, second = (tokens([calls.ask(**ASKED)]) for _ in range(2))
+    assert first == right
+    assert second == [*right[:1], right[1] ^ 1, *right[2:]]
 
 
-def test_a_cancelled_stream_changes_nothing_for_the_others(server):
-    body = {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 24}
-    expected = json.loads(post(server, body | {"exclude_input_in_output": True})[1])["text_output"]
-    with raw_streams(server, 3) as streams:
-        for stream in streams:
-            send(stream, body["text_input"], 24)
-        streams[1].next()
-        streams[1].cancel()
-        for stream in (streams[0], streams[2]):
-            assert "".join(part.text for part in stream.all()) == expected
-    idle(server)
+def test_a_last_response_is_kept_back_or_comes_twice(faulty):
+    with faulty(double_final=2, drop_final=3) as calls:
+        (expected,) = calls.call(**ASKED).all()
+        assert calls.call(**ASKED).all() == [expected] * 2
+        silent = calls.call(**ASKED)
+        calls.ask(**ASKED)  # once it is answered, the one before is over as well
+        assert silent.empty()
 
 
-def test_a_probe_is_let_in_where_clients_are_limited(tiny):
-    """It goes as far ahead as they may, and takes none of their places."""
-    options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
-    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
-        send(stream, "x", 200)
-        assert stream.next().text is not None
-        assert post(server, {"text_input": "x"})[0] == 400  # this tenant has no other place
-        assert main(["probe", "--url", server.grpc_url]) == 0
+def ends(caller):
+    """All tokens of a request, and its error."""
+    found, error, last = [], None, False
+    while not last:
+        outputs, error, last = caller.get(timeout=WAIT)
+        found += outputs.get("token_ids", [])
+    return found, error
 
 
-def test_a_time_limit_ends_a_request_with_what_it_has(server):
-    body = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "timeout": 1_500_000}
-    status, text = post(server, body | {"return_finish_reason": True})
-    assert status == 200
-    assert json.loads(text)["finish_reason"] == "timeout"
-    assert len(json.loads(text)["text_output"]) > len(body["text_input"])
-    idle(server)
+PROMPTS = [chr(65 + index) * (3 + 4 * index) for index in range(8)]
 
 
-def test_a_request_over_http_ends_by_its_id(server):
-    """Its client waits for the whole of it, and no connection is closed that would tell."""
-    before = cancelled(server)
-    long = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "id": "mine"}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post, server, long)
-        until(lambda: metrics(server)["paged_requests{running}"] == 1, "the request")
-        status, text = post(server, {"id": "mine", "stop_request": True})
-        assert (status, json.loads(text)["num_stopped"]) == (200, 1)
-        status, text = answer.result()
-    assert (status, "CANCELLED: the request was ended by a stop_request" in text) == (400, True)
-    assert json.loads(post(server, {"id": "mine", "stop_request": True})[1])["num_stopped"] == 0
-    assert cancelled(server) == before + 1
-    status, text = post(server, {"stop_request": True})
-    assert (status, "stop_request: has no request id" in text) == (400, True)
-    idle(server)
+def ask_all(calls):
+    return [calls.call(**ASKED | {"text_input": prompt, "stream": True}) for prompt in PROMPTS]
 
 
-BAD = [
-    ({"text_input": ""}, "text_input: the prompt is empty"),
-    ({}, "text_input, messages, input_ids: none is given"),
-    ({"text_input": "x " * 9000}, "prompt_tokens="),
-    ({"text_input": "x " * 1_000_000}, "text_input: 2000000 characters; must be at most 663552"),
-    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 0}'}, "max_tokens=0: must be 1..8192"),
-    (
-        {"text_input": "x", "sampling_parameters": '{"max_tokens": 99999999999}'},
-        "max_tokens=99999999999: must be 1..8192",
-    ),
-    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 8192}'}, "max_tokens=8192: must be 1..81"),
-    ({"text_input": "x", "sampling_parameters": '{"max_tokens"'}, "sampling_parameters: not valid JSON"),
-    ({"text_input": "x", "sampling_parameters": "[]"}, "sampling_parameters: must be a JSON object"),
-    ({"text_input": "x", "sampling_parameters": '{"frobnicate": 1}'}, "frobnicate=1: unknown sampling parameter"),
-    ({"text_input": "x", "sampling_parameters": '{"temperature": "hot"}'}, "temperature="),
-    ({"text_input": "x", "sampling_parameters": '{"temperature": NaN}'}, "temperature="),
-    ({"text_input": "x", "sampling_parameters": '{"top_p": Infinity}'}, "top_p="),
-    ({"text_input": "x", "sampling_parameters": '{"n": 1000000}'}, "n=1000000: must be 1..32"),
-    ({"text_input": "x", "sampling_parameters": '{"logprobs": 21}'}, "logprobs=21: must be 0..20"),
-    ({"text_input": "x", "sampling_parameters": '{"stop_token_ids": [-1]}'}, "stop_token_ids=-1: must be 0..49151"),
-    ({"text_input": "x", "sampling_parameters": '{"best_of": 4, "beam_width": 4}'}, "best_of=4: must be n=1 with beam"),
-    (
-        {"text_input": "x", "sampling_parameters": '{"best_of": 2}', "stream": True},
-        "best_of=2: must be n=1 when stream",
-    ),
-    (
-        {"text_input": "x", "sampling_parameters": '{"logit_bias": {"5": 101}}'},
-        "logit_bias[5]=101: must be at least -100",
-    ),
-    (
-        {"text_input": "x", "sampling_parameters": '{"allowed_token_ids": []}'},
-        "allowed_token_ids=[]: must have at least",
-    ),
-    ({"text_input": "x", "sampling_parameters": '{"timeout_ms": 0}'}, "timeout_ms=0: must be 1..2147483647"),
-    ({"messages": "{}"}, "messages: must be a JSON list"),
-    ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]"),
-    ({"text_input": "x", "sampling_parameters": '{"\\ud800": 1}'}, r"\ud800=1: unknown sampling parameter"),
-]
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("nan_row", "INTERNAL: the model's numbers for this request are not finite"),
+        ("out_of_memory", "INTERNAL: the step failed: OutOfMemoryError: on purpose"),
+    ],
+)
+def test_a_step_that_goes_wrong_ends_its_own_requests_alone(tiny, faulty, fault, reason, overlap):
+    with serving(tiny[0]) as calls:
+        right = [ends(caller)[0] for caller in ask_all(calls)]
+    with faulty(**{fault: 4}, async_scheduling=overlap) as calls:
+        ended = [ends(caller) for caller in ask_all(calls)]
+        failed = [error for _, error in ended if error]
+        assert failed and all(reason in error for error in failed)
+        assert len(failed) == 1 or fault != "nan_row"
+        for (found, error), expected in zip(ended, right, strict=True):
+            assert found == expected[: len(found)] if error else found == expected
+        assert [ends(caller)[0] for caller in ask_all(calls)] == right  # and everybody after
+        scheduler = calls.service._assembly.scheduler
+        scheduler.check()
+        assert scheduler.blocks.num_used == 0
+        assert calls.service.ready
 
 
-def told(reason):
-    """How the error's text begins."""
-    return f"Error generating stream: INVALID_ARGUMENT: {reason}"
+def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
+    with faulty(dead_engine=4) as calls:
+        callers = ask_all(calls)
+        errors = [ends(caller)[1] for caller in callers]
+        found = [error for error in errors if error]
+        died, late = "INTERNAL: the engine died: RunnerDied: on purpose", "UNAVAILABLE: the engine has stopped"
+        assert any(died in error for error in found)
+        assert all(died in error or late in error for error in found)
+        assert not calls.service.ready
+        assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
 
 
-@pytest.mark.parametrize(("inputs", "reason"), BAD)
-def test_bad_input_over_http(server, inputs, reason):
-    status, text = post(server, inputs)
-    assert status == 400
-    assert json.loads(text)["error"].startswith(told(reason))
+def test_what_an_engine_had_that_died_is_not_kept_on_disk(faulty, tmp_path):
+    """Whatever it died of may be in it."""
+    with faulty(dead_engine=4, swap_space=0.01, disk_cache_dir=str(tmp_path / "kv")) as calls:
+        for caller in ask_all(calls):
+            ends(caller)
+    assert not list((tmp_path / "kv").glob("*/*/*"))
 
 
-def test_bad_input_over_grpc(server):
-    """One stream carries all of it, and lives on."""
-    with raw_stream(server) as stream:
-        for inputs, reason in BAD:
-            stream.send(**inputs)
-            assert stream.next().error.message().startswith(told(reason)), inputs
-        send(stream, "still here", 2)
-        assert stream.all()[-1].final
-    idle(server)
+def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, monkeypatch):
+    class Panic(BaseException):
+        """As libraries in Rust raise it."""
+
+    def panic():
+        raise Panic("index out of bounds")
+
+    with faulty() as calls:
+        monkeypatch.setattr(calls.service._assembly.scheduler, "schedule", panic)
+        assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).refusal()
 
 
-def test_the_grpc_status_matches_the_class_where_a_client_asks_for_it(tiny):
-    """About one such answer in 150 kills tritonserver 2.51, whatever the model (triton-inference-server/server#7368,
-    mended in later ones): a server that died of signal 11 is no finding of this test, and another is asked."""
-    for _ in range(5):
-        with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server, strict=True) as stream:
-            stream.send(text_input="x", sampling_parameters={"max_tokens": 0})
-            error = stream.next().error
-            stream.cancel()
-            if server.stop() == -signal.SIGSEGV:
-                continue
-        assert error.message().startswith(told("max_tokens=0: must be 1..256"))
-        assert error.status() == "StatusCode.INVALID_ARGUMENT"
-        return
-    pytest.fail("the server died of signal 11 five times")
+def test_a_step_that_does_not_get_on_fails_what_is_open(faulty):
+    with faulty(stuck_step=4, stall_timeout=1, stop_timeout=1) as calls:
+        callers = ask_all(calls)
+        for caller in callers:
+            _, error = ends(caller)
+            assert "UNAVAILABLE: a step has taken" in error and "more than stall_timeout=1" in error
+        assert not calls.service.ready
 
 
-def test_raw_bytes_that_are_not_utf8(server):
-    with raw_stream(server) as stream:
-        stream.send(text_input=b"ab\xff")
-        assert "INVALID_ARGUMENT: text_input: byte 2 is not valid UTF-8" in stream.next().error.message()
+def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
+    """Its requests end at their time, with what they have; the engine is given up on."""
+    limits = {"request_timeout": 1, "stop_timeout": 1}
+    with faulty(stuck_step=4, **limits) as calls:
+        callers = ask_all(calls)
+        for caller in callers:
+            assert caller.all()[-1]["finish_reason"] == [b"timeout"]
+        assert calls.service._engine.alive
+    assert not calls.service._engine.alive
 
 
-def test_unknown_parameters_of_generate_are_refused_by_name(server):
-    status, text = post(server, {"text_input": "x", "temprature": 0.5})
-    assert status == 400
-    assert json.loads(text)["error"].startswith(told("temprature=0.5: unknown parameter"))
+def test_the_wall_clock_may_jump(faulty, monkeypatch):
+    for name in ("time", "time_ns"):
+        monkeypatch.setattr(time, name, getattr(time, name))  # it is put back
+    own, limits = time.time, {"request_timeout": 600, "session_ttl": 600.0}
+    with faulty(wall_clock=2, **limits) as calls:
+        ahead = []
+        for _ in range(4):
+            assert calls.ask(**ASKED)["finish_reason"] == [b"length"]
+            ahead.append(round((time.time() - own()) / 3600))
+    assert ahead == [0, 1, -1, 1]
 
 
-def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
-    """24 blocks of 4 tokens, and a model that would take 256."""
-    status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
-    assert status == 400
-    assert (
-        "max_tokens=38: prompt and output need 25 blocks of the key/value pool, which has 24"
-        in json.loads(text)["error"]
-    )
-    assert post(tiny_server, {"text_input": "x" * 60, "max_tokens": 37})[0] == 200
-    idle(tiny_server)
+def test_the_log_tells_when_blocks_of_one_that_was_dropped_are_free(faulty, caplog):
+    caplog.set_level("INFO", "paged_llm")
+    with faulty(tell_drops=1) as calls:
+        gone = Caller(**ASKED | {"sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}', "stream": True})
+        gone.request_id, gone.is_cancelled = lambda: "gone", lambda: True
+        calls.service.submit(gone)
+        assert "CANCELLED" in ends(gone)[1]
+        calls.ask(**ASKED)  # which is not told
+    (line,) = [one.getMessage() for one in caplog.records if "dropped" in one.getMessage()]
+    log = Log()
+    log(f"{line}\n")
+    ((id, at),) = log.drops()
+    assert id == "gone" and 0 <= time.monotonic() - at < WAIT
+    assert log.drops() == []
 
 
-def test_a_model_without_a_chat_template_says_so(tiny_server):
-    status, text = post(tiny_server, {"messages": '[{"role": "user", "content": "hi"}]'})
-    assert status == 400
-    assert "messages: this model has no chat template" in json.loads(text)["error"]
+def test_without_faults_nothing_is_wrapped(tiny):
+    with serving(tiny[0]) as calls:
+        assembly = calls.service._assembly
+        for thing in (calls.service, assembly.scheduler, assembly.scheduler.blocks, assembly.runner):
+            assert not [name for name in vars(thing) if hasattr(type(thing), name)]
 
 
-def test_a_pool_that_runs_dry_loses_no_token(tiny_server):
-    """12 requests of up to 24 blocks in a pool of 24: they wait, are pushed out, and come back."""
-    bodies = [
-        {
-            "text_input": chr(65 + i) * 20,
-            "sampling_parameters": {"temperature": 0, "max_tokens": 60, "ignore_eos": True},
-        }
-        for i in range(12)
-    ]
-    alone = []
-    for body in bodies:
-        with raw_stream(tiny_server) as stream:
-            stream.send(stream=True, **body)
-            alone.append("".join(part.text for part in stream.all()))
-    before = metrics(tiny_server)["paged_preemptions_total{recompute}"]
-    with raw_streams(tiny_server, len(bodies)) as streams:
-        for stream, body in zip(streams, bodies, strict=True):
-            stream.send(stream=True, **body)
-        assert ["".join(part.text for part in stream.all()) for stream in streams] == alone
-    assert metrics(tiny_server)["paged_preemptions_total{recompute}"] > before
-    idle(tiny_server)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"drop": 1}', "drop: unknown fault; known are leak_block"),
+        ('{"drop_final": 0}', "drop_final=0: must be a whole number of at least 1"),
+        ('{"drop_final": true}', "drop_final=true: must be"),
+    ],
+)
+def test_what_is_no_fault_is_refused(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        faults.read({faults.VARIABLE: text})

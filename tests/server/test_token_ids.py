@@ -1,82 +1,196 @@
-"""Token ids through a real Triton server, to tritonclient and to the client library."""
+"""Token ids in and out, and where in the text each begins."""
 
 import json
 
-import numpy as np
 import pytest
 
-from client import Client
-from tests.in_process import byte_tokenizer
-from tests.server.conftest import post, raw_stream
+from tests.support.callers import Caller, serving
+from tests.support.in_process import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
-TEXT = "The sea is"
+TEXT = "The sea, é"
 IDS = TOKENIZER.encode(TEXT)
-SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
-ASKED = {"return_token_ids": True, "return_text_offsets": True, "return_num_output_tokens": True}
+RETURNED = {"return_token_ids": True, "return_text_offsets": True, "return_num_output_tokens": True}
 
 
+@pytest.fixture(scope="module")
+def service(tiny):
+    with serving(tiny[0]) as running:
+        yield running
+
+
+def sampling(**values):
+    """Samples of few bytes, so that most are characters by themselves, and some are cut."""
+    return json.dumps({"max_tokens": 30, "ignore_eos": True, "temperature": 1.0, "seed": 1} | values)
+
+
+def per_sample(outputs, name):
+    left = iter(outputs[name])
+    return [[next(left) for _ in range(count)] for count in outputs["num_output_tokens"]]
+
+
+def test_a_prompt_of_token_ids_is_that_of_the_text(service):
+    given = service.ask(text_input=TEXT, exclude_input_in_output=True, sampling_parameters=sampling(), **RETURNED)
+    assert service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED) == given
+    assert given["prompt_token_ids"] == IDS
+    assert len(given["token_ids"]) == 30
+
+
+def test_the_text_is_that_of_the_token_ids(service):
+    outputs = service.ask(input_ids=IDS, sampling_parameters=sampling(seed=3, n=2), **RETURNED)
+    for text, ids, offsets in zip(
+        outputs["text_output"], per_sample(outputs, "token_ids"), per_sample(outputs, "text_offsets"), strict=True
+    ):
+        assert TOKENIZER.decode([*IDS, *ids])[len(TEXT) :].rstrip("\ufffd") == text.decode()
+        assert offsets == sorted(offsets)
+        assert all(
+            text.decode()[offset:].startswith(TOKENIZER.decode([token]))
+            for token, offset in zip(ids, offsets, strict=True)
+            if TOKENIZER.decode([token]).isascii() and token != TOKENIZER.eos_token_id
+        )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_pieces_add_up_to_the_whole(service, n):
+    asked = {"input_ids": IDS, "sampling_parameters": sampling(n=n), **RETURNED}
+    whole = service.ask(**asked)
+    pieces = service.call(**asked, stream=True).all()
+    assert len(pieces) > 1
+    for name in ("token_ids", "text_offsets"):
+        parts = [per_sample(piece, name) for piece in pieces]
+        assert [[one for part in parts for one in part[index]] for index in range(n)] == per_sample(whole, name)
+    assert ["prompt_token_ids" in piece for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+
+
+@pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_in_and_out(tiny_server, stream):
-    with raw_stream(tiny_server) as connection:
-        connection.send(input_ids=np.array(IDS, np.int32), sampling_parameters=SAMPLED, stream=stream, **ASKED)
-        pieces = connection.all()
-        connection.send(text_input=TEXT, sampling_parameters=SAMPLED, exclude_input_in_output=True, **ASKED)
-        (whole,) = connection.all()
-    ids = [token for piece in pieces for token in piece.outputs["token_ids"]]
-    assert ids == whole.outputs["token_ids"]
-    assert [offset for piece in pieces for offset in piece.outputs["text_offsets"]] == whole.outputs["text_offsets"]
-    assert pieces[0].outputs["prompt_token_ids"] == IDS
-    assert not any("prompt_token_ids" in piece.outputs for piece in pieces[1:])
+def test_a_stop_string_is_among_the_tokens_and_after_the_text(service, include, stream):
+    free = service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED)
+    text = free["text_output"][0].decode()
+    start = next(index for index in range(5, len(text) - 2) if text[index : index + 2].isascii())
+    stop = text[start : start + 2]
+    start = text.index(stop)
+    limited = sampling(stop=stop, include_stop_str_in_output=include)
+    pieces = service.call(input_ids=IDS, sampling_parameters=limited, stream=stream, **RETURNED).all()
+    said = b"".join(piece["text_output"][0] for piece in pieces).decode()
+    ids = [token for piece in pieces for token in piece["token_ids"]]
+    offsets = [offset for piece in pieces for offset in piece["text_offsets"]]
+    assert said == text[: start + 2 * include]
+    assert TOKENIZER.decode(ids).endswith(stop)
+    assert ids == free["token_ids"][: len(ids)]
+    assert offsets == free["text_offsets"][: len(ids)]
+    assert start in offsets
+    assert offsets[-1] == start + 1
 
 
-def test_the_generate_endpoint_takes_and_gives_lists(tiny_server):
-    status, body = post(tiny_server, {"input_ids": IDS, **SAMPLED, **ASKED})
-    answer = json.loads(body)
-    assert (status, answer["prompt_token_ids"], len(answer["token_ids"])) == (200, IDS, 12)
-    status, body = post(tiny_server, {"input_ids": [320], **SAMPLED})
-    assert status == 400
-    assert "input_ids[0]=320: must be 0..319" in body
+def test_the_token_that_ends_the_output_is_where_the_text_ends(service):
+    free = service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED)
+    end = free["token_ids"][9]
+    count = free["token_ids"].index(end) + 1
+    stopped = service.ask(input_ids=IDS, sampling_parameters=sampling(stop_token_ids=[end]), **RETURNED)
+    assert stopped["token_ids"] == free["token_ids"][:count]
+    assert stopped["text_offsets"][:-1] == free["text_offsets"][: count - 1]
+    assert stopped["text_offsets"][-1] == len(stopped["text_output"][0].decode())
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_scored_and_echoed_without_generating_anything(tiny_server, protocol, stream):
-    """Outputs without an element among what comes back."""
-    wanted = {
-        "max_tokens": 0,
-        "echo": True,
-        "prompt_logprobs": 2,
-        "return_token_ids": True,
-        "return_text_offsets": True,
-    }
-    url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
-    with Client(url, protocol=protocol) as client:
-        if stream:
-            with client.stream(TEXT, **wanted) as answers:
-                list(answers)
-            answer = answers.completion
-        else:
-            answer = client.generate(TEXT, **wanted)
-    assert (answer.text, answer.finish_reason, answer.num_output_tokens) == (TEXT, "length", 0)
-    assert (answer.token_ids, answer.text_offsets) == ((), ())
-    assert answer.prompt_text_offsets == tuple(range(len(TEXT)))
-    first, *others = answer.prompt_logprobs
-    assert first is None
-    assert [own.token_id for own, *_ in others] == IDS[1:]
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_are_among_the_ids_whether_their_text_is_or_not(service, skip):
+    """Hot samples, one of which draws the end of the sequence somewhere."""
+    hot = {"temperature": 100, "skip_special_tokens": skip, "n": 4}
+    answers = (
+        service.ask(input_ids=IDS, sampling_parameters=sampling(**hot | {"seed": seed}), **RETURNED)
+        for seed in range(0, 100, 4)
+    )
+    outputs = next(one for one in answers if TOKENIZER.eos_token_id in one["token_ids"])
+    assert (b"<|end|>" in b"".join(outputs["text_output"])) != skip
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_client_library_has_them(tiny_server, protocol):
-    url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
-    asked = {"return_token_ids": True, "return_text_offsets": True, **SAMPLED}
-    with Client(url, protocol=protocol) as client:
-        whole = client.generate(IDS, n=2, **asked)
-        with client.stream(TEXT, **asked) as stream:
-            deltas = list(stream)
-        assert client.generate(TEXT, **SAMPLED).token_ids is None
-    assert whole.prompt_token_ids == stream.completion.prompt_token_ids == tuple(IDS)
-    assert [len(one.token_ids) for one in (whole, *whole.others)] == [12, 12]
-    assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
-    assert stream.completion.text_offsets == whole.text_offsets
-    assert all(len(delta.token_ids) == delta.num_output_tokens for delta in deltas)
+def test_offsets_count_a_prompt_that_stands_before_the_output(service):
+    asked = {"sampling_parameters": sampling(), **RETURNED}
+    without = service.ask(input_ids=IDS, **asked)
+    for prompt in ({"text_input": TEXT}, {"input_ids": IDS, "exclude_input_in_output": False}):
+        outputs = service.ask(**prompt, **asked)
+        assert outputs["text_output"] == [TEXT.encode() + without["text_output"][0]]
+        assert outputs["text_offsets"] == [len(TEXT) + offset for offset in without["text_offsets"]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([], "input_ids: the prompt is empty; give at least one token"),
+        ([1, 320], "input_ids[1]=320: must be 0..319"),
+        ([-1], "input_ids[0]=-1: must be 0..319"),
+        ([1] * 256, "prompt_tokens=256: must be 1..255"),
+    ],
+)
+def test_ids_that_are_no_prompt(service, ids, reason):
+    assert reason in service.call(input_ids=ids).refusal()
+
+
+def test_a_session_goes_on_in_token_ids(service):
+    asked = {"sampling_parameters": sampling(max_tokens=4), **RETURNED}
+
+    def turn(ids, flags):
+        caller = Caller(input_ids=ids, **asked)
+        caller.correlation_id, caller.flags = lambda: 7, lambda: flags
+        service.service.submit(caller)
+        (outputs,) = caller.all()
+        return outputs
+
+    first, second = turn(IDS, 1), turn([5, 6], 2)
+    assert second["prompt_token_ids"] == [*IDS, *first["token_ids"], 5, 6]
+
+
+def test_the_last_tokens_of_a_prompt_are_kept(service):
+    kept = service.ask(input_ids=IDS[-4:], sampling_parameters=sampling(), **RETURNED)
+    cut = sampling(truncate_prompt_tokens=4)
+    for prompt in ({"input_ids": IDS}, {"text_input": TEXT, "exclude_input_in_output": True}, {"input_ids": IDS[-4:]}):
+        assert service.ask(**prompt, sampling_parameters=cut, **RETURNED) == kept
+    long = service.ask(input_ids=[1] * 1000 + IDS[-4:], sampling_parameters=cut, **RETURNED)
+    assert long["prompt_token_ids"] == IDS[-4:]
+
+
+def test_of_a_prompt_that_was_cut_what_is_left_stands_before_the_output(service):
+    cut = sampling(truncate_prompt_tokens=3)
+    answer = service.ask(text_input=TEXT, sampling_parameters=cut, **RETURNED)
+    assert answer["text_output"][0].decode().startswith(" é")
+    assert answer["text_offsets"][0] == 2
+
+
+def test_a_session_is_not_cut(service):
+    caller = Caller(input_ids=IDS, sampling_parameters=sampling(truncate_prompt_tokens=3))
+    caller.correlation_id, caller.flags = lambda: 8, lambda: 3
+    service.service.submit(caller)
+    assert "truncate_prompt_tokens=3: means nothing in a session" in caller.refusal()
+
+
+@pytest.fixture(scope="module")
+def beginning(tiny, tmp_path_factory):
+    """One whose tokenizer puts a token before text."""
+    from tokenizers.processors import TemplateProcessing
+
+    directory, tokenizer = tmp_path_factory.mktemp("tokenizer"), byte_tokenizer()
+    own = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = own
+    tokenizer.save_pretrained(directory)
+    with serving(tiny[0], tokenizer=str(directory)) as running:
+        yield running
+
+
+def test_special_tokens_are_put_around_text_unless_that_is_unwanted(beginning):
+    end = TOKENIZER.eos_token_id
+    for prompt, given, expected in (
+        ({"text_input": TEXT}, {}, [end, *IDS]),
+        ({"text_input": TEXT}, {"add_special_tokens": False}, IDS),
+        ({"input_ids": IDS}, {}, IDS),
+        ({"text_input": TEXT}, {"truncate_prompt_tokens": 2}, IDS[-2:]),
+    ):
+        answer = beginning.ask(**prompt, sampling_parameters=sampling(**given), **RETURNED)
+        assert answer["prompt_token_ids"] == expected
+
+
+def test_as_many_tokens_as_the_context_has_room_for(service):
+    free = sampling(max_tokens=None, temperature=0)
+    answer = service.ask(input_ids=IDS, sampling_parameters=free, return_finish_reason=True, **RETURNED)
+    assert answer["num_output_tokens"] == [256 - len(IDS)]
+    assert answer["finish_reason"] == [b"length"]

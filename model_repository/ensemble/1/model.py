@@ -5,6 +5,6 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[3]
 if (_ROOT / "paged_backend").is_dir():  # a checkout serves as it stands; elsewhere the package is installed
-    sys.path.insert(0, str(_ROOT))
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "kernels")]
 
 from paged_backend.trtllm.model import TritonPythonModel  # noqa: E402, F401

@@ -1,0 +1,71 @@
+"""Adds a layer's output to the residual stream and normalises the sum (RMSNorm, arXiv:1910.07467), in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_kernels import launch
+from paged_kernels.arguments import check_add_rms_norm
+from paged_kernels.launch import Device, Launch, device_of
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    normed, total, x, residual, weight, eps, stride_x, stride_residual,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_tokens,): one program takes one row. Without residual, total is not written."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    row = tl.load(x + token * stride_x + column, mask=mask, other=0.0)
+    if residual is not None:
+        added = row.to(tl.float32) + tl.load(residual + token * stride_residual + column, mask=mask, other=0.0)
+        row = added.to(row.dtype)
+        tl.store(total + token * HIDDEN + column, row, mask=mask)
+    wide = row.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+    result = scaled.to(row.dtype) * tl.load(weight + column, mask=mask)
+    tl.store(normed + token * HIDDEN + column, result, mask=mask)
+
+
+def plan_launch(
+    normed: Tensor, total: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, device: Device
+) -> Launch:
+    num_tokens, hidden = x.shape
+    piece = launch.piece(device, "add_rms_norm", width=hidden, rows=num_tokens)
+    arguments = dict(
+        normed=normed, total=total, x=x, residual=residual, weight=weight, eps=eps,
+        stride_x=x.stride(0), stride_residual=residual.stride(0) if residual is not None else 0,
+        HIDDEN=hidden, BLOCK=piece.elements, num_warps=piece.num_warps,
+    )  # fmt: skip
+    return Launch(add_rms_norm_kernel, (num_tokens,), arguments)
+
+
+def add_rms_norm(
+    x: Tensor,  # [num_tokens, hidden]
+    residual: Tensor | None,  # as x, of its type
+    weight: Tensor,  # [hidden], of x's type
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(normalised rows, x + residual), both new and as x; without residual, the second is x itself.
+
+    The sum is rounded to x's type before it is normalised, and the normalised row before it is weighted, as the layers
+    of transformers do; in between all is fp32.
+    """
+    check_add_rms_norm(x, residual, weight)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    plan_launch(normed, total, x, residual, weight, eps, device=device_of(x.device)).run()
+    return normed, total
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What `add_rms_norm` means, one row at a time; for tests, not for speed."""
+    total = x if residual is None else x + residual
+    rows = [row.float() / (row.float().square().mean() + eps).sqrt() for row in total]
+    normed = [row.to(x.dtype) * weight for row in rows]
+    return torch.stack(normed) if normed else torch.empty_like(x), total

@@ -1,0 +1,293 @@
+"""Compiles the Triton kernels ahead of time for every supported chip, without a GPU, and reads their cost.
+
+    python -m paged_kernels.aot [--full] [--hours 0.5] [--chip sm_90 ...]
+
+Prints one JSON object per configuration. Exits with 1 if a kernel spills more than a little or needs more shared
+memory than the chip has. TRITON_INTERPRET must not be set.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paged_kernels import add_rms_norm, block_copy, kv_write, launch, paged_attention, rope_kv_write, sampling, swiglu
+from paged_kernels.draws import Draws, Filters
+from paged_kernels.launch import Device, Launch, RowFacts
+from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.paging import Paging, SharedPrefixes
+
+KB = 1024
+CHIPS = {  # target, and the shared memory one program may use
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
+SAMPLING = ("least", "best", "greedy", "first_best")
+SMALL = (*SAMPLING, "block_copy")  # few configurations
+# paged_attention: rows that fit a small tile, the same with splits, chunks beside them, shared prefixes, and the merge
+ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
+HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+
+
+# Bytes of a thread. ptxas gives up a few values that are set before the loop and read after it, to reach the next
+# step of occupancy; what a loop needs would be many times as much.
+SPILLED_AT_MOST = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of one kernel on one chip."""
+
+    chip: str
+    kernel: str  # one of ATTENTION, one of SMALL, or the module of another
+    dtype: str = "bf16"
+    head_dim: int = 128
+    group: int = 4
+    block_size: int = 16
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    norm: bool = False  # rope_kv_write: of each head; add_rms_norm: after an addition
+    format: str | None = None  # of the pool
+    # "decode" and "split": the longest context; "prefill": the longest chunk; "prefix": sequences; others: rows
+    length: int = 1024
+    width: int = 16384  # of a row; block_copy: bytes of a block. Not of attention
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compiled kernel uses; bytes, but for the registers of a thread."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def full_grid(chip: str) -> Iterator[Case]:
+    """Every launch shape: types by head dimensions by variants; groups and block sizes on one of each."""
+    every, none = list(itertools.product((False, True), repeat=3)), [(False, False, False)]
+    kernels, names = ("decode", "split", "prefill", "prefix"), (None, *FORMATS.values())
+    for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
+        attends = kernel in ("decode", "prefill")
+        for variant in every if attends and name is None else [*none, (True, True, True)] if attends else none:
+            yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant, format=name)
+    for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
+        yield from (Case(chip, kernel, dtype, head_dim, group, format=name) for head_dim in (64, 128, 256))
+    for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
+        yield Case(chip, kernel, block_size=block_size, format=name)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        yield from (Case(chip, "merge", dtype, head_dim, sinks=sinks, window=sinks) for sinks in (False, True))
+        yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
+        yield Case(chip, "rope_kv_write", dtype, head_dim)
+        yield from (Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name) for name in names)
+    for dtype, width in itertools.product(DTYPES, (512, 4608, 8192, 16384)):
+        yield from (Case(chip, "add_rms_norm", dtype, norm=norm, width=width) for norm in (False, True))
+        yield Case(chip, "swiglu", dtype, width=4 * width)
+    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
+    yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
+    yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
+    yield from table_grid(chip)
+
+
+def table_grid(chip: str) -> Iterator[Case]:
+    """Every entry of the chip's own table, in the kernels that use it."""
+    table = launch.table_for(chip)
+    for facts, _ in table.rows() if table and table.chip == chip else []:
+        if isinstance(facts, RowFacts):
+            yield from _row_cases(chip, facts)
+            continue
+        dtype = "fp32" if facts.itemsize == 4 else "bf16"
+        group = 4 if facts.rows == 16 else facts.rows
+        for name in FORMATS.values() if facts.quantized else (None,):
+            for kernel in ("decode", "split") if facts.kind == "decode" else ("prefill", "prefix"):
+                yield Case(chip, kernel, dtype, facts.block_d, group, format=name, length=facts.length)
+
+
+def _row_cases(chip: str, facts: RowFacts) -> Iterator[Case]:
+    norm = facts.kind == "norm_rope_kv_write"
+    kernels = SAMPLING[1:] if facts.kind == "sampling" else ("rope_kv_write",) if norm else (facts.kind,)
+    writes = facts.kind.endswith("kv_write")
+    head_dims = [d for d in (64, 128, 256) if d <= facts.width] if writes else [128]
+    names = (None, *FORMATS.values()) if writes else (None,)
+    for kernel, dtype, head_dim, name in itertools.product(kernels, ("bf16", "fp32"), head_dims, names):
+        yield Case(
+            chip, kernel, dtype, head_dim, norm=norm or kernel == "add_rms_norm", format=name,
+            length=facts.rows, width=facts.width,
+        )  # fmt: skip
+
+
+def small_grid(chip: str) -> Iterator[Case]:
+    """The cases with the most registers and shared memory, and one of each variant."""
+    everything = dict(window=True, softcap=True, sinks=True)
+    for name in (None, *FORMATS.values()):
+        yield Case(chip, "split", "bf16", 256, **everything, format=name)
+        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **everything, format=name)
+        yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
+        yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
+        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
+    yield Case(chip, "prefill", "bf16", 128, **everything)
+    yield from (Case(chip, "prefill", "fp32", 256, **everything, format=name) for name in (None, "int8"))
+    yield Case(chip, "split", "fp32", 256, **everything)
+    yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
+    yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
+    yield Case(chip, "merge", sinks=True)
+    yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
+    yield Case(chip, "add_rms_norm", norm=True)
+    yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
+    yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL))
+
+
+def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """What a launch with these arguments compiles; pointers and multiples of 16 are marked as aligned."""
+    names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    names |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = names[value.dtype if is_tensor else type(value)]
+        aligned = not parameter.do_not_specialize_on_alignment if is_tensor else value and value % 16 == 0
+        if aligned and not parameter.do_not_specialize and not isinstance(value, float):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _launch(case: Case) -> Launch:
+    """On tensors without memory."""
+    dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
+    # Few multiprocessors want no splits, and large tiles; many want splits.
+    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    row = tensor(case.length, case.width)
+    if case.kernel == "add_rms_norm":
+        residual = row if case.norm else None
+        return add_rms_norm.plan_launch(row, row, row, residual, tensor(case.width), 1e-5, device=device)
+    if case.kernel == "swiglu":
+        return swiglu.plan_launch(row, tensor(case.length, 2 * case.width), device=device)
+    if case.kernel == "block_copy":
+        table, moves = tensor(3, 64, dtype=torch.int64), tensor(case.length, 2, dtype=torch.int64)
+        return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
+    if case.kernel in SAMPLING:
+        floats, whole = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
+        filters = Filters(tensor(case.length, dtype=torch.int32), floats, floats)
+        draws = None if case.kernel == "greedy" else Draws(floats, whole, whole, filters)
+        launches = sampling.plan_launch(row, draws, whole, device=device)
+        return launches[0 if case.kernel in ("least", "greedy") else -2 if case.kernel == "best" else -1]
+    rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
+    num_heads = case.width // case.head_dim
+    num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2
+    slots_of_pool = (64, num_kv_heads, case.block_size)
+    stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
+    parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
+    parts += [tensor(*slots_of_pool, dtype=torch.float32)] * 2 if case.format else []
+    cache = LayerCache(*parts)
+    slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
+    if case.kernel == "kv_write":
+        return kv_write.plan_launch(key, key, cache, slots, device=device)
+    if rotates:
+        query = tensor(case.length, num_heads, case.head_dim)
+        angles, weight = tensor(case.length, case.head_dim), tensor(case.head_dim) if case.norm else None
+        return rope_kv_write.plan_launch(
+            query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6, device=device
+        )
+
+    def int32(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=torch.int32)
+
+    chunk = case.length if case.kernel == "prefill" else 1
+    context_len = case.length if case.kernel in ("decode", "split") else 8192
+    shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
+    paging = Paging(
+        slots=tensor(num_seqs * chunk, dtype=torch.int64), block_tables=int32(num_seqs, 64),
+        context_lens=int32(num_seqs), query_starts=int32(num_seqs + 1),
+        max_query_len=chunk, max_context_len=context_len, shared=shared,
+    )  # fmt: skip
+    query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
+    launches = paged_attention.plan_launch(
+        query, query, cache, paging,
+        scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
+        sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
+    )  # fmt: skip
+    return launches[-1 if case.kernel == "merge" else 0]
+
+
+def _registers_on_amd(assembly: str) -> tuple[int, int]:
+    """Vector registers and scratch bytes of a thread; spilled scalar registers only move to vector ones."""
+    usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly))
+    return int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
+
+
+def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread. The kernels hold no arrays: all on the stack was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def compile_case(case: Case) -> Cost:
+    """Compiles one case. Raises whatever the compiler raises."""
+    planned = _launch(case)
+    options = {name: planned.arguments[name] for name in OPTIONS if name in planned.arguments}
+    compiled = triton.compile(_source(planned.kernel, planned.arguments), target=CHIPS[case.chip][0], options=options)
+    if "cubin" in compiled.asm:
+        registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])
+    else:
+        registers, spilled = _registers_on_amd(compiled.asm["amdgcn"])
+    return Cost(compiled.metadata.shared, registers, spilled)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compiles the kernels for every supported chip.")
+    parser.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
+    longest = "for each chip: as many configurations, chosen at random, as there is time for"
+    parser.add_argument("--hours", type=float, default=math.inf, help=longest)
+    parser.add_argument("--chip", nargs="+", choices=CHIPS, default=list(CHIPS))
+    arguments = parser.parse_args(argv)
+    failures = 0
+    for chip in arguments.chip:
+        cases = list(full_grid(chip) if arguments.full else small_grid(chip))
+        if math.isfinite(arguments.hours):
+            random.shuffle(cases)
+        until = time.monotonic() + 3600 * arguments.hours
+        for case in cases:
+            if time.monotonic() > until:
+                break
+            cost = compile_case(case)
+            fits = cost.shared <= CHIPS[chip][1] and cost.spilled <= SPILLED_AT_MOST
+            failures += not fits
+            print(json.dumps({**asdict(case), **asdict(cost), "fits": fits}), flush=True)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

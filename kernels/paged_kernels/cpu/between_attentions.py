@@ -1,0 +1,26 @@
+"""What lies between the attentions, in plain PyTorch: for a CPU, and for a compiler to fuse."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_kernels.arguments import check_add_rms_norm, check_swiglu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows normalised over the last dimension: in fp32, rounded to x's type, then weighted."""
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `paged_kernels.add_rms_norm.add_rms_norm`."""
+    check_add_rms_norm(x, residual, weight)
+    total = x if residual is None else x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """As `paged_kernels.swiglu.swiglu`."""
+    check_swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.silu(gate) * up

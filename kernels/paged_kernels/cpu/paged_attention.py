@@ -1,0 +1,211 @@
+"""Paged attention with PyTorch on a CPU: gather a few sequences' pages, then attend.
+
+Once per step a plan turns the block tables into calls. Decode rows of similar length share a call; a prefill
+chunk becomes one call per QUERY_TILE of its queries, so that no call reads far past its own causal edge:
+
+    calls of one step      keys ->
+    seq 0, seq 3 (decode)  [kkkkkkkkkkkkkk....]  one row each, padded to the longer one
+    seq 1, rows 0..255     [kkkkkkkk]
+    seq 1, rows 256..399   [kkkkkkkkkkkk]
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_kernels.arguments import check_paged_attention
+from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
+from paged_kernels.paging import Paging
+
+QUERY_TILE = 256  # rows of a prefill chunk per call
+CALL_BYTES = 2 << 20  # keys and values gathered per decode call: what stays in a core's L2 cache
+PADDING_BYTES = 128 << 10  # padding that costs no more than one more call would
+PADDING_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive queries of one sequence and the blocks they see."""
+
+    seq: int
+    row: int  # packed row of the first query
+    length: int
+    position: int  # of the first query
+    first_block: int
+    end_block: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.end_block - self.first_block
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One gather and one attention: S spans with Q queries each, over L keys, padding included."""
+
+    rows: Tensor  # [S * Q] packed rows
+    pages: Tensor  # [S * num_kv_heads * L / block_size]: block * num_kv_heads + head
+    unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] that are nobody's to read
+    bias: Tensor  # [S, 1, Q, L]: 0 where visible, -inf elsewhere; query's type
+    keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by a plan's calls: they run in turn
+    values: Tensor
+
+
+def _spans(paging: Paging, block_size: int, window: int | None) -> Iterator[Span]:
+    starts = paging.query_starts.tolist()
+    for seq, context_len in enumerate(paging.context_lens.tolist()):
+        query_len = starts[seq + 1] - starts[seq]
+        if context_len == 0:
+            continue  # a padding sequence
+        assert context_len >= query_len, f"sequence {seq}: {query_len} queries, context of {context_len}"
+        for done in range(0, query_len, QUERY_TILE):
+            length = min(QUERY_TILE, query_len - done)
+            position = context_len - query_len + done
+            oldest = 0 if window is None else max(0, position - window + 1)
+            end_block = (position + length - 1) // block_size + 1
+            yield Span(seq, starts[seq] + done, length, position, oldest // block_size, end_block)
+
+
+def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
+    """Decode rows of similar length together, within CALL_BYTES; every other span by itself."""
+    yield from ([span] for span in spans if span.length > 1)
+    group: list[Span] = []
+    used = 0
+    for span in sorted((s for s in spans if s.length == 1), key=lambda s: -s.num_blocks):
+        padded = (len(group) + 1) * (group[0] if group else span).num_blocks
+        padding = (padded - used - span.num_blocks) * block_bytes
+        too_much = padding > max(PADDING_BYTES, PADDING_SHARE * padded * block_bytes)
+        if group and (too_much or padded * block_bytes > CALL_BYTES):
+            yield group
+            group, used = [], 0
+        group.append(span)
+        used += span.num_blocks
+    if group:
+        yield group
+
+
+def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Tensor], window: int | None) -> Call:
+    _, num_kv_heads, block_size, head_dim = shape
+    width = max(span.num_blocks for span in spans)
+    blocks = torch.zeros((len(spans), width), dtype=torch.int64)
+    for i, span in enumerate(spans):
+        blocks[i, : span.num_blocks] = paging.block_tables[span.seq, span.first_block : span.end_block]
+    pages = blocks[:, None, :] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+
+    query = torch.arange(spans[0].length)
+    first_key = torch.tensor([span.first_block * block_size for span in spans])
+    key_position = first_key[:, None] + torch.arange(width * block_size)  # [S, L]
+    position = torch.tensor([span.position for span in spans])[:, None] + query  # [S, Q]
+    age = position[:, :, None] - key_position[:, None, :]
+    hidden = (age < 0) if window is None else (age < 0) | (age >= window)
+    bias = torch.zeros(hidden.shape, dtype=scratch[0].dtype).masked_fill_(hidden, float("-inf"))
+    # Memory that no token of this sequence has filled may hold another request's NaN, and 0 * NaN is NaN.
+    unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
+    gathered = (len(spans), num_kv_heads, width * block_size, head_dim)
+    return Call(
+        rows=torch.cat([span.row + query for span in spans]),
+        pages=pages.flatten(),
+        unwritten=unwritten.reshape(-1).nonzero().flatten(),
+        bias=bias[:, None],
+        keys=scratch[0][: pages.numel()].view(gathered),
+        values=scratch[1][: pages.numel()].view(gathered),
+    )
+
+
+def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | None) -> list[Call]:
+    """The step's calls for layers with pools of this shape, queries of this type and this window; made by the first
+    such layer of a step."""
+    _, num_kv_heads, block_size, head_dim = shape
+    key = (num_kv_heads, block_size, head_dim, dtype, window)
+    if key not in paging.derived:
+        page = block_size * head_dim
+        block_bytes = 2 * num_kv_heads * page * dtype.itemsize
+        groups = list(_groups(list(_spans(paging, block_size, window)), block_bytes))
+        pages = max((len(g) * g[0].num_blocks * num_kv_heads for g in groups), default=0)
+        scratch = [torch.empty((pages, page), dtype=dtype) for _ in range(2)]
+        paging.derived[key] = [_call(group, paging, shape, scratch, window) for group in groups]
+    return paging.derived[key]
+
+
+def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Tensor:
+    """The call's pages of a pool, [S, num_kv_heads, L, head_dim], in one copy, or dequantized."""
+    block_size, head_dim = pool.shape[2:]
+    pages = into.view(-1, block_size, head_dim)
+    if scales is None:
+        _select(pool, call.pages, out=pages)
+    else:
+        codes = _select(as_bytes(pool), call.pages).view(pool.dtype)
+        dequantize(codes, _select(scales, call.pages), out=pages)
+    into.view(-1, head_dim).index_fill_(0, call.unwritten, 0)
+    return into
+
+
+def _select(pool: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows block * num_kv_heads + head of a tensor [num_blocks, num_kv_heads, ...]."""
+    if pool.is_contiguous():
+        return torch.index_select(pool.flatten(0, 1), 0, pages, out=out)
+    num_kv_heads = pool.shape[1]
+    gathered = pool[pages // num_kv_heads, pages % num_kv_heads]
+    return gathered if out is None else out.copy_(gathered)
+
+
+def _softmax_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """scaled_dot_product_attention with soft-cap and sinks [broadcast over query's rows], in fp32."""
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + bias
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(scores.shape[:-1])[..., None]], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(query.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: LayerCache,
+    paging: Paging,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `paged_kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros."""
+    check_paged_attention(query, cache, sliding_window, softcap, sinks)
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = cache.keys.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.zeros(query.shape, dtype=query.dtype)
+    for call in _plan(paging, cache.keys.shape, query.dtype, sliding_window):
+        keys = _gather(cache.keys, cache.key_scales, call, call.keys)
+        values = _gather(cache.values, cache.value_scales, call, call.values)
+        num_spans, query_len = len(keys), len(call.rows) // len(keys)
+        q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
+        bias = call.bias
+        sink = None if sinks is None else sinks.view(num_kv_heads, group, 1)
+        if query_len == 1:  # the group's heads are the rows: each key is read once for all of them
+            bias = bias.expand(num_spans, 1, group, -1)
+            sink = None if sink is None else sink[:, :, 0]
+        else:  # KV heads are the batch: keys are shared over the group by a stride of 0
+            q = q.permute(1, 2, 0, 3)
+            keys, values = (x[0, :, None].expand(-1, group, -1, -1) for x in (keys, values))
+        if softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+        else:
+            attended = _softmax_attention(q, keys, values, bias, scale, softcap, sink)
+        if query_len > 1:
+            attended = attended.permute(2, 0, 1, 3)
+        out[call.rows] = attended.reshape(-1, num_heads, head_dim)
+    return out

@@ -1,0 +1,144 @@
+"""Drawing tokens on a CPU, row by row with numpy, whose sort and argmax of one row are many times as fast as PyTorch's.
+
+The result is that of `paged_kernels.sampling`: the largest of logit * scale + noise. Few tokens need a logarithm:
+those whose number w is below FEW, and of the others, whose noise is at most OTHERS_NOISE, those whose logit alone
+brings them so close to the best of the first that they could beat it.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_kernels.draws import Draws
+
+FEW = 2.0**-8
+OTHERS_NOISE = -math.log(-math.log1p(-FEW))  # 5.54
+NEAR = (4.0, 10.0, np.inf)  # nats below the largest: how far a filter looks, as long as it finds too little
+
+
+def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The integers of `paged_kernels.sampling`, [len(seeds), len(tokens)] uint32; seeds and positions int64."""
+    return np.stack([_row_bits(key, _token_hashes(tokens)) for key in _keys(seeds, positions)])
+
+
+def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+    """As `paged_kernels.sampling.sample`."""
+    rows = logits.float().numpy()
+    if draws is None:
+        return torch.from_numpy(_best(rows))
+    scales = draws.scales.numpy()
+    keys = _keys(draws.seeds.numpy(), draws.positions.numpy())
+    hashes = _vocabulary(rows.shape[-1])
+    tokens = _best(rows)
+    for row in np.flatnonzero(scales):
+        if tokens[row] < 0:
+            continue
+        logits_of, scale, allowed = rows[row], scales[row], None
+        if draws.filters is not None:
+            allowed = _allowed(logits_of, scale, *(values[row].item() for values in vars(draws.filters).values()))
+        if allowed is None:
+            tokens[row] = _draw(logits_of, scale, keys[row], hashes)
+        else:
+            scores = _scores(logits_of[allowed], scale, _row_bits(keys[row], hashes[allowed]))
+            tokens[row] = allowed[scores.argmax()]
+    return torch.from_numpy(tokens)
+
+
+def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
+    tokens = rows.argmax(-1)  # the first NaN, where there is one
+    tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
+    return tokens
+
+
+def _draw(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:
+    bits = _row_bits(key, hashes)
+    lucky = np.flatnonzero(bits < np.uint32(FEW * 2**32))
+    least = -np.inf
+    if len(lucky):
+        best = _scores(logits[lucky], scale, bits[lucky]).max()
+        least = best - OTHERS_NOISE - 1e-3 - 1e-6 * abs(best)  # and what rounding may do
+    likely = np.flatnonzero(logits * scale >= np.float32(least))
+    tokens = np.union1d(lucky, likely)
+    return int(tokens[_scores(logits[tokens], scale, bits[tokens]).argmax()])
+
+
+def _scores(logits: np.ndarray, scale: np.float32, bits: np.ndarray) -> np.ndarray:  # float32
+    numbers = np.minimum((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return logits * scale - np.log(-np.log1p(-numbers)).astype(np.float32)
+
+
+def _allowed(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float, margin: float) -> np.ndarray | None:
+    """The tokens that the row's filters leave, or None: all."""
+    vocab, top = len(logits), logits.max()
+    if top_k >= vocab and top_p >= 1 and margin == np.inf:
+        return None
+    least = top - np.float32(margin)
+    if top_k < vocab or top_p < 1:
+        least = max(least, _least(logits, top, scale, top_k, top_p))
+    return np.flatnonzero(logits >= least)
+
+
+def _least(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
+    """The least logit that top_k and top_p leave."""
+    total = None  # of all weights; where there is a top_k, what it leaves is summed instead
+    if top_k >= len(logits):
+        total = _weights(logits, top, scale).sum(dtype=np.float64)
+    for reach in NEAR:
+        near = logits.take(np.flatnonzero(logits >= top - np.float32(reach) / scale))
+        ordered = np.sort(near)[::-1]
+        if total is None:
+            if len(ordered) < min(top_k, len(logits)):
+                continue
+            ordered = ordered[ordered >= ordered[top_k - 1]]
+            if top_p >= 1:
+                break
+        weights = _weights(ordered, top, scale).astype(np.float64)
+        mass = weights.cumsum()
+        wanted = top_p * (mass[-1] if total is None else total)
+        if mass[-1] >= wanted:
+            ordered = ordered[: np.count_nonzero(mass - weights < wanted)]
+            break
+    return ordered[-1]
+
+
+def _weights(logits: np.ndarray, top: np.float32, scale: np.float32) -> np.ndarray:  # float32
+    return np.exp((logits - top) * scale)
+
+
+# --- the noise: see kernels/paged_kernels/sampling.py
+
+
+def _keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:  # [num_rows] uint64
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    return _mix64(_mix64(seeds.astype(np.uint64) + golden) + positions.astype(np.uint64) * golden)
+
+
+def _mix64(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _token_hashes(tokens: np.ndarray) -> np.ndarray:  # uint32
+    h = tokens.astype(np.uint32)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> np.uint32(16))
+
+
+@cache
+def _vocabulary(size: int) -> np.ndarray:
+    return _token_hashes(np.arange(size))
+
+
+def _row_bits(key: np.uint64, hashes: np.ndarray) -> np.ndarray:
+    x = hashes ^ np.uint32(int(key) & 0xFFFFFFFF)
+    x *= np.uint32(int(key) >> 32 | 1)
+    shifted = x >> np.uint32(16)
+    x ^= shifted
+    x *= np.uint32(0x9E3779B1)
+    x ^= np.right_shift(x, np.uint32(15), out=shifted)
+    return x

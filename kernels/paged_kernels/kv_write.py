@@ -1,0 +1,139 @@
+"""Writes a step's new keys and values into their slots of the block pool."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_kernels import launch
+from paged_kernels.arguments import check_kv_write
+from paged_kernels.launch import Device, Launch, device_of, power_of_two
+from paged_kernels.layer_cache import LARGEST, SMALLEST, LayerCache, as_bytes, quantize
+
+
+@triton.jit
+def quantize_rows(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """As `paged_kernels.layer_cache.quantize`, bit for bit: codes of rows x, and their scales."""
+    x = x.to(tl.float32)
+    magnitude = tl.abs(x)
+    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity for NaN, too
+    scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, SMALLEST), LARGEST), float("nan"))
+    y = tl.where(top[:, None] < float("inf"), tl.div_rn(x, scale[:, None]), 0.0)
+    if FORMAT == "int8":  # where 1.5 * 2**23 is added, only whole numbers are left
+        return ((y + 12582912.0) - 12582912.0).to(tl.int8), scale
+    # e4m3 by integers: rounded at bit 20, with the exponent's bias 7 for 127; below 2**-6 in steps of 2**-9, which are
+    # the last bits of a number near 2**14.
+    bits = tl.abs(y).to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(tl.abs(y) < 0.015625, small, normal)
+    return tl.where(y.to(tl.int32, bitcast=True) < 0, code - 128, code).to(tl.int8), scale
+
+
+@triton.jit
+def store_rows(
+    x, pool, scales, place, scale_place, mask, is_row,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Stores rows x [rows, columns] at `place`, quantized where the pool is, with their scales at `scale_place`
+    [rows, 1]. What is masked must be 0."""
+    if FORMAT is not None:
+        x, scale = quantize_rows(x, FORMAT, LARGEST, SMALLEST)
+        tl.store(scales + scale_place, scale[:, None], mask=is_row)
+    tl.store(pool + place, x, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def kv_write_kernel(
+    key, value, key_cache, value_cache, key_scales, value_scales, slots,
+    stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
+    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_tokens, head tiles): one program writes a tile of one token's heads. FORMAT as in `layer_cache`."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    is_head = head < NUM_KV_HEADS
+    mask = is_head & (d < HEAD_DIM)
+    k = tl.load(key + token * stride_key_token + head * stride_key_head + d, mask=mask, other=0.0)
+    v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=mask, other=0.0)
+    k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
+    v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
+    s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
+    store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
+    store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
+
+
+def cache_arguments(cache: LayerCache) -> dict[str, Any]:
+    """What a kernel that writes into a cache is given of it, by name."""
+    keys, values = cache.keys, cache.values
+    return dict(
+        key_cache=as_bytes(keys), value_cache=as_bytes(values),
+        key_scales=cache.key_scales, value_scales=cache.value_scales,
+        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
+        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
+        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1],
+        FORMAT=cache.format, LARGEST=LARGEST.get(keys.dtype), SMALLEST=SMALLEST, BLOCK_SIZE=keys.shape[2],
+    )  # fmt: skip
+
+
+def heads_of_a_piece(
+    device: Device, kind: str, *, num_heads: int, block_d: int, num_tokens: int
+) -> tuple[int, int]:  # fmt: skip
+    """How many heads of `block_d` padded elements a program takes of one token, and its warps."""
+    padded = power_of_two(num_heads)
+    piece = launch.piece(device, kind, width=padded * block_d, rows=num_tokens)
+    return min(padded, max(1, piece.elements // block_d)), piece.num_warps
+
+
+def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, device: Device) -> Launch:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    block_d = power_of_two(head_dim)
+    block_h, num_warps = heads_of_a_piece(
+        device, "kv_write", num_heads=num_kv_heads, block_d=block_d, num_tokens=num_tokens
+    )  # fmt: skip
+    arguments = dict(
+        key=key, value=value, slots=slots,
+        stride_key_token=key.stride(0), stride_key_head=key.stride(1),
+        stride_value_token=value.stride(0), stride_value_head=value.stride(1),
+        **cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=num_warps,
+    )  # fmt: skip
+    return Launch(kv_write_kernel, (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments)
+
+
+def kv_write(
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor,  # as key
+    cache: LayerCache,  # of key's type, or quantized
+    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1 = write nothing
+) -> None:
+    """Writes token t's key and value into slot slots[t] of the cache, in place, quantized as `layer_cache` says."""
+    check_kv_write(key, value, cache, slots)
+    key = key if key.stride(2) == 1 else key.contiguous()
+    value = value if value.stride(2) == 1 else value.contiguous()
+    plan_launch(key, value, cache, slots, device=device_of(key.device)).run()
+
+
+def kv_write_reference(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """What `kv_write` means, one token at a time; for tests, not for speed."""
+    check_kv_write(key, value, cache, slots)
+    for token, slot in enumerate(slots.tolist()):
+        for new, (pool, scales) in zip((key[token], value[token]), cache.pools, strict=True):
+            if slot < 0:
+                continue
+            place = slot // pool.shape[2], slice(None), slot % pool.shape[2]
+            if scales is None:
+                pool[place] = new
+            else:
+                pool[place], scales[place] = quantize(new, pool.dtype)

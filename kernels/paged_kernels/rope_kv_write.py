@@ -1,0 +1,186 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) of a step's queries and keys, and the write of its keys and
+values into their slots, in one launch.
+
+Element d of a head and element d + head_dim / 2 turn together, so a tile holds a head as two halves:
+
+    tile [BLOCK_H, 2, BLOCK_HALF]     x = [first half, second half]     y = [second half, first half]
+    rotated                           x * cos + [-1, +1] * y * sin
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_kernels.arguments import check_rope_kv_write
+from paged_kernels.kv_write import cache_arguments, heads_of_a_piece, kv_write_reference, store_rows
+from paged_kernels.launch import Device, Launch, device_of, power_of_two
+from paged_kernels.layer_cache import LayerCache
+
+
+@triton.jit
+def _rotate(
+    heads, weight, cos, sin, eps, stride_head, first_head, num_heads,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """A tile of one token's heads, normalised where there is a weight, and rotated: [BLOCK_H, 2 * BLOCK_HALF]."""
+    head = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None, None]
+    half = tl.arange(0, 2)[None, :, None]
+    i = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mine, other = half * HALF + i, (1 - half) * HALF + i
+    mask = (head < num_heads) & (i < HALF)
+    x = tl.load(heads + head * stride_head + mine, mask=mask, other=0.0)
+    y = tl.load(heads + head * stride_head + other, mask=mask, other=0.0)
+    if weight is not None:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 2), 1) / (2 * HALF) + eps)[:, None, None]
+        x = (wide * scale).to(x.dtype) * tl.load(weight + mine, mask=i < HALF, other=0.0)
+        y = (y.to(tl.float32) * scale).to(y.dtype) * tl.load(weight + other, mask=i < HALF, other=0.0)
+    c = tl.load(cos + mine, mask=i < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + mine, mask=i < HALF, other=0.0).to(tl.float32)
+    turned = y.to(tl.float32) * s
+    rotated = x.to(tl.float32) * c + tl.where(half == 0, -turned, turned)
+    return tl.reshape(rotated.to(x.dtype), (BLOCK_H, 2 * BLOCK_HALF))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def rope_kv_write_kernel(
+    out, query, key, value, query_weight, key_weight, cos, sin, eps,
+    key_cache, value_cache, key_scales, value_scales, slots,
+    stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    stride_cos_token, stride_sin_token,
+    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
+    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_tokens, tiles of query heads, then tiles of KV heads): one program takes a tile of one token's heads.
+    FORMAT as in `layer_cache`."""
+    QUERY_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    within = column % BLOCK_HALF < HALF
+    d = column // BLOCK_HALF * HALF + column % BLOCK_HALF
+    cos_row, sin_row = cos + token * stride_cos_token, sin + token * stride_sin_token
+    if tile < QUERY_TILES:
+        first_head = tile * BLOCK_H
+        heads = query + token * stride_query_token
+        rotated = _rotate(
+            heads, query_weight, cos_row, sin_row, eps, stride_query_head, first_head, NUM_HEADS,
+            HALF, BLOCK_H, BLOCK_HALF,
+        )  # fmt: skip
+        head = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        tl.store(out + (token * NUM_HEADS + head) * HEAD_DIM + d, rotated, mask=(head < NUM_HEADS) & within)
+        return
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    first_head = (tile - QUERY_TILES) * BLOCK_H
+    k = _rotate(
+        key + token * stride_key_token, key_weight, cos_row, sin_row, eps, stride_key_head, first_head, NUM_KV_HEADS,
+        HALF, BLOCK_H, BLOCK_HALF,
+    )  # fmt: skip
+    head = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    is_head = head < NUM_KV_HEADS
+    v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=is_head & within, other=0.0)
+    k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
+    v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
+    s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
+    store_rows(k, key_cache, key_scales, k_place, s_place, is_head & within, is_head, FORMAT, LARGEST, SMALLEST)
+    store_rows(v, value_cache, value_scales, v_place, s_place, is_head & within, is_head, FORMAT, LARGEST, SMALLEST)
+
+
+def plan_launch(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    *,
+    device: Device,
+) -> Launch:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    block_half = power_of_two(head_dim // 2)
+    block_h, num_warps = heads_of_a_piece(
+        device, "rope_kv_write" if query_weight is None else "norm_rope_kv_write",
+        num_heads=num_heads, block_d=2 * block_half, num_tokens=num_tokens,
+    )  # fmt: skip
+    arguments = dict(
+        out=out, query=query, key=key, value=value, query_weight=query_weight, key_weight=key_weight,
+        cos=cos, sin=sin, eps=eps, slots=slots,
+        stride_query_token=query.stride(0), stride_query_head=query.stride(1),
+        stride_key_token=key.stride(0), stride_key_head=key.stride(1),
+        stride_value_token=value.stride(0), stride_value_head=value.stride(1),
+        stride_cos_token=cos.stride(0), stride_sin_token=sin.stride(0),
+        **cache_arguments(cache), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps,
+        enable_fp_fusion=False,  # the same bits as PyTorch's, so that a block has one content, whoever wrote it
+    )  # fmt: skip
+    tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    return Launch(rope_kv_write_kernel, (num_tokens, tiles), arguments)
+
+
+def rope_kv_write(
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor,  # as key
+    cos: Tensor,  # [num_tokens, head_dim], as the rotary modules of transformers give it
+    sin: Tensor,  # as cos
+    cache: LayerCache,  # of key's type, or quantized
+    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1 = write nothing
+    *,
+    query_weight: Tensor | None = None,  # [head_dim]: an RMSNorm of each head before it is rotated
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,  # of those norms
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Rotates queries and keys, writes keys and values as `kv_write` does, and returns the queries, as a new tensor.
+    Rotated in fp32 and rounded once; the norms round as `add_rms_norm` does. `head_dim` must be even."""
+    check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
+    query, key, value, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, cos, sin))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    plan_launch(
+        out, query, key, value, cos, sin, cache, slots, query_weight, key_weight, eps, device=device_of(query.device)
+    ).run()
+    return out
+
+
+def rope_kv_write_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What `rope_kv_write` means, in plain steps; for tests, not for speed."""
+
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        wide = x.float()
+        return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return (x.float() * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)
+
+    kv_write_reference(rotate(norm(key, key_weight)), value, cache, slots)
+    return rotate(norm(query, query_weight))

@@ -1,0 +1,25 @@
+"""One forward pass of a model over a packed batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paged_backend.execution.batch import PackedBatch
+from paged_backend.memory.kv_cache import KVCache
+from paged_backend.models.attention import AttentionMeta
+
+
+@torch.inference_mode()
+def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
+    """One forward pass over a packed batch -> logits [num_samples, vocab] of the rows that sample."""
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.sample_rows,
+        paged=AttentionMeta(batch.paging, kv),
+    ).logits[0]
+    # A model that does not know logits_to_keep projects every row.
+    return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]

@@ -1,0 +1,168 @@
+"""The pool's tensors, and how many blocks of them fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, islice
+
+import numpy as np
+import torch
+from paged_kernels.layer_cache import FORMATS, LayerCache
+from torch import Tensor
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.utils.machine import available_memory
+
+GIB = 2**30
+CPU_POOL_LIMIT = 4 * GIB
+SCALE = torch.float32
+SWAP_SPACE = 4  # GiB, where there is a GPU
+ALIGNMENT = 16  # bytes: of what a kernel copies at a time
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps for a token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of every layer, in blocks. A block has the same number in all layers, so one block table serves
+    the whole model."""
+
+    layers: tuple[LayerCache, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> KVCache:
+        """`dtype`: of the pool, a quantized one or that of the model's keys and values. `pinned`: in host memory that a
+        GPU can reach by itself."""
+
+        def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            slots = (num_blocks, layer.num_kv_heads, block_size)
+            return [((*slots, layer.head_dim), dtype)] * 2 + ([(slots, SCALE)] * 2 if dtype in FORMATS else [])
+
+        if not pinned:
+            return cls(tuple(LayerCache(*(_zeros(*one, device) for one in shapes(layer))) for layer in layers))
+        every = [one for layer in layers for one in shapes(layer)]
+        ends = list(accumulate(-(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT for shape, kind in every))
+        memory = page_locked(ends[-1])
+        parts = (
+            memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            for (shape, kind), start in zip(every, [0, *ends], strict=False)
+        )
+        return cls(tuple(LayerCache(*islice(parts, len(shapes(layer)))) for layer in layers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All there is. The first dimension of each is the block."""
+        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+
+    def part(self, start: int, end: int) -> KVCache:
+        """Some of the layers, in the same memory."""
+        return KVCache(self.layers[start:end])
+
+    def block(self, number: int) -> list[Tensor]:
+        """A copy of one block, on the host."""
+        return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]
+
+    def fill(self, number: int, content: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self.tensors, content, strict=True):
+            tensor[number] = value
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Zeros that a GPU can reach by itself. PyTorch takes a power of two bytes for each such tensor: a pool is one of
+    them, for its tensors in memory of their own could take twice as much as they hold."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since a slot that was never written is multiplied by a weight of 0. On a CPU numpy's come from calloc:
+    a block takes memory, and time to clear, once it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of `block_size` tokens in all layers, with the scales of a quantized `dtype`."""
+    scale = SCALE.itemsize if dtype in FORMATS else 0
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
+
+
+def num_blocks(
+    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
+) -> int:
+    """How many blocks the pool gets. reserved: bytes of the GPU that something else will take. Raises ConfigError where
+    not even one fits, or those asked for do not."""
+    block = bytes_per_block(layers, config.block_size, dtype)
+    wanted = _wanted_bytes(config, block)
+    if device.type == "cuda":
+        free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
+    else:
+        free = available_memory() // config.tensor_parallel_size
+    if wanted is not None and wanted > free:
+        asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
+        raise ConfigError(
+            f"{asked}={getattr(config, asked)}: a pool of {wanted / GIB:.1f} GiB, with blocks of {block} bytes; must"
+            f" fit into the {free / GIB:.1f} GiB that are free"
+        )
+    budget = wanted if wanted is not None else free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
+    if budget < block:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
+            " give the pool more memory"
+        )
+    return budget // block
+
+
+def num_host_blocks(
+    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many blocks the host's pool gets, of which each rank has its part; 0: there is none. Raises ConfigError where
+    those asked for do not fit."""
+    block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
+    if wanted is None:
+        wanted = SWAP_SPACE if device.type == "cuda" else 0
+        wanted = min(wanted, available_memory() / 2 / GIB)
+    elif wanted * GIB > available_memory():
+        raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
+    elif 0 < wanted * GIB < block * config.tensor_parallel_size:
+        block *= config.tensor_parallel_size
+        raise ConfigError(
+            f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
+        )
+    return int(wanted * GIB) // config.tensor_parallel_size // block
+
+
+def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override * block
+    return config.kv_cache_memory_bytes
+
+
+def _free_on_gpu(utilization: float, device: torch.device) -> int:
+    """What remains of the allowed share now that the weights have theirs."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free)

@@ -1,0 +1,116 @@
+"""The one file that joins transformers to the kernels.
+
+A model from transformers calls its attention through a registry, and hands on extra keyword arguments of its own
+call. So `model(..., paged=AttentionMeta(...))` reaches `attend` in every layer, which writes the new keys and
+values into their slots and attends through the block tables. A layer that is fused (`fusion.py`) writes by itself
+and comes in at `attend_pages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.ops import kv_write, paged_attention
+from paged_kernels.paging import Paging
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from paged_backend.api.config import ConfigError
+from paged_backend.memory.kv_cache import KVCache
+
+ATTENTION = "paged_llm"  # the name under which transformers finds `attend`
+
+# Keywords that models pass on and that do not change what attention computes for us: positions are applied to
+# queries and keys before, and nothing is returned but the output.
+INERT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep"}
+)
+
+
+class UnsupportedModel(ConfigError):
+    """The model asks for something that this engine does not compute; the message names both."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMeta:
+    """Where the packed rows of this step live."""
+
+    paging: Paging
+    kv: KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What a layer asks of its attention beside queries, keys and values."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [num_heads]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        head_dim: int,
+        attention_mask: None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **rest: Any,
+    ) -> AttentionSpec:
+        """From the arguments that transformers gives to an attention function. Raises UnsupportedModel."""
+        refuse(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
+        return cls(scaling if scaling is not None else head_dim**-0.5, sliding_window, softcap, s_aux)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    attention_mask: None,
+    *,
+    paged: AttentionMeta,
+    **asked: Any,
+) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
+    """The attention of one layer over the pages. `paged` is required: a model that drops it fails loudly."""
+    spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **asked)
+    cache = paged.kv.layers[module.layer_idx]
+    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paged.paging.slots)
+    return attend_pages(query[0].transpose(0, 1), cache, paged.paging, spec)[None], None
+
+
+def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
+    """Attention of packed queries [num_tokens, num_heads, head_dim] over pages that hold the step's keys already."""
+    return paged_attention(
+        query,
+        cache,
+        paging,
+        scale=spec.scale,
+        sliding_window=spec.sliding_window,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
+    )
+
+
+def refuse(module: nn.Module, rest: dict[str, Any], *, mask: Any, dropout: float, is_causal: bool | None) -> None:
+    """Raise UnsupportedModel for an argument that would change the result and that we do not honour."""
+    unknown = sorted(name for name in rest.keys() - INERT if rest[name] is not None)
+    if unknown:
+        raise UnsupportedModel(f"{type(module).__name__}: passes {', '.join(unknown)} to attention")
+    if mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__}: builds an attention mask of its own")
+    if dropout:
+        raise UnsupportedModel(f"{type(module).__name__}: dropout={dropout} at inference")
+    if is_causal is False:
+        raise UnsupportedModel(f"{type(module).__name__}: attends to later tokens (is_causal=False)")
+
+
+AttentionInterface.register(ATTENTION, attend)

@@ -1,0 +1,50 @@
+"""Tokens that end an output: those that the engine looks for, and words of several, which are looked for here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paged_backend.api.sampling_params import SamplingParams
+
+Word = list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class StopTokens:
+    """Of one request."""
+
+    ids: frozenset[int] = frozenset()  # the client's own: the end of sequence is not among them unless it is ignored
+    words: Mapping[int, Sequence[Word]] = field(default_factory=dict)  # by their last token
+    min_tokens: int = 0  # before which no word ends the output
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, eos: frozenset[int]) -> StopTokens:
+        words: dict[int, list[Word]] = {}
+        for word in sampling.stop_words_token_ids:
+            words.setdefault(word[-1], []).append(list(word))
+        ids = sampling.stop_token_ids
+        return cls(ids if sampling.ignore_eos else ids - eos, words, sampling.min_tokens)
+
+    def find(self, before: Sequence[int], new: Sequence[int]) -> tuple[int, Word] | None:
+        """How many of the new tokens of an output there are up to the end of the first word, and that word."""
+        for count, token in enumerate(new, 1):
+            for word in self.words.get(token, ()) if len(before) + count > self.min_tokens else ():
+                if _ends_with(before, new[:count], word):
+                    return count, word
+        return None
+
+    def reason(self, token: int) -> str | None:
+        """Why an output that the engine ended with this token has ended; None: it was the end of sequence."""
+        return str(token) if token in self.ids else None
+
+
+def _ends_with(before: Sequence[int], new: Sequence[int], word: Word) -> bool:
+    missing = max(0, len(word) - len(new))
+    tail = [*before[len(before) - missing :], *new[-len(word) :]] if missing <= len(before) else []
+    return tail == word
+
+
+def word_reason(word: Word) -> str:
+    return json.dumps(word)

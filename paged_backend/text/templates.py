@@ -1,0 +1,55 @@
+"""The model's chat template: looked at when it is loaded, and applied to what clients send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.text import chat_templates
+from paged_backend.text.chat_templates import TemplateRefusal, TemplateTimeout
+from paged_backend.text.conversation import Message, Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TEMPLATE_CHARS = 1 << 20
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
+    """Raises ValueError for a template that is too large, is no Jinja, or does not end with a short conversation. That
+    it refuses one says nothing: some do, unless there are two turns, or a system's."""
+    from jinja2 import TemplateSyntaxError  # as late as transformers does
+
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template] if template else []:
+        if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS:
+            raise ValueError(f"must be a text of at most {MAX_TEMPLATE_CHARS} characters")
+    if not template:
+        return
+    try:
+        chat_templates.apply(tokenizer, [{"role": "user", "content": "Hello"}], None, seconds=seconds)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"is not valid Jinja: line {error.lineno}: {error.message}") from error
+    except TemplateTimeout as error:
+        raise ValueError(f"{error} (chat_template_timeout)") from error
+    except Exception:
+        return
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None, seconds: float
+) -> str:
+    """The prompt that the model's chat template makes. seconds: that it may take. Raises RequestError where there is
+    none, or where it refuses, or does not end."""
+    if not tokenizer.chat_template:
+        raise _refused("this model has no chat template; use text_input")
+    try:
+        return chat_templates.render(tokenizer, messages, tools, seconds=seconds)
+    except TemplateTimeout as error:
+        raise _refused(f"the chat template {error} on them (chat_template_timeout)") from error
+    except TemplateRefusal as error:
+        raise _refused(str(error)) from error
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"messages: {reason}")

@@ -1,0 +1,55 @@
+"""The demo model as a GGUF file, with the very weights that it has as a Hugging Face directory: made once."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from client.serving import demo_model
+from client.serving.server_files import cache_directory
+
+AS_PACKAGED = "Q4_1"
+KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
+
+
+def demo_gguf(kind: str) -> Path:
+    """The file with weights of `kind`, of KINDS. Raises DemoModelError."""
+    file = cache_directory() / "models" / f"{demo_model.NAME}.{KINDS[kind]}.gguf"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as scratch:
+            made = Path(scratch, "made")
+            if kind == AS_PACKAGED:
+                shutil.move(demo_model.download(Path(scratch)), made)
+            else:
+                _widen(demo_gguf(AS_PACKAGED), made, KINDS[kind])
+            made.rename(file)
+    return file
+
+
+def _widen(source: Path, target: Path, kind: str) -> None:
+    """All matrices in `kind`, rounded to bfloat16 as in the Hugging Face directory; the vectors in F32, which is what
+    llama.cpp computes with."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+    from gguf.quants import dequantize, quantize
+
+    bf16 = GGMLQuantizationType.BF16
+    reader = GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = GGUFWriter(target, architecture)
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            inner = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], inner)
+    writer.add_file_type(LlamaFileType.ALL_F32 if kind == "F32" else LlamaFileType.MOSTLY_BF16)
+    for tensor in reader.tensors:
+        rounded = quantize(dequantize(tensor.data, tensor.tensor_type), bf16)
+        if kind == "BF16" and len(tensor.shape) > 1:
+            writer.add_tensor(tensor.name, rounded, raw_dtype=bf16)
+        else:
+            writer.add_tensor(tensor.name, dequantize(rounded, bf16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,132 @@
+"""Where the time of the engine's own decode steps goes, by part."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+from paged_kernels.cpu import native
+
+from paged_backend.scheduling.plan import Plan
+
+PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
+    "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnn.__call__"),
+    "attention": ("paged_kernels.ops.paged_attention",),
+    "rotate and write": ("paged_kernels.ops.rope_kv_write", "paged_kernels.ops.kv_write"),
+    "norms": ("paged_kernels.ops.add_rms_norm",),
+    "activation": ("paged_kernels.ops.swiglu",),
+    "sampling": ("paged_backend.sampling.sampler.sample",),
+    "schedule and pack": (
+        "paged_backend.scheduling.scheduler.Scheduler.schedule",
+        "paged_backend.scheduling.scheduler.Scheduler.commit",
+        "paged_backend.execution.batch.pack",
+    ),
+}
+KEPT = {  # operations in C++ keep their time themselves: one call may be several of them
+    "linear": "linears",
+    "paged_attention": "attention",
+    "rope_kv_write": "rotate and write",
+    "add_rms_norm": "norms",
+    "swiglu": "activation",
+}
+REST = "rest"
+BOUNDARY = "paged_backend.scheduling.scheduler.Scheduler.schedule"  # which every step begins with
+
+
+@dataclass
+class Step:
+    """One turn of the engine's loop."""
+
+    began: float
+    sequences: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # by part, without what other parts took inside
+    before: dict[str, float] = field(default_factory=dict)  # what C++ had taken when it began, by part
+
+    def by_part(self, later: Step) -> dict[str, float]:
+        """With the step after it, before which C++ had taken more."""
+        inside = {part: later.before[part] - seconds for part, seconds in self.before.items()}
+        return {part: inside.get(part, 0.0) + self.seconds.get(part, 0.0) for part in PARTS}
+
+
+def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
+    """Median seconds of each part, in the steps of `run` that decode one token of each of so many sequences. The timers
+    take about a microsecond a call. Raises ValueError where no step is of that kind, or a part was never called."""
+    with _timed() as steps:
+        run()
+    kept = [
+        (one.by_part(later), later.began - one.began)
+        for one, later in pairwise(steps)
+        if one.sequences == one.tokens == sequences and later.sequences
+    ]
+    if not kept:
+        raise ValueError(f"no step decodes {sequences} sequences and nothing else")
+    medians = {part: statistics.median(one[part] for one, _ in kept) for part in PARTS}
+    if silent := [part for part, seconds in medians.items() if not seconds]:
+        raise ValueError(f"never called in a decode step: {', '.join(silent)}; PARTS names them no longer")
+    return medians | {REST: max(0.0, statistics.median(whole for _, whole in kept) - sum(medians.values()))}
+
+
+@contextmanager
+def _timed() -> Iterator[list[Step]]:
+    steps: list[Step] = []
+    inner: list[float] = []  # of calls that are open: what parts inside them took
+    changed: list[tuple[Any, str, Any]] = []
+
+    def timed(part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            if name == BOUNDARY:
+                inside = native.seconds() if compiled else {}
+                steps.append(Step(began, before={KEPT[kind]: seconds for kind, seconds in inside.items()}))
+            inner.append(0.0)
+            result = function(*args, **options)
+            whole = time.perf_counter() - began
+            mine = whole - inner.pop()
+            if inner:
+                inner[-1] += whole
+            if steps:
+                steps[-1].seconds[part] = steps[-1].seconds.get(part, 0.0) + mine
+            if isinstance(result, Plan):
+                steps[-1].sequences, steps[-1].tokens = len(result.chunks), result.num_tokens
+            return result
+
+        return call
+
+    compiled = bool(native.levels())
+    for part, names in PARTS.items():
+        for name in names:
+            if compiled and name.startswith("paged_kernels.ops."):
+                continue
+            for place, attribute, function in _bindings(name):
+                changed.append((place, attribute, function))
+                setattr(place, attribute, timed(part, name, function))
+    try:
+        yield steps
+    finally:
+        for place, attribute, function in changed:
+            setattr(place, attribute, function)
+
+
+def _bindings(name: str) -> Sequence[tuple[Any, str, Any]]:
+    """Where a function is found: in its module and in all of ours that imported it; a method, in its class."""
+    owner, _, attribute = name.rpartition(".")
+    if owner.rpartition(".")[2][0].isupper():
+        module, _, kind = owner.rpartition(".")
+        found = getattr(importlib.import_module(module), kind)
+        return [(found, attribute, vars(found)[attribute])]
+    home = importlib.import_module(owner)
+    function = getattr(home, attribute)
+    ours = [module for key, module in sys.modules.items() if key.split(".")[0] in ("paged_backend", "paged_kernels")]
+    return [
+        (module, key, function) for module in {home, *ours} for key, value in vars(module).items() if value is function
+    ]

@@ -1,0 +1,171 @@
+"""What guesses of the next tokens save: output tokens per second and per step, and how many guesses were right.
+
+Two kinds of requests: to repeat a text, where the output is in the prompt, and to go on with one, where it is not. The
+texts are this project's own. Every contestant gives the same tokens; in float32 that is checked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from client.serving.tritonserver import resolve_model
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.assembly import Assembly, assemble
+from paged_bench._engine import serve
+from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_bench.kv_dtype import windows
+
+REPEAT, GO_ON = "repeating a text", "going on with one"
+
+
+@dataclass
+class Counts:
+    """Over all rounds of one contestant."""
+
+    tokens: int = 0
+    rows: int = 0  # of sequences that decoded in a step
+    guessed: int = 0
+    accepted: int = 0
+
+
+def prompts(assembly: Assembly, count: int, length: int) -> dict[str, list[list[int]]]:
+    tokenizer = assembly.loaded.tokenizer
+    texts = windows(assembly, count, length)
+    repeat = []
+    for text in texts:
+        words = [{"role": "user", "content": f"Repeat this text word for word:\n\n{tokenizer.decode(text)}"}]
+        repeat.append(tokenizer.encode(_conversation(tokenizer, words), add_special_tokens=False))
+    return {REPEAT: repeat, GO_ON: texts}
+
+
+def _conversation(tokenizer, messages) -> str:  # type: ignore[no-untyped-def]
+    if not tokenizer.chat_template:
+        return str(messages[0]["content"])
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def run(
+    assembly: Assembly, asked: Sequence[Sequence[int]], output: int, counts: Counts
+) -> tuple[float, list[list[int]]]:
+    """Output tokens per second after the prompts, and the tokens."""
+    requests = [
+        GenerateRequest.admit(
+            key, list(one), SamplingParams(max_tokens=output, temperature=0), 0, frozenset(), assembly.limits
+        )
+        for key, one in enumerate(asked)
+    ]
+    found: list[list[int]] = [[] for _ in asked]
+    before, decoded, began, ended = assembly.scheduler.stats, 0, 0.0, 0.0
+    for step in serve(assembly, requests):
+        for delta in step.deltas:
+            if found[delta.key]:
+                decoded += len(delta.token_ids)
+                counts.rows += 1
+            found[delta.key] += delta.token_ids
+        if not began and all(found):
+            began, decoded = time.perf_counter(), 0
+        ended = time.perf_counter()
+    after = assembly.scheduler.stats
+    counts.tokens += sum(len(one) - 1 for one in found)
+    counts.guessed += after.guessed_tokens - before.guessed_tokens
+    counts.accepted += after.accepted_tokens - before.accepted_tokens
+    return decoded / (ended - began), found
+
+
+def main(argv: Sequence[str]) -> int:
+    quick = {"requests": 2, "length": 64, "output": 24, "guesses": [4], "rounds": 1}
+    args = arguments(_parser(), argv, quick)
+    model = resolve_model(args.model)
+    options = {"model": model, "dtype": args.dtype, "max_num_seqs": args.requests, "max_num_batched_tokens": 512}
+    options |= {
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": args.requests * (2 * args.length + args.output) // 8,
+    }
+    guesses = {"none": {}} | {f"{number} looked up": {"num_speculative_tokens": number} for number in args.guesses}  # type: dict[str, dict[str, object]]
+    if args.draft:
+        for number in args.guesses:
+            guesses[f"{number} by a model"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
+    assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in guesses.items()}
+    records: list[Record] = []
+    for kind, asked in prompts(assemblies["none"], args.requests, args.length).items():
+        records += _compare(kind, assemblies, asked, args.output, args.rounds)
+    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    return 0
+
+
+def _compare(
+    kind: str, assemblies: dict[str, Assembly], asked: list[list[int]], output: int, rounds: int
+) -> list[Record]:
+    counts = {name: Counts() for name in assemblies}
+    outputs: dict[str, list[list[int]]] = {}
+
+    def contestant(name: str) -> Callable[[], float]:
+        def once() -> float:
+            rate, outputs[name] = run(assemblies[name], asked, output, counts[name])
+            return rate
+
+        return once
+
+    figures = alternate({name: contestant(name) for name in assemblies}, rounds)
+    if assemblies["none"].loaded.spec.dtype == torch.float32:
+        assert all(found == outputs["none"] for found in outputs.values()), "a guess has changed a token"
+    return _records(kind, figures, counts)
+
+
+def _records(kind: str, figures: dict[str, list[float]], counts: dict[str, Counts]) -> list[Record]:
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    records = [Record(f"{kind}: output_throughput", medians["none"], "tokens/s", peers=medians)]
+    for name, one in counts.items():
+        if name == "none":
+            continue
+        records += [
+            ratio(f"{kind}: throughput_ratio ({name})", figures[name], figures["none"]),
+            Record(f"{kind}: accepted ({name})", 100 * one.accepted / max(1, one.guessed), "%", limit=100.0),
+            Record(f"{kind}: tokens_per_step ({name})", one.tokens / one.rows, "tokens", peers={"none": 1.0}),
+        ]
+    return records
+
+
+def _parser() -> ArgumentParser:
+    made = parser("speculation", __doc__.partition("\n")[0])
+    made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
+    made.add_argument("--draft", help="a smaller model with the same tokens, to guess as well")
+    made.add_argument("--dtype", default="float32", help="of weights, keys and values")
+    made.add_argument("--requests", type=count, default=4, metavar="N", help="at once")
+    made.add_argument("--length", type=count, default=96, metavar="N", help="tokens of each text")
+    made.add_argument("--output", type=count, default=96, metavar="N", help="tokens of each answer")
+    made.add_argument(
+        "--guesses", type=count, nargs="+", default=[2, 4, 8], metavar="N", help="of a sequence in a step"
+    )
+    made.add_argument("--rounds", type=count, default=3, metavar="N")
+    return made
+
+
+def draw(records: list[Record], file: Path, caption: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2, sharex=True), (REPEAT, GO_ON), strict=True):
+        medians = next(one.peers for one in records if one.name == f"{kind}: output_throughput")
+        names = list(medians)[::-1]
+        bars = axes.barh(names, [medians[name] for name in names], color=["#76b900"] * (len(names) - 1) + ["#b0b0b0"])
+        accepted = {one.name: one.value for one in records}
+        rates = [accepted.get(f"{kind}: accepted ({name})") for name in names]
+        axes.bar_label(
+            bars, [f"{rate:.0f}% right" if rate is not None else "" for rate in rates], padding=3, fontsize=8
+        )
+        axes.set_title(kind, fontsize=9)
+        axes.set_xlabel("output tokens per second, median")
+        axes.margins(x=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.text(0, -0.06, caption, fontsize=6, color="#606060")
+    figure.savefig(file, dpi=150, bbox_inches="tight")

@@ -1,0 +1,102 @@
+"""Engine options: what is taken, and how a refusal reads."""
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from paged_backend.api.config import ConfigError, EngineConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusal(**options):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options({"model": "m"} | options)
+    return str(caught.value)
+
+
+def test_the_repository_s_model_json_is_valid():
+    config = EngineConfig.from_file(ROOT / "model_repository/paged_llm/1/model.json")
+    assert config.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("model", "", "non-empty"),
+        ("model", 3, "string"),
+        ("dtype", "int3", '"bfloat16"'),
+        ("quantization", "int4", 'must be "int8"'),
+        ("device", "tpu", '"cuda"'),
+        ("compile_level", 2, "must be 0 or 1"),
+        ("compile_level", True, "must be 0 or 1"),
+        ("block_size", 24, "one of"),
+        ("block_size", 512, "one of"),
+        ("block_size", True, "one of"),
+        ("max_model_len", 1, "at least 2"),
+        ("max_model_len", "many", "whole number"),
+        ("max_num_seqs", 0, "1..65536"),
+        ("gpu_memory_utilization", 0, "above 0"),
+        ("gpu_memory_utilization", 1.2, "at most 1"),
+        ("kv_cache_memory_bytes", -5, "at least 1"),
+        ("num_gpu_blocks_override", 0, "at least 1"),
+        ("enable_prefix_caching", 0, "false"),
+        ("kv_cache_dtype", "fp4", '"auto" or "fp8" or "fp8_e4m3" or "int8"'),
+        ("swap_space", -1, "at least 0"),
+        ("swap_space", "much", "must be a number"),
+        ("preemption_mode", "drop", '"swap"'),
+        ("load_format", "pt", '"dummy"'),
+        ("seed", -1, "0.."),
+        ("trust_remote_code", "yes", "true or false"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
+    text = refusal(**{name: value})
+    assert text.startswith(f"{name}={json.dumps(value)}: ")
+    assert limit in text
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name():
+    assert refusal(max_num_seq=3) == "max_num_seq: unknown engine option; did you mean max_num_seqs?"
+    known = refusal(zzz=1).partition("known options are ")[2].split(", ")
+    assert {"model", "max_stop_strings"} < set(known)
+
+
+def test_a_step_must_hold_a_token_of_every_sequence():
+    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
+        max_num_batched_tokens=8, max_num_seqs=16
+    )
+
+
+def test_options_that_would_be_ignored_are_refused():
+    said = refusal(async_scheduling=True, num_speculative_tokens=4)
+    assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
+    said = refusal(compile_level=1, tensor_parallel_size=2)
+    assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
+    for other in ("compile_level=1", "tensor_parallel_size=2"):
+        name, value = other.split("=")
+        said = refusal(quantization="int8", **{name: int(value)})
+        assert f'quantization="int8": cannot be had with {other}; leave one of them out' in said
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])
+def test_a_bad_file_is_named(tmp_path, text, reason):
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        EngineConfig.from_file(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        EngineConfig.from_file(tmp_path / "nowhere.json")
+
+
+def test_every_option_explains_itself_in_the_documents():
+    document = (ROOT / "docs/options.md").read_text()
+    for spec in fields(EngineConfig):
+        default = "" if spec.default in (MISSING, None) else f"`{json.dumps(spec.default)}`"
+        assert f"| `{spec.name}` | {default} | {spec.metadata['help']} |" in document

@@ -1,0 +1,361 @@
+"""The `paged` command line: what it understands, what it refuses, what it prints and how it exits."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from client import cli, session
+from client.cli import main
+from client.serving import launch
+from client.types import Completion, PagedError
+from tests.support.fake_servers import SERVERS, WAIT
+
+ROOT = Path(__file__).parents[2]
+
+SAY = 'say=["Hello", " there"]'
+
+
+@pytest.fixture(params=SERVERS)
+def fake(request):
+    """A fake server; `.flags` are those that lead to it."""
+    with SERVERS[request.param]() as seen:
+        yield SimpleNamespace(seen=seen, flags=["--protocol", request.param, "--url", seen.url])
+
+
+@pytest.fixture
+def grpc_fake():
+    with SERVERS["grpc"]() as seen:
+        yield SimpleNamespace(seen=seen, flags=["--url", seen.url])
+
+
+@pytest.fixture
+def serve_calls(monkeypatch):
+    """What launch.serve is called with, in place of starting a server."""
+    calls = []
+    monkeypatch.setattr(launch, "serve", lambda *args, **kwargs: calls.append((args, kwargs)) or 7)
+    return calls
+
+
+def standard_input(monkeypatch, text, *, terminal=False):
+    stream = io.StringIO(text)
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", stream)
+
+
+def sampling(fake, number=0):
+    """The sampling parameters of a request, without those that steer the fake server."""
+    sent = json.loads(fake.seen.requests[number]["sampling_parameters"])
+    return {key: value for key, value in sent.items() if key not in ("say", "hold", "fail")}
+
+
+class TestServe:
+    def test_everything_reaches_the_launcher(self, serve_calls):
+        options = [
+            "-o",
+            "dtype=float32",
+            "-o",
+            "max_num_seqs=8",
+            "-o",
+            "enable_prefix_caching=false",
+            "-o",
+            'tokenizer="a=b"',
+        ]
+        ports = ["--http-port", "1", "--grpc-port", "2", "--metrics-port", "65535"]
+        assert main(["serve", "demo", *options, *ports, "--", "--log-verbose=1", "--", "-o"]) == 7
+        expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "tokenizer": "a=b"}
+        ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 65535}
+        flags = ["--log-verbose=1", "--", "-o"]
+        assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, "multi_lora": None})]
+
+    def test_a_bad_option_is_named_before_anything_starts(self, serve_calls, capsys):
+        assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
+        assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
+        assert serve_calls == []
+
+    def test_the_model_may_be_an_option(self, serve_calls):
+        assert main(["serve", "-o", "model=/m"]) == 7
+        ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
+        assert serve_calls == [(("/m", {}), {**ports, "server_args": [], "multi_lora": None})]
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ([], "MODEL or -o model="),
+            (["a", "-o", "model=b"], "MODEL or -o model="),
+            (["-o", "model=3"], "-o model=3"),
+            (["a", "-o", "dtype"], "-o dtype: must be KEY=VALUE"),
+            (["a", "-o", "=1"], "-o =1: must be KEY=VALUE"),
+            (["a", "-o", "k=1", "-o", "k=2"], "-o k=2: k is given twice"),
+        ],
+    )
+    def test_wrong_options_are_named(self, serve_calls, capsys, arguments, named):
+        assert main(["serve", *arguments]) == 2
+        assert named in capsys.readouterr().err
+        assert serve_calls == []
+
+    @pytest.mark.parametrize("port", ["0", "65536", "x", "-1", "²"])
+    def test_a_port_outside_its_range_is_refused(self, serve_calls, capsys, port):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", "a", f"--http-port={port}"])
+        assert "must be 1..65535" in capsys.readouterr().err
+
+
+def test_values_are_json_where_they_parse_as_json():
+    pairs = cli.parse_pairs("-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"])
+    assert pairs == {
+        "a": 1,
+        "b": 1.5,
+        "c": True,
+        "d": None,
+        "e": ["x"],
+        "f": "1",
+        "g": "x y",
+        "h": "",
+        "i": "[1",
+    }
+
+
+class TestProbe:
+    def test_a_token_is_asked_for_before_all_others_by_a_tenant_of_its_own(self, fake):
+        salts = set()
+        for _ in range(2):
+            assert main(["probe", *fake.flags]) == 0
+            asked = sampling(fake)
+            fake.seen.requests.clear()
+            salts.add(asked.pop("cache_salt"))
+            assert asked == {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "priority": -(2**31)}
+        assert len(salts) == 2
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (PagedError("UNAVAILABLE", "9 requests wait, which is max_queue_size; send it again later"), 0),
+            (PagedError("UNAVAILABLE", "the engine has stopped; reload the model"), 1),
+            (PagedError("DEADLINE_EXCEEDED", "no answer within 10 s"), 1),
+        ],
+        ids=str,
+    )
+    def test_only_a_full_queue_is_a_sign_of_life_beside_a_token(self, error, code, monkeypatch):
+        def fails(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(cli.Client, "generate", fails)
+        assert main(["probe"]) == code
+
+
+class TestGenerate:
+    def test_the_answer_is_printed_and_the_flags_are_sent(self, fake, capsys):
+        flags = [
+            "--max-tokens",
+            "5",
+            "--temperature",
+            "0",
+            "--top-p",
+            "0.5",
+            "--top-k",
+            "3",
+            "--min-p",
+            "0.1",
+        ]
+        flags += ["--seed", "0", "--stop", "a", "--stop", "b", "-p", "ignore_eos=true"]
+        assert main(["generate", "Say hello", *fake.flags, *flags, "-p", SAY]) == 0
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("Hello there\n", "")
+        assert fake.seen.requests[0]["text_input"] == "Say hello"
+        assert sampling(fake) == {
+            "max_tokens": 5,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 3,
+            "min_p": 0.1,
+            "seed": 0,
+            "stop": ["a", "b"],
+            "ignore_eos": True,
+        }
+
+    def test_only_max_tokens_has_a_default(self, grpc_fake, capsys):
+        assert main(["generate", "x", *grpc_fake.flags, "-p", SAY]) == 0
+        assert sampling(grpc_fake) == {"max_tokens": 256}
+
+    @pytest.mark.parametrize("argument", [[], ["-"]])
+    def test_the_prompt_from_standard_input(self, grpc_fake, monkeypatch, argument):
+        standard_input(monkeypatch, "two\nlines\n")
+        assert main(["generate", *argument, *grpc_fake.flags, "-p", SAY]) == 0
+        assert grpc_fake.seen.requests[0]["text_input"] == "two\nlines"
+
+    def test_no_stream_prints_once(self, grpc_fake, capsys, monkeypatch):
+        printed = []
+        monkeypatch.setattr("builtins.print", lambda *args, **kwargs: printed.append(args))
+        assert main(["generate", "x", *grpc_fake.flags, "--no-stream", "-p", SAY]) == 0
+        assert printed == [("Hello there",)]
+
+    def test_stats_go_to_standard_error(self, grpc_fake, capsys):
+        assert main(["generate", "x", *grpc_fake.flags, "--stats", "-p", SAY]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "Hello there\n"
+        assert captured.err.startswith("7 prompt tokens, 4 output tokens (stop); first text after ")
+        assert "tokens/s" in captured.err
+
+    def test_stats_count_every_sample(self):
+        others = (Completion("b", "length", 7, 5), Completion("c", "stop", 7, 1))
+        report = session.Timing(0.0).report(Completion("a", "stop", 7, 4, others))
+        assert report.startswith("7 prompt tokens, 10 output tokens (stop, length); ")
+
+    def test_an_error_keeps_what_was_printed(self, fake, capsys):
+        fail = "fail=INVALID_ARGUMENT: top_p=2: no"
+        assert main(["generate", "x", *fake.flags, "-p", SAY, "-p", fail]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == "Hello there\n"
+        assert captured.err == "paged: INVALID_ARGUMENT: top_p=2: no\n"
+
+    @pytest.mark.parametrize("protocol", SERVERS)
+    def test_no_server(self, capsys, protocol):
+        assert main(["generate", "x", "--protocol", protocol, "--url", "localhost:1"]) == 1
+        assert capsys.readouterr().err.startswith("paged: UNAVAILABLE: ")
+
+    @pytest.mark.parametrize(
+        ("flags", "named"),
+        [
+            (["-p", "top_k"], "-p top_k: must be KEY=VALUE"),
+            (["-p", "a=1", "-p", "a=2"], "-p a=2: a is given twice"),
+            (["-p", "top_k=1", "--top-k", "2"], "--top-k is given too"),
+            (["-p", "timeout=1"], "-p timeout=…: is not a sampling parameter"),
+            (["--timeout", "0"], "timeout=0.0"),
+            (["--url", "http://localhost:8001"], "url='http://localhost:8001'"),
+        ],
+    )
+    def test_wrong_usage_is_named(self, capsys, flags, named):
+        assert main(["generate", "x", *flags]) == 2
+        assert named in capsys.readouterr().err
+
+    def test_standard_input_that_is_no_text(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
+        assert main(["generate"]) == 2
+        assert "standard input: not UTF-8" in capsys.readouterr().err
+
+    def test_ctrl_c_cancels_the_request(self, fake):
+        """As a process of its own: the signal, the exit code and the server's view of it are the point."""
+        # A shell's background jobs ignore SIGINT, and so would our child.
+        code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        code += "from client.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "generate", "x", *fake.flags, "-p", SAY, "-p", "hold=true"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout.read(11) == b"Hello there"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=WAIT)
+        assert (process.returncode, out, err) == (130, b"", b"")
+        assert fake.seen.left.wait(WAIT)
+
+    def test_a_reader_that_leaves_is_no_traceback(self, grpc_fake):
+        command = [sys.executable, "-m", "client", "generate", "x", *grpc_fake.flags]
+        # More than a pipe holds, so that the command is still writing when its reader leaves.
+        many = json.dumps(["x" * 1000] * 100)
+        with subprocess.Popen(
+            [*command, "-p", f"say={many}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            process.stdout.read(5)
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 1
+
+
+class TestChat:
+    def test_standard_input_is_asked_once(self, fake, monkeypatch, capsys):
+        standard_input(monkeypatch, "What is it?\n")
+        assert main(["chat", *fake.flags, "--system", "Be brief.", "-p", SAY]) == 0
+        assert capsys.readouterr().out == "Hello there\n"
+        (request,) = fake.seen.requests
+        assert json.loads(request["messages"]) == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is it?"},
+        ]
+        assert "text_input" not in request
+
+    def converse(self, fake, monkeypatch, lines, *flags):
+        """Type `lines` at a terminal, then Ctrl-D; a line that is an exception is raised instead."""
+        standard_input(monkeypatch, "", terminal=True)
+        monkeypatch.setitem(sys.modules, "readline", SimpleNamespace())
+        left = iter([*lines, EOFError()])
+
+        def read(prompt):
+            line = next(left)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        assert main(["chat", *fake.flags, *flags]) == 0
+        return [json.loads(request["messages"]) for request in fake.seen.requests]
+
+    def test_the_conversation_goes_on(self, fake, monkeypatch):
+        sent = self.converse(fake, monkeypatch, ["one", " ", KeyboardInterrupt(), "two"], "-p", SAY)
+        first, second = sent
+        assert [message["content"] for message in first] == ["one"]
+        assert [(message["role"], message["content"]) for message in second] == [
+            ("user", "one"),
+            ("assistant", "Hello there"),
+            ("user", "two"),
+        ]
+
+    def test_a_failed_turn_leaves_no_trace(self, fake, monkeypatch, capsys):
+        sent = self.converse(fake, monkeypatch, ["one", "two"], "-p", "say=[]", "-p", "fail=UNAVAILABLE: full")
+        assert [[message["content"] for message in messages] for messages in sent] == [["one"], ["two"]]
+        assert capsys.readouterr().err == "paged: UNAVAILABLE: full\n" * 2
+
+    def test_ctrl_c_ends_the_answer_and_keeps_its_text(self, grpc_fake, monkeypatch, capsys):
+        interrupted = iter([True])
+
+        def print_deltas(self, stream, whole):
+            next(stream)
+            next(stream)
+            if next(interrupted, False):
+                raise KeyboardInterrupt
+            stream.cancel()
+
+        monkeypatch.setattr(session.Session, "_print_deltas", print_deltas)
+        sent = self.converse(grpc_fake, monkeypatch, ["one", "two"], "-p", SAY, "-p", "hold=true")
+        assert grpc_fake.seen.left.wait(WAIT)
+        assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"]
+
+
+class TestBench:
+    @pytest.fixture(autouse=True)
+    def package(self, tmp_path, monkeypatch):
+        """A benchmark that the command finds, and a helper module that is none."""
+        bench = tmp_path / "bench"
+        bench.mkdir()
+        (bench / "__init__.py").touch()
+        (bench / "_helper.py").touch()
+        (bench / "throughput.py").write_text("def main(argv):\n    print(argv)\n    return 3\n")
+        import paged_backend
+
+        monkeypatch.setattr(paged_backend, "__path__", [str(tmp_path)])
+        for name in [name for name in sys.modules if name.startswith("paged_bench")]:
+            monkeypatch.delitem(sys.modules, name)
+        yield
+        for name in [name for name in sys.modules if name.startswith("paged_bench")]:
+            del sys.modules[name]
+
+    def test_the_arguments_are_the_benchmarks_own(self, capsys):
+        assert main(["bench", "throughput", "--url", "x", "--", "-h"]) == 3
+        assert capsys.readouterr().out == "['--url', 'x', '--', '-h']\n"
+
+    @pytest.mark.parametrize("arguments", [[], ["nope"], ["_helper"]])
+    def test_an_unknown_name_lists_the_known_ones(self, capsys, arguments):
+        assert main(["bench", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert "\n  throughput" in message
+        assert "  _helper" not in message
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["generate", "--top-k", "x"]])
+def test_what_argparse_refuses(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: paged" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""Virtual environments beside ours: made once, from packages that lie in a folder."""
+
+import subprocess
+import zipfile
+
+import pytest
+
+from client.serving.environments import Locked, Package, SetUpError
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """A folder that is all that pip finds."""
+    found = tmp_path / "wheels"
+    found.mkdir()
+    for name, value in {"PAGED_CACHE_DIR": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": found}.items():
+        monkeypatch.setenv(name, str(value))
+    return found
+
+
+def put(wheels):
+    with zipfile.ZipFile(wheels / "an_engine-1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("an_engine.py", "")
+        about = "Metadata-Version: 2.1\nName: an-engine\nVersion: 1.2\nRequires-Dist: torchvision\n"
+        wheel.writestr("an_engine-1.2.dist-info/METADATA", about + "Requires-Dist: another; extra == 'gpu'\n")
+        wheel.writestr("an_engine-1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("an_engine-1.2.dist-info/RECORD", "")
+
+
+def test_one_is_made_once_and_what_is_in_the_way_is_told(wheels, capsys):
+    environment = Package("engine", "an-engine", "1.2", without=("torch",))
+    with pytest.raises(SetUpError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
+        environment.make()
+    assert not environment.ready
+    put(wheels)
+    environment.make()
+    assert environment.ready
+    subprocess.run([environment.python, "-c", "import an_engine"], check=True)
+    assert "an-engine 1.2: set up in " in capsys.readouterr().err
+    environment.make()
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_is_locked_has_what_its_file_lists_and_no_more(wheels, tmp_path):
+    put(wheels)
+    file = tmp_path / "pinned.txt"
+    file.write_text("# Its requirements would not be found.\nan-engine==1.2\n")
+    environment = Locked("clients", file)
+    environment.make()
+    subprocess.run([environment.python, "-c", "import an_engine"], check=True)
+    file.write_text("an-engine==1.3\n")
+    assert not environment.ready  # another list, another environment

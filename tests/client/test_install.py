@@ -1,0 +1,84 @@
+"""`paged install-backend`: what it writes, and what it leaves alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.cli import main
+from client.serving import install
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A server's backend directory, which has Triton's Python backend."""
+    (tmp_path / "python").mkdir()
+    return tmp_path
+
+
+def imported_from(file, tmp_path):
+    """Where a stub finds the engine, whose Python knows nothing of it. PyTorch is not loaded, for which a server that
+    only asks for the configuration would wait."""
+    (tmp_path / "triton_python_backend_utils.py").write_text("")
+    code = (
+        f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
+        " print(sys.modules['paged_backend.server.wire'].__file__)"
+    )
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment = {"PYTHONPATH": ":".join([str(tmp_path), *packages])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    return Path(done.stdout.strip())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--name", "vllm"]])
+def test_the_backend_finds_the_engine_that_wrote_it(directory, arguments, capsys):
+    assert main(["install-backend", str(directory), *arguments]) == 0
+    file = directory / (arguments or ["", "paged"])[-1] / "model.py"
+    assert capsys.readouterr().out.splitlines() == [str(file)]
+    assert imported_from(file, directory) == ROOT / "paged_backend/server/wire.py"
+
+
+def test_an_installed_package_goes_after_all_else(directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(install, "REPOSITORY_ROOT", tmp_path / "site-packages")
+    (file,) = install.install(directory)
+    assert f"sys.path.insert(len(sys.path), '{tmp_path}/site-packages')" in file.read_text()
+
+
+def test_writing_again_renews(directory):
+    (file,) = install.install(directory)
+    file.write_text(file.read_text() + "old")
+    assert install.install(directory) == [file]
+    assert "old" not in file.read_text()
+    assert sorted(path.name for path in file.parent.iterdir()) == ["model.py"]
+
+
+@pytest.mark.parametrize("name", ["model.py", "libtriton_vllm.so"])
+def test_another_backend_is_left_alone(directory, name, capsys):
+    (directory / "vllm").mkdir()
+    (directory / "vllm" / name).write_text("theirs")
+    assert main(["install-backend", str(directory), "--name", "vllm"]) == 1
+    assert f"{directory / 'vllm' / name}: is another backend's; move" in capsys.readouterr().err
+    assert (directory / "vllm" / name).read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", "python"])
+def test_a_name_that_triton_would_not_take_is_refused(directory, name):
+    with pytest.raises(ValueError, match="must be letters, digits and underscores"):
+        install.install(directory, name)
+
+
+def test_without_a_python_backend_to_copy_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(install, "find_server", lambda: install_server(backend_directory=None))
+    with pytest.raises(install.ServerNotFoundError, match="has no Python backend; give the server's own"):
+        install.install(tmp_path)
+
+
+def install_server(backend_directory):
+    from client.serving.server_files import ServerFiles
+
+    return ServerFiles(Path("/opt/tritonserver/bin/tritonserver"), backend_directory)

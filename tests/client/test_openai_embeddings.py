@@ -1,0 +1,107 @@
+"""/v1/embeddings of the gateway before a server without a model."""
+
+import base64
+import json
+import struct
+
+import pytest
+
+from tests.support.fake_servers import SERVERS
+from tests.support.gateway import gateway
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def fake():
+    """Answers with the length of what is to be embedded, and its position among all that was asked for."""
+    with SERVERS["grpc"]() as seen:
+
+        def script(inputs, request_id):
+            seen.requests.append(inputs)
+            asked = json.loads(inputs["embedding_request"])
+            if asked["input"] == "bad":
+                return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
+            if asked["input"] == [7]:
+                return {"say": [], "fail": "INVALID_ARGUMENT: embedding_request.input[0]=7: must be a token id"}
+            if asked["pooling_params"]:
+                where = "embedding_request.pooling_params.dimensions=[2]"
+                return {"say": [], "fail": f"INVALID_ARGUMENT: {where}: leave it out"}
+            return {"say": [json.dumps([float(len(asked["input"])), 0.25])]}
+
+        seen.script = script
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def front(fake):
+    with gateway(fake.url) as made:
+        yield made
+
+
+def ask(front, **fields):
+    return front.ask(PATH, {"model": "paged_llm", **fields})
+
+
+def test_one_input(front, fake):
+    fields = {"priority": 2, "cache_salt": "s", "timeout_ms": 9000, "truncate_prompt_tokens": 4,
+              "add_special_tokens": False}  # fmt: skip
+    status, body = ask(front, input="four", user="me", **fields)
+    assert (status, body) == (200, {
+        "object": "list",
+        "model": "paged_llm",
+        "data": [{"object": "embedding", "index": 0, "embedding": [4.0, 0.25]}],
+        "usage": {"prompt_tokens": 7, "total_tokens": 7},
+    })  # fmt: skip
+    assert json.loads(fake.requests[-1]["sampling_parameters"]) == fields
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        (["a", "bbb", "cc"], [1, 3, 2]),
+        ([5, 6], [2]),
+        ([[5, 6], [5], [8, 8, 8]], [2, 1, 3]),
+        (["x" * (count % 90 + 1) for count in range(200)], [count % 90 + 1 for count in range(200)]),
+    ],
+    ids=["texts", "ids", "lists of ids", "more than are asked for at once"],
+)
+def test_inputs_of_every_kind_keep_their_order(front, given, lengths):
+    status, body = ask(front, input=given)
+    assert status == 200
+    assert [(one["index"], one["embedding"][0]) for one in body["data"]] == list(enumerate(map(float, lengths)))
+    assert body["usage"]["prompt_tokens"] == 7 * len(lengths)
+
+
+def test_numbers_as_base64(front):
+    body = ask(front, input="four", encoding_format="base64")[1]
+    assert struct.unpack("<2f", base64.b64decode(body["data"][0]["embedding"])) == (4.0, 0.25)
+    assert ask(front, input="four", encoding_format="float")[1]["data"][0]["embedding"] == [4.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "input", "input: is missing"),
+        ({"input": 5}, "input", "input=5: "),
+        ({"input": ["a", 5]}, "input", "input="),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format="),
+        ({"input": "a", "dimensions": "2"}, "dimensions", "dimensions="),
+        ({"input": "a", "stream": True}, "stream", "stream: unknown field"),
+        ({"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048 (--max-inputs)"),
+        ({"input": "bad"}, "input", "input: prompt_tokens=9: must be 1..8"),
+        ({"input": ["a", "bad", "c"]}, "input[1]", "input[1]: prompt_tokens=9: must be 1..8"),
+        ({"input": [[5], [7]]}, "input[1]", "input[1]: input[0]=7: must be a token id"),
+        ({"input": "a", "dimensions": 2}, "dimensions", "dimensions=[2]: leave it out"),
+    ],
+)
+def test_what_is_refused(front, fields, param, message):
+    status, body = ask(front, **fields)
+    assert (status, body["error"]["param"]) == (400, param)
+    assert body["error"]["message"].startswith(message)
+
+
+def test_another_model_is_an_adapter(front, fake):
+    status, body = front.ask(PATH, {"model": "fr", "input": "a"})
+    assert (status, body["model"]) == (200, "fr")
+    assert json.loads(fake.requests[-1]["sampling_parameters"]) == {"lora_name": "fr"}

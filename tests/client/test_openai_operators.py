@@ -1,0 +1,183 @@
+"""What operators of gateways rely on: several servers, figures, the access log."""
+
+import http.client
+import json
+import select
+import socket
+from contextlib import ExitStack
+
+import openai
+import pytest
+
+from client.openai.metrics import SECONDS, Histogram
+from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
+from tests.support.triton import until
+
+
+@pytest.fixture(scope="module")
+def fakes():
+    with ExitStack() as stack:
+        yield [stack.enter_context(recording_server()) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def front(fakes, tmp_path_factory):
+    """Before two servers, the second of which takes over from one that there is not."""
+    with gateway("localhost:1", "--url", fakes[0].url, "--url", fakes[1].url) as made:
+        yield made
+
+
+@pytest.fixture
+def client(front):
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=WAIT) as made:
+        yield made
+
+
+def counts(fakes):
+    return [len(fake.requests) for fake in fakes]
+
+
+class TestServers:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_each_has_its_turn_and_one_that_is_not_there_is_passed_by(self, client, fakes, stream):
+        before = counts(fakes)
+        for _ in range(6):
+            answer = client.completions.create(**PROMPT, stream=stream)
+            chunks = list(answer) if stream else [answer]
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "Hello there"
+        assert [now - then for now, then in zip(counts(fakes), before, strict=True)] == [4, 2]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_full_one_sends_requests_to_the_next(self, front, fakes, stream):
+        with saying(fakes[0], say=[], fail="UNAVAILABLE: max_queue_size=1: the queue is full"):
+            answers = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
+        assert answers == [200] * 3
+
+    def test_what_one_refuses_no_other_is_asked(self, front, fakes):
+        before = sum(counts(fakes))
+        with saying(fakes[0], say=[], fail="INVALID_ARGUMENT: n=0: no"), saying(fakes[1], say=[], fail="INTERNAL: no"):
+            statuses = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
+        assert sorted(statuses) == [400, 400, 500]
+        assert sum(counts(fakes)) == before + 3
+
+    @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
+    def test_a_request_whose_time_is_over_is_not_begun_again(self, front, fakes, path):
+        late = {"say": [], "fail": "DEADLINE_EXCEEDED: the time limit passed"}
+        before = sum(counts(fakes))
+        with saying(fakes[0], **late), saying(fakes[1], **late):
+            status, body = front.ask(path, BODIES.get(path, {"model": "paged_llm", "input": "x"}))
+        assert (status, error_of(status, body)["code"]) == (504, "deadline_exceeded")
+        assert sum(counts(fakes)) == before + 1
+
+    def test_an_answer_that_has_begun_is_not_begun_again(self, client, fakes):
+        before = sum(counts(fakes))
+        fail = {"say": ["a"], "fail": "UNAVAILABLE: the engine has stopped"}
+        with saying(fakes[0], **fail), saying(fakes[1], **fail):
+            stream = client.completions.create(**PROMPT, stream=True)
+            assert next(stream).choices[0].text == "a"
+            with pytest.raises(openai.APIError, match="the engine has stopped"):
+                next(stream)
+        assert sum(counts(fakes)) == before + 1
+
+    def test_where_none_lets_anybody_in_the_last_one_says_why(self, front, fakes):
+        full = {"say": [], "fail": "UNAVAILABLE: the queue is full"}
+        with saying(fakes[0], **full), saying(fakes[1], **full):
+            statuses = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
+        assert statuses == [503] * 3
+
+
+def test_tokens_and_seconds_are_told_by_route(fakes):
+    with gateway(fakes[0].url) as front:
+        front.ask("/v1/completions", PROMPT)
+        with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
+            list(client.chat.completions.create(**CHAT, stream=True))
+        with saying(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
+            assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
+        told = front.metrics()
+    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
+    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="cached"}'] == 6
+    for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
+        assert told[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
+        assert told[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output
+        for name in ("paged_openai_request_seconds", "paged_openai_first_byte_seconds"):
+            assert told[f'{name}_count{{route="{route}"}}'] == told[f'{name}_bucket{{route="{route}",le="+Inf"}}'] == 1
+            assert 0 < told[f'{name}_sum{{route="{route}"}}'] < WAIT
+
+
+def test_a_histogram_counts_what_is_at_most_each_limit():
+    histogram = Histogram()
+    for value in (0.0, SECONDS[0], SECONDS[0] + 0.001, 1e9):
+        histogram.add(value)
+    told = dict(line.rsplit(" ", 1) for line in histogram.lines("x", "a=1"))
+    assert told[f'x_bucket{{a=1,le="{SECONDS[0]}"}}'] == "2"
+    assert told[f'x_bucket{{a=1,le="{SECONDS[-1]}"}}'] == "3"
+    assert told['x_bucket{a=1,le="+Inf"}'] == told["x_count{a=1}"] == "4"
+
+
+def test_the_access_log_has_a_line_for_each_request_and_no_key(fakes, tmp_path):
+    log = tmp_path / "log"
+    with log.open("w") as errors, gateway(fakes[0].url, "--access-log", "--api-key", "hush", errors=errors) as front:
+        key = {"Authorization": "Bearer hush"}
+        front.ask("/v1/completions", PROMPT, key | {"X-Request-Id": "mine"})
+        front.ask("/v1/models", headers={"Authorization": "Bearer hush-hush"})
+        front.ask("/made%0Aup")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(one["method"], one["path"], one["status"], one["id"]) for one in lines] == [
+        ("POST", "/v1/completions", 200, "cmpl-mine"),
+        ("GET", "/v1/models", 401, ""),
+        ("GET", "/made\nup", 404, ""),
+    ]
+    assert all(one["client"] == "127.0.0.1" and one["seconds"] >= 0 for one in lines)
+    assert "hush" not in log.read_text()
+
+
+def test_more_requests_than_may_be_open_are_refused_unread(fakes):
+    """A place is that of a request whose body is still on its way, too."""
+    with gateway(fakes[0].url, "--max-open-requests", "2") as front:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n"
+        with ExitStack() as stack:
+            for _ in range(2):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", front.port), WAIT))
+                connection.sendall(head)
+                assert b"100 Continue" in connection.recv(99)  # its body is waited for
+            status, answer = front.ask("/v1/completions", PROMPT)
+            assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "server_error", "unavailable")
+            assert "2 requests are open, the most that may be (--max-open-requests)" in answer["error"]["message"]
+            assert front.ask("/live")[0] == 200
+        gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+        until(lambda: front.metrics().get(gone) == 2, "the end of both")
+        assert front.ask("/v1/completions", PROMPT)[0] == 200
+
+
+def test_a_body_that_does_not_come_in_time_gives_its_place_back(fakes):
+    """Neither where nothing more of it comes nor where it comes byte by byte."""
+    with gateway(fakes[0].url, "--max-open-requests", "2", "--body-timeout", "2") as front, ExitStack() as stack:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        silent, slow = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), WAIT)) for _ in range(2)
+        )
+        for connection in (silent, slow):
+            connection.sendall(head)
+        while not select.select([slow], [], [], 0.05)[0]:
+            slow.sendall(b" ")
+        for connection in (silent, slow):
+            reply = stack.enter_context(http.client.HTTPResponse(connection))
+            reply.begin()
+            error = error_of(reply.status, json.load(reply))
+            assert (reply.status, error["code"], reply.headers["Connection"]) == (408, "request_timeout", "close")
+            assert error["message"] == "the body has not come within 2 s, which is the limit (--body-timeout)"
+            assert is_closed(connection)
+        assert front.ask("/v1/completions", PROMPT)[0] == 200
+
+
+def is_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # by a byte that was still on its way
+        return True
+
+
+def test_a_gateway_lives_without_a_server():
+    with gateway("localhost:1") as front:
+        assert front.ask("/live") == (200, {"status": "ok"})
+        assert front.ask("/health")[0] == 503

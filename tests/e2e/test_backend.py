@@ -1,0 +1,187 @@
+"""The engine as a backend of Triton's, under its own name and under that of the vLLM backend."""
+
+import json
+import re
+import shutil
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from client.cli import main
+from paged_backend.server import wire
+from tests.support.triton import plain_server, post, until
+
+ROOT = Path(__file__).parents[2]
+CONFIG = 'backend: "{backend}"\ninstance_group [ {{ count: 1 kind: {kind} }} ]\n'
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 0
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "of_vllm"
+  model_version: -1
+  input_map { key: "text_input" value: "text_input" }
+  output_map { key: "text_output" value: "text_output" }
+} ] }
+"""
+OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4}
+
+
+def add_model(repository, name, tiny, *, backend, kind="KIND_MODEL", config="", options=OPTIONS):
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(backend=backend, kind=kind) + config)
+    (version / "model.json").write_text(json.dumps({"model": str(tiny), **options}))
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    """A model of each name that the backend was installed under, and that of the project's own repository."""
+    repository, backends = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("backends")
+    for name in ("paged", "vllm"):
+        assert main(["install-backend", str(backends), "--name", name]) == 0
+        add_model(repository, f"of_{name}", tiny[0], backend=name)
+    shutil.copytree(ROOT / "model_repository" / "paged_llm", repository / "paged_llm")
+    (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0]), **OPTIONS}))
+    report = 'parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "false" } }'
+    add_model(repository, "silent_by_config", tiny[0], backend="paged", config=report)
+    options = OPTIONS | {"disable_log_stats": True}
+    add_model(repository, "silent_by_options", tiny[0], backend="vllm", options=options)
+    (repository / "pipeline" / "1").mkdir(parents=True)
+    (repository / "pipeline" / "config.pbtxt").write_text(ENSEMBLE)
+    with plain_server(repository, backends=backends) as running:
+        yield running
+
+
+def config_of(server, model):
+    with urllib.request.urlopen(f"http://{server.http_url}/v2/models/{model}/config") as reply:
+        return json.load(reply)
+
+
+@pytest.mark.parametrize("name", ["paged", "vllm"])
+def test_a_config_that_names_the_backend_is_enough(server, name):
+    body = {"text_input": "Once", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    (status, text), (_, expected) = post(server, body, model=f"of_{name}"), post(server, body, model="paged_llm")
+    assert status == 200
+    answer = json.loads(text)
+    assert answer["text_output"].startswith("Once")
+    assert answer["text_output"] == json.loads(expected)["text_output"]
+
+
+@pytest.mark.parametrize("name", ["paged", "vllm"])
+def test_what_is_completed_is_what_the_projects_own_config_says(server, name):
+    completed, own = config_of(server, f"of_{name}"), config_of(server, "paged_llm")
+    assert completed["backend"] == name
+    assert completed["model_transaction_policy"] == own["model_transaction_policy"] == {"decoupled": True}
+    assert completed["max_batch_size"] == own["max_batch_size"] == 0
+    for kind in ("input", "output"):
+        ours = {one["name"]: (one["data_type"], one["dims"], one.get("optional")) for one in own[kind]}
+        assert {one["name"]: (one["data_type"], one["dims"], one.get("optional")) for one in completed[kind]} == ours
+    assert {one["name"] for one in completed["input"]} == set(wire.INPUTS)
+    assert {one["name"] for one in completed["output"]} == set(wire.OUTPUTS)
+
+
+# What Triton's vLLM backend tells of a request, and TensorRT-LLM's of the pool.
+COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+HISTOGRAMS = (
+    *("vllm:time_to_first_token_seconds", "vllm:time_per_output_token_seconds", "vllm:e2e_request_latency_seconds"),
+    *("vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_params_n"),
+)
+TRT_HISTOGRAMS = {
+    "nv_llm_input_token_len": ("total_input_tokens", 12),
+    "nv_llm_output_token_len": ("total_output_tokens", 24),
+}
+
+
+def samples(server, model):
+    """What /metrics has of a model: by name, and by the label that is neither the model's nor the version's."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as reply:
+        text = reply.read().decode()
+    found = {}
+    for name, labels, value in re.findall(r"^([\w:]+)\{(.*?)\} (\S+)$", text, re.M):
+        labels = dict(re.findall(r'(\w+)="(.*?)"', labels))
+        if labels.pop("model", None) == model and labels.pop("version") == "1" and not name.startswith("nv_inference"):
+            found[(name, *labels.values())] = float(value)
+    return found
+
+
+def test_the_metrics_of_the_vllm_backend_count_each_request(server):
+    before = samples(server, "of_vllm")
+    sampling = {"max_tokens": 6, "ignore_eos": True}
+    for body in ({"n": 2}, {}, {}):  # prompts of 4 bytes
+        assert post(server, {"text_input": "Once", **sampling, **body}, model="of_vllm")[0] == 200
+    after = samples(server, "of_vllm")
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert [grown[name,] for name in COUNTERS] == [12, 24]
+    for name in HISTOGRAMS:
+        assert grown[f"{name}_count",] == grown[f"{name}_bucket", "+Inf"] == 3
+        assert grown[f"{name}_sum",] > 0
+    assert [grown[f"{name}_sum",] for name in HISTOGRAMS[3:]] == [12, 24, 4]
+    assert [grown["vllm:request_params_n_bucket", most] for most in ("1", "2")] == [2, 3]
+    for name, (label, total) in TRT_HISTOGRAMS.items():
+        assert [grown[f"{name}_{what}", label] for what in ("count", "sum")] == [3, total]
+        assert [grown[f"{name}_bucket", label, most] for most in ("10", "1000")] == [2 + (total == 12), 3]
+    buckets = {float(le) for name, *le in after if name == "vllm:request_prompt_tokens_bucket" for le in le}
+    assert buckets == {1, 2, 5, 10, 20, 50, 100, 200, float("inf")}
+
+
+def test_the_gauges_of_tensorrt_llm(server):
+    now = samples(server, "of_paged")
+    kinds = ("max", "used", "free", "tokens_per", "reused", "fraction")
+    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0, 0]
+    kinds = ("max", "active", "scheduled", "waiting", "context")
+    assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0, 0]
+    kinds = ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")
+    assert [now["nv_trt_llm_inflight_batcher_metrics", kind] for kind in kinds] == [0, 0, 0, 0]
+    kinds = ("gpu", "pinned")
+    assert [now["nv_trt_llm_runtime_memory_metrics", kind] for kind in kinds] == [0, 0]
+    assert now["nv_trt_llm_runtime_memory_metrics", "cpu"] > 1e8
+    assert now["nv_trt_llm_general_metrics", "iteration_counter"] >= 0
+    assert abs(now["nv_trt_llm_general_metrics", "timestamp"] - time.time()) < 3600
+
+
+@pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
+def test_who_wants_no_metrics_has_none(server, model):
+    assert post(server, {"text_input": "Once"}, model=model)[0] == 200
+    assert samples(server, model) == {}
+
+
+def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
+    """Loaded and unloaded on demand; one that cannot be is refused with the reason, and harms no other."""
+    good = {"text_input": "Once", "max_tokens": 2}
+    add_model(tmp_path, "good", tiny[0], backend="vllm")
+    add_model(tmp_path, "attribute", tiny[0], backend="vllm", options={"invalid_attribute": True})
+    add_model(tmp_path, "weights", tmp_path / "nowhere", backend="vllm")
+    other = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
+    add_model(tmp_path, "tensor", tiny[0], backend="vllm", config=other)
+    twice = 'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
+    add_model(tmp_path, "gpus", tiny[0], backend="vllm", config=twice)
+    flags = ("--allow-metrics=false", "--model-control-mode=explicit", "--load-model=good")
+    with (
+        plain_server(tmp_path, *flags, backends=server.backends) as quiet,
+        grpcclient.InferenceServerClient(quiet.grpc_url) as client,
+    ):
+        assert post(quiet, good, model="good")[0] == 200
+        for model, reason in (
+            ("attribute", "invalid_attribute: unknown engine option"),
+            ("weights", "nowhere"),
+            ("gpus", 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
+            ("tensor", "configuration expects datatype TYPE_INT32 for input 'text_input'"),
+        ):
+            with pytest.raises(InferenceServerException, match=reason):
+                client.load_model(model)
+        client.unload_model("good")
+        until(lambda: not client.is_model_ready("good"), "the end of a model")
+        client.load_model("good")
+        assert post(quiet, good, model="good")[0] == 200
+
+
+def test_an_ensemble_may_have_it_as_a_step(server):
+    status, text = post(server, {"text_input": "Once", "max_tokens": 3}, "generate_stream", model="pipeline")
+    assert status == 200
+    assert json.loads(text.removeprefix("data: "))["text_output"].startswith("Once")

@@ -1,0 +1,121 @@
+"""How a model ends on a real server, whatever it is at: within its limits, with one end for whoever is open; and what a
+wall clock that jumps changes, which is nothing."""
+
+import json
+import time
+from contextlib import closing
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from client.serving.tritonserver import TritonServer
+from paged_backend.server import faults
+from tests.support.stress.models import Models
+from tests.support.stress.server import engine_alone
+from tests.support.triton import MODEL, idle, plain_server, post, raw_stream, tensors
+from tests.support.trtllm_streams import ASKED, opened
+
+LIMITS = {"dtype": "float32", "request_timeout": 4, "stop_timeout": 3}
+STUCK = faults.VARIABLE, json.dumps({"stuck_step": 40})
+LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Of the engine's steps the fortieth never ends: what computes in it would be open for ever."""
+    monkeypatch.setenv(*STUCK)
+
+
+def begun(stream):
+    stream.send(text_input="x", stream=True, sampling_parameters=LONG, return_finish_reason=True)
+    first = stream.next()
+    assert not first.error
+    return first
+
+
+def ends_at_its_time(stream):
+    """With what it has, and once."""
+    *_, last = stream.all()
+    assert last.final and not last.error
+    assert last.outputs["finish_reason"] == [b"timeout"]
+
+
+def test_a_request_without_end_and_a_step_without_end_do_not_keep_a_server(tiny, stuck):
+    """SIGTERM ends it in order: with 0, and with none of its shared memory left."""
+    with TritonServer(tiny[0], LIMITS) as server, raw_stream(server) as stream:
+        begun(stream)
+        server.terminate()
+        ends_at_its_time(stream)
+        stream.close()
+        assert server.wait(60) == 0
+
+
+def test_a_request_of_another_model_has_one_error_when_the_engines_time_is_over(tiny, stuck):
+    with TritonServer(tiny[0], LIMITS | {"request_timeout": 0}) as server, opened(server, "ensemble") as stream:
+        stream.send(**ASKED | {"max_tokens": [[200]]})
+        stream.next()
+        server.terminate()
+        with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
+            stream.all()
+        stream.client.stop_stream()
+        assert stream.responses.empty()
+        assert server.wait(60) == 0
+
+
+def test_a_model_whose_step_never_ends_is_unloaded_and_loaded_again(tiny, tmp_path):
+    repository = engine_alone(tmp_path)
+    (repository / MODEL / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0])} | LIMITS))
+    ask = {"text_input": "x", "sampling_parameters": json.dumps(LONG | {"max_tokens": 8})}
+    with (
+        plain_server(repository, "--model-control-mode=explicit", f"--load-model={MODEL}", **dict([STUCK])) as server,
+        closing(Models(server, repository)) as models,
+    ):
+        expected = post(server, ask)
+        with raw_stream(server) as stream:
+            begun(stream)
+            models.start_unloading()
+            ends_at_its_time(stream)
+            stream.close()
+        models.unload()
+        models.load()
+        assert post(server, ask) == expected
+        idle(server)
+    assert expected[0] == 200
+
+
+def test_a_wall_clock_that_jumps_changes_no_deadline_no_session_and_no_queue(tiny, monkeypatch):
+    """By an hour ahead or back with each request, where every limit is shorter."""
+    monkeypatch.setenv(faults.VARIABLE, json.dumps({"wall_clock": 2}))
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}
+    options |= {"request_timeout": 600, "session_ttl": 600, "stall_timeout": 600}
+    told = {"return_finish_reason": True, "return_receipt": True, "exclude_input_in_output": True}
+
+    def ask(stream, number, **sampling):
+        sampling = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "timeout_ms": 600_000} | sampling
+        inputs = tensors({"text_input": "one two", "sampling_parameters": sampling} | told)
+        flags = {"sequence_start": number == 0, "sequence_end": number == 3, "sequence_id": 0 if number is None else 7}
+        stream.client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True, **flags)
+
+    def answer(stream):
+        (one,) = [one for one in stream.all() if one.outputs or one.error]
+        assert not one.error, one.error
+        assert one.outputs["finish_reason"] == [b"length"]
+        receipt = json.loads(one.outputs["receipt"][0])
+        assert all(0 <= value < 600 for name, value in receipt.items() if name.endswith("_seconds"))
+        return one.text
+
+    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
+        ask(stream, None)
+        expected = answer(stream)
+        hours = set()
+        for turn in range(4):
+            ask(stream, turn)  # of a session, while the clock is ahead; it ends while the clock is behind
+            for _ in range(3):  # the first of them comes while it is behind, and waits until it is ahead
+                ask(stream, None)
+            assert [answer(stream) for _ in range(4)][1:] == [expected] * 3
+            ask(stream, None)
+            answer(stream)
+            told_now = json.loads(json.loads(post(server, {"pool_map": True})[1])["pool_map"])["time"]
+            hours.add(round((told_now - time.time()) / 3600))
+        assert hours <= {-1, 1} and hours
+        idle(server)

@@ -1,0 +1,244 @@
+"""A real model streams through a real Triton server: the right tokens, in whole characters, with one FINAL."""
+
+import json
+import random
+import re
+import urllib.request
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.triton import idle, metrics, post, raw_stream, raw_streams, until
+
+TRT_KINDS = ("max", "used", "free", "tokens_per", "reused", "fraction")
+GREEDY = {"temperature": 0}
+COUNTED = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model):
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="module")
+def alone(demo_model, tokenizer):
+    """prompt ids -> the ids that transformers' `generate` adds to them, greedily, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+
+    def generate(ids, max_tokens):
+        out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
+        return out[0, len(ids) :].tolist()
+
+    return generate
+
+
+def test_32_concurrent_streams_return_what_32_lone_generate_calls_return(server, tokenizer, alone):
+    """Different prompts, different lengths, all at once; afterwards every block is free."""
+    words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
+    rnd = random.Random(4)
+    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 120))) for _ in range(32)]
+    lengths = [rnd.randint(4, 32) for _ in prompts]
+    with raw_streams(server, len(prompts)) as streams:
+        for stream, prompt, length in zip(streams, prompts, lengths, strict=True):
+            sampling = GREEDY | {"max_tokens": length}
+            stream.send(text_input=prompt, stream=True, sampling_parameters=sampling, **COUNTED)
+        answers = [stream.all() for stream in streams]
+    for prompt, length, answer in zip(prompts, lengths, answers, strict=True):
+        ids = tokenizer.encode(prompt)
+        expected = alone(ids, length)
+        assert "".join(part.text for part in answer) == tokenizer.decode(expected, skip_special_tokens=True)
+        assert sum(part.outputs["num_output_tokens"][0] for part in answer) == len(expected)
+        assert answer[-1].outputs["num_input_tokens"] == [len(ids)]
+    idle(server)
+
+
+def test_final_comes_exactly_once_and_on_the_last_data(server):
+    with raw_stream(server) as stream:
+        stream.send(text_input="One, two,", stream=True, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
+        stream.send(text_input="One, two,", stream=False, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
+        answers = [stream.next()]
+        while sum(answer.final for answer in answers) < 2:
+            answers.append(stream.next())
+        stream.client.stop_stream()  # returns once the server has closed the stream: nothing comes after
+        assert stream.responses.empty()
+    finals = [answer for answer in answers if answer.final]
+    assert [answer.outputs["finish_reason"] for answer in finals] == [[b"length"], [b"length"]]
+    others = [answer for answer in answers if not answer.final]
+    assert all(answer.outputs["finish_reason"] == [b"None"] for answer in others)
+    assert "One, two," + "".join(answer.text for answer in answers if answer is not finals[1]) == finals[1].text
+
+
+def test_generate_over_http_prepends_the_prompt_unless_told_not_to(server):
+    body = {"text_input": "The capital of France is", "parameters": GREEDY | {"max_tokens": 3}}
+    status, text = post(server, body)
+    assert status == 200
+    assert json.loads(text)["text_output"].startswith("The capital of France is Paris")
+    status, text = post(server, body | {"exclude_input_in_output": True})
+    assert json.loads(text)["text_output"].startswith(" Paris")
+
+
+def test_generate_stream_over_http_sends_events_of_deltas(server):
+    body = {"text_input": "The capital of France is", "stream": True, "temperature": 0, "max_tokens": 6}
+    status, text = post(server, body, "generate_stream")
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert status == 200
+    assert len(events) > 1
+    assert "".join(event["text_output"] for event in events).startswith(" Paris")
+
+
+def test_a_conversation_goes_through_the_chat_template(server, tokenizer, alone):
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    template = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(template, add_special_tokens=False)
+    expected = alone(ids, 24)
+    with raw_stream(server) as stream:
+        stream.send(messages=messages, stream=True, sampling_parameters=GREEDY | {"max_tokens": 24}, **COUNTED)
+        answer = stream.all()
+    assert "".join(part.text for part in answer) == tokenizer.decode(expected, skip_special_tokens=True)
+    assert "Paris" in "".join(part.text for part in answer)
+    assert answer[-1].outputs["finish_reason"] == [b"stop"]
+    assert answer[-1].outputs["num_input_tokens"] == [len(ids)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_over_token_boundaries(server, include):
+    prompt = "The capital of France is"
+    whole = json.loads(post(server, {"text_input": prompt, "temperature": 0, "max_tokens": 16})[1])["text_output"]
+    whole = whole.removeprefix(prompt)
+    stop = whole[2:9]  # begins and ends inside words, so inside tokens
+    sampling = GREEDY | {"max_tokens": 16, "stop": [stop], "include_stop_str_in_output": include}
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, stream=True, sampling_parameters=sampling, **COUNTED)
+        answer = stream.all()
+    end = whole.index(stop) + (len(stop) if include else 0)
+    assert "".join(part.text for part in answer) == whole[:end]
+    assert answer[-1].outputs["finish_reason"] == [b"stop"]
+    idle(server)
+
+
+def test_streamed_text_is_never_cut_inside_a_character(server):
+    """Sampled hot and penalised, so that bytes of rare characters come out in tokens of their own."""
+    sampling = {"temperature": 1.5, "seed": 3, "max_tokens": 48, "ignore_eos": True, "repetition_penalty": 1.2}
+    prompt = "翻译成日语和阿拉伯语，并加上表情符号：你好，世界 🌍🚀🧬"
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, stream=True, sampling_parameters=sampling)
+        streamed = "".join(part.text for part in stream.all())
+    body = {"text_input": prompt, "exclude_input_in_output": True, "sampling_parameters": json.dumps(sampling)}
+    assert json.loads(post(server, body)[1])["text_output"] == streamed
+    assert any(ord(char) > 127 for char in streamed)
+
+
+def test_a_seed_repeats_its_output_in_any_company(server):
+    request = {"text_input": "Once upon a time", "temperature": 1.0, "top_p": 0.95, "max_tokens": 12}
+    first = post(server, request | {"seed": 7})[1]
+    with raw_streams(server, 6) as streams:
+        for stream in streams:
+            stream.send(text_input="Meanwhile, in the hills", stream=True, sampling_parameters={"max_tokens": 24})
+        assert post(server, request | {"seed": 7})[1] == first
+        for stream in streams:
+            stream.all()
+    assert post(server, request | {"seed": 8})[1] != first
+
+
+def test_metrics_count_what_happened(server):
+    idle(server)
+    before = metrics(server)
+    post(server, {"text_input": "One two three", "temperature": 0, "max_tokens": 5, "ignore_eos": True})
+    idle(server)
+    after = metrics(server)
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["paged_requests_finished_total{length}"] == 1
+    assert grown["paged_generation_tokens_total"] == 5
+    assert grown["paged_prompt_tokens_total"] == 3
+    for name in ("time_to_first_token", "time_per_output_token", "request_latency"):
+        assert grown[f"paged_{name}_seconds_count"] == 1
+        assert grown[f"paged_{name}_seconds_sum"] > 0
+    assert after["paged_kv_blocks{total}"] == 640
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_samples_come_side_by_side_and_each_is_that_of_its_seed(server, streaming):
+    sampling = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "seed": 40}
+    with raw_stream(server) as stream:
+        alone = []
+        for seed in (40, 41, 42):
+            ask = {"exclude_input_in_output": True, "sampling_parameters": sampling | {"seed": seed}}
+            stream.send(text_input="Once upon a time", **ask)
+            alone.append("".join(part.text for part in stream.all()))
+        ask = {"exclude_input_in_output": True, "sampling_parameters": sampling | {"n": 3}}
+        stream.send(text_input="Once upon a time", stream=streaming, **ask, **COUNTED)
+        parts = stream.all()
+    texts = [part.outputs["text_output"] for part in parts]
+    assert all(len(elements) == 3 for elements in texts)
+    assert [b"".join(pieces).decode() for pieces in zip(*texts, strict=True)] == alone
+    assert parts[-1].outputs["finish_reason"] == [b"length"] * 3
+    assert [sum(counts) for counts in zip(*(part.outputs["num_output_tokens"] for part in parts), strict=True)] == [
+        12
+    ] * 3
+    idle(server)
+
+
+def test_a_sample_that_meets_its_stop_string_leaves_the_others_going(server):
+    """Three greedy samples differ in nothing; one of other seeds is stopped by a word that only it says."""
+    sampling = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 7, "n": 3}
+    with raw_stream(server) as stream:
+        stream.send(text_input="Once upon a time", exclude_input_in_output=True, sampling_parameters=sampling)
+        whole = [text.decode() for text in stream.all()[-1].outputs["text_output"]]
+        word = next(word for word in whole[1].split() if not any(word in other for other in (whole[0], whole[2])))
+        stream.send(
+            text_input="Once upon a time",
+            exclude_input_in_output=True,
+            sampling_parameters=sampling | {"stop": word},
+            **COUNTED,
+        )
+        outputs = stream.all()[-1].outputs
+    assert outputs["finish_reason"] == [b"length", b"stop", b"length"]
+    stopped = whole[1][: whole[1].index(word)]
+    assert [text.decode() for text in outputs["text_output"]] == [whole[0], stopped, whole[2]]
+    idle(server)
+
+
+def test_a_second_request_of_the_same_prompt_finds_its_blocks_and_says_the_same(server, tokenizer, alone):
+    """100 tokens and more, cold and then from the cache; with a salt of its own it is cold again."""
+    prompt = "The old lighthouse keeper climbed the stairs and counted them. " * 8
+    hits = []
+    with raw_stream(server) as stream:
+        for salt in ("one", "one", "another", "another"):
+            before = metrics(server)["paged_prefix_cache_hit_tokens_total"]
+            stream.send(
+                text_input=prompt, stream=True, sampling_parameters=GREEDY | {"max_tokens": 8, "cache_salt": salt}
+            )
+            text = "".join(part.text for part in stream.all())
+            assert text == tokenizer.decode(alone(tokenizer.encode(prompt), 8), skip_special_tokens=True)
+            idle(server)
+            hits.append(metrics(server)["paged_prefix_cache_hit_tokens_total"] - before)
+    most = len(tokenizer.encode(prompt)) - 1
+    assert hits == [0, most, 0, most]
+
+
+def test_metrics_count_the_token_that_ends_the_output_and_what_was_refused(server):
+    body = {"text_input": "One two three", "temperature": 0, "max_tokens": 20, "return_num_output_tokens": True}
+    first = json.loads(post(server, body | {"max_tokens": 1, "exclude_input_in_output": True})[1])["text_output"]
+    idle(server)
+    before = metrics(server)
+    answer = json.loads(post(server, body | {"stop": first.strip()})[1])
+    assert post(server, body | {"max_tokens": 0})[0] == 400
+    refused = "paged_requests_finished_total{refused}"
+    until(lambda: metrics(server)[refused] > before[refused], "the count of what was refused")
+    grown = {name: value - before[name] for name, value in metrics(server).items()}
+    assert grown["paged_generation_tokens_total"] == answer["num_output_tokens"] == 1
+    assert grown["paged_requests_finished_total{refused}"] == 1
+    assert grown["paged_requests_finished_total{stop}"] == 1
+
+
+def test_dashboards_of_other_backends_find_their_gauges(server):
+    idle(server)
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+        text = reply.read().decode()
+    found = dict(re.findall(r"^((?:vllm:|nv_trt_llm_)\w+(?:\{.*?\})) (\S+)$", text, re.M))
+    unlabelled = {re.sub(r'(model|version)="[^"]*",?', "", name): float(value) for name, value in found.items()}
+    by_name = {name.replace(",}", "}"): value for name, value in unlabelled.items()}
+    kinds = {kind: by_name[f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="{kind}"}}'] for kind in TRT_KINDS}
+    assert (kinds["max"], kinds["used"], kinds["free"], kinds["tokens_per"], kinds["fraction"]) == (640, 0, 640, 16, 0)
+    assert by_name["vllm:num_requests_running{}"] == by_name["vllm:kv_cache_usage_perc{}"] == 0

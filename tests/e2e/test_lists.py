@@ -1,0 +1,66 @@
+"""Sampling parameters that are lists come as tensors of their own, over both protocols."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.triton import post, raw_stream
+
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_tokens": 16, "exclude_input_in_output": True}
+
+
+def generated(server, **inputs):
+    status, body = post(server, {"text_input": PROMPT, **GREEDY, **inputs})
+    assert status == 200, body
+    return json.loads(body)["text_output"]
+
+
+def test_stop_strings_over_http_as_a_list_and_as_one(server):
+    whole = generated(server)
+    cut = whole.split(",")[0].split(".")[0]
+    assert cut != whole
+    assert generated(server, stop=["!!", ".", ","]) == cut
+    first = min(".,", key=lambda mark: whole.find(mark) % len(whole))
+    assert generated(server, stop=first) == generated(server, parameters={"stop": first}) == whole.split(first)[0]
+
+
+def test_lists_over_grpc(server):
+    with raw_stream(server) as stream:
+        stream.send(
+            text_input=PROMPT,
+            sampling_parameters={"temperature": 0, "max_tokens": 16, "ignore_eos": True},
+            exclude_input_in_output=True,
+            return_finish_reason=True,
+            stop=np.array([b"Paris", b"never said"], dtype=np.object_),
+            stop_token_ids=np.array([3, 4], dtype=np.int32),
+        )
+        (answer,) = stream.all()
+    assert (answer.text, answer.outputs["finish_reason"]) == (" ", [b"stop"])
+
+
+def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
+    assert "Paris" in generated(server)
+    assert "Paris" not in generated(server, bad_words=["Paris"])
+    assert "Paris" not in generated(server, parameters={"bad_words": " Paris"})
+    assert generated(server, allowed_token_ids=[28]) == "," * 16  # of the demo model
+    status, body = post(server, {"text_input": PROMPT, **GREEDY, "sampling_parameters": '{"logit_bias": {"28": 100}}'})
+    assert (status, json.loads(body)["text_output"]) == (200, "," * 16)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"stop": ["x"] * 17}, "must be at most 16 strings"),
+        ({"stop": ["x" * 257]}, "must be at most 256 bytes"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=-1: must be 0.."),
+        ({"allowed_token_ids": [0], "bad_words": ["x"] * 129}, "must be at most 128 strings"),
+        ({"choice": ["a", ""]}, "choice="),
+        ({"stop": ["a"], "sampling_parameters": '{"stop": "b"}'}, "stop: is both a tensor and a sampling parameter"),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_told(server, inputs, reason):
+    status, body = post(server, {"text_input": PROMPT, **inputs})
+    assert status == 400
+    assert reason in json.loads(body)["error"]

@@ -1,0 +1,165 @@
+"""The load generator and the server's benchmark, against real servers."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from client import load
+from client.cli import main
+from client.types import PagedError
+from paged_bench import server as bench
+from paged_bench._workload import Job
+from paged_bench.server import AnalyzerError, Load, Work, by_perf_analyzer, read_export
+from tests.support.records import records_of
+from tests.support.triton import MODEL, idle
+
+
+def ask(**sampling):
+    text = json.dumps({"temperature": 0, "ignore_eos": True} | sampling)
+    return {"text_input": "One, two, three,", "stream": True, "sampling_parameters": text}
+
+
+def test_every_request_is_answered_whatever_is_open(server):
+    asks = [ask(max_tokens=2 + index) for index in range(7)]
+    answers = load.closed_loop(server.grpc_url, MODEL, asks, concurrency=3)
+    assert len(answers) == 7
+    for index, answer in enumerate(answers):
+        assert 1 <= len(answer.stamps) <= 2 + index
+        assert [answer.sent, *answer.stamps] == sorted([answer.sent, *answer.stamps])
+    opened = sorted(answer.sent for answer in answers)
+    ended = sorted(answer.stamps[-1] for answer in answers)
+    assert all(begun > done for begun, done in zip(opened[3:], ended, strict=False)), "more than three were open"
+    idle(server)
+
+
+def test_requests_go_out_at_their_times(server):
+    arrivals = [0.0, 0.05, 0.3]
+    answers = load.open_loop(server.grpc_url, MODEL, [ask(max_tokens=3)] * 3, arrivals)
+    assert [one.sent - answers[0].sent for one in answers] == pytest.approx(arrivals)
+    idle(server)
+
+
+def test_a_refused_request_ends_the_load(server):
+    with pytest.raises(PagedError) as caught:
+        load.closed_loop(server.grpc_url, MODEL, [ask(max_tokens=3), ask(max_tokens=0)], concurrency=2)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    idle(server)
+
+
+def test_an_export_of_perf_analyzer_is_read():
+    """Two requests, of three and of two tokens in two responses and one."""
+    requests = [
+        {
+            "timestamp": 5_000_000_000 + begun,
+            "request_inputs": {"sampling_parameters": json.dumps({"max_tokens": tokens})},
+            "response_timestamps": [5_000_000_000 + when for when in stamps],
+        }
+        for begun, tokens, stamps in ((0, 3, [100_000_000, 250_000_000]), (50_000_000, 2, [500_000_000]))
+    ]
+    found = read_export({"experiments": [{"requests": requests}]})
+    assert (found.tokens, found.responses) == (5, 3)
+    assert (found.seconds, *found.first, *found.between) == pytest.approx((0.5, 0.1, 0.45, 0.15))
+    values = {record.name: record.value for record in found.records("x")}
+    assert values["output_throughput x"] == pytest.approx(10)
+    assert values["time to first response p50 x"] == pytest.approx(100)
+    assert values["time to first response p99 x"] == pytest.approx(450)
+
+
+@pytest.fixture
+def fake_analyzer(tmp_path, monkeypatch):
+    """Makes shell commands perf_analyzer's. $export is the file that it is to write, $calls how often it has run."""
+
+    def make(body):
+        script = tmp_path / "perf_analyzer"
+        script.write_text(
+            "#!/bin/bash\n"
+            'while [ "$1" != --profile-export-file ]; do shift; done; export=$2\n'
+            f"echo >> {tmp_path}/calls; calls=$(wc -l < {tmp_path}/calls)\n{body}\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setattr(bench, "perf_analyzer", lambda: (script, dict(os.environ)))
+
+    return make
+
+
+WORK = Work([Job([1], 3)], ["a"])
+NOWHERE = SimpleNamespace(grpc_url="localhost:1")
+
+
+@pytest.mark.parametrize("length", [0, 40])
+def test_an_export_that_is_cut_off_is_asked_for_again(fake_analyzer, length):
+    request = {"timestamp": 0, "request_inputs": {"sampling_parameters": '{"max_tokens": 3}'}}
+    whole = json.dumps({"experiments": [{"requests": [request | {"response_timestamps": [2_000_000_000]}]}]})
+    fake_analyzer(
+        '[ -e "$export" ] && { echo "Error: Path must not already exist." >&2; exit 99; }\n'
+        f"[ $calls = 1 ] && echo -n '{whole[:length]}' > $export || echo '{whole}' > $export"
+    )
+    found = by_perf_analyzer(NOWHERE, WORK)
+    assert (found.tokens, found.seconds) == (3, 2)
+
+
+def test_perf_analyzers_own_words_are_told(fake_analyzer):
+    fake_analyzer('printf "failed to find\\nthe version\\nUsage: perf_analyzer [options]\\n -m\\n" >&2; exit 99')
+    with pytest.raises(AnalyzerError, match=r"perf_analyzer exits with 99: failed to find the version$"):
+        by_perf_analyzer(NOWHERE, WORK)
+
+
+def test_a_load_of_single_responses_has_no_time_between():
+    found = Load.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
+    assert [record.name for record in found.records("x") if "between" in record.name] == []
+
+
+def test_the_server_path_is_measured_with_a_model_that_costs_nothing(demo_model, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--quick", "--null", "--streams", "6", "--tokens", "8", "--json", str(file)]
+    assert main(["bench", "server", *arguments]) == 0
+    records = records_of(file)
+    for who in ("in process", "server, lean client"):
+        assert records[f"output_throughput null ({who})"]["value"] > 0
+    assert records["output_throughput null (server, lean client)"]["target"] == 50_000
+    assert 1 <= records["tokens per response null (server, lean client)"]["value"] <= 8
+    assert set(records["cores busy null (server, lean client)"]["peers"]) == {"tritonserver", "model", "client"}
+
+
+@pytest.mark.nightly
+def test_a_served_model_is_measured_beside_the_engine_alone(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--requests", "4", "--concurrency", "2", "--rate", "4", "--rounds", "1"]
+    arguments += ["--streams", "4", "--tokens", "8", "--json", str(file)]
+    assert main(["bench", "server", *arguments]) == 0
+    records = records_of(file)
+    assert records["server / in process mixed (server, lean client)"]["limit"] == 1
+    for point in ("concurrency 2", "rate 4/s"):
+        record = records[f"output_throughput {point}"]
+        assert record["value"] is None or record["value"] > 0
+
+
+def test_what_the_models_of_tensorrtllm_backend_add_is_measured(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "trtllm", *arguments]) == 0
+    records = records_of(file)
+    for what in ("time to first response", "time between responses"):
+        for model in ("ensemble", "tensorrt_llm_bls"):
+            name = f"{what} p50, 2 streams"
+            added = records[f"added to {name} ({model})"]
+            assert added["value"] == records[f"{name} ({model})"]["value"] - records[f"{name} (paged_llm)"]["value"]
+            assert added["target"] == 1.0
+
+
+def test_what_the_gateway_adds_and_carries_is_measured(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--requests", "4", "--rounds", "1"]
+    assert main(["bench", "gateway", *arguments, "--json", str(file)]) == 0
+    records = records_of(file)
+    for what in ("time to first response", "time between responses"):
+        name = f"{what} p50, 2 streams"
+        more = records[f"{name} (gateway)"]["value"] - records[f"{name} (gRPC)"]["value"]
+        assert records[f"added to {name} (gateway)"]["value"] == more
+    for what in ("streamed tokens", "whole answers of one token"):
+        name = f"{what}, 16 at once"
+        share = records[f"{name} (gateway)"]["value"] / records[f"{name} (gRPC)"]["value"]
+        assert records[f"{name}: gateway / gRPC"]["value"] == pytest.approx(share)
+    assert 1 <= records["tokens per event, 16 at once"]["value"] <= 64

@@ -1,0 +1,116 @@
+"""How the server starts and stops: plain tritonserver on the repository as it stands, and loads that must fail."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from client.serving import tritonserver
+from client.serving.tritonserver import ServerError, TritonServer
+from tests.support.triton import WAIT, idle, metrics, plain_server, post, raw_stream
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_plain_tritonserver_serves_the_repository_as_it_stands(demo_model):
+    """No wrapper and no variable of ours: what the environment holds is what the wheel's server itself needs."""
+    with plain_server(ROOT / "model_repository", without=ROOT) as server:
+        status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
+        assert status == 200
+        assert "Paris" in json.loads(text)["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_num_seq": 4}, "max_num_seq: unknown engine option; did you mean max_num_seqs?"),
+        ({"block_size": 24}, "block_size=24: must be one of"),
+        ({"max_model_len": 100_000}, "max_model_len=100000: must be at most 256"),
+        ({"load_format": "pickle"}, 'load_format="pickle": must be'),
+    ],
+)
+def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
+    server = TritonServer(tiny[0], options)
+    try:
+        server.start()
+        with pytest.raises(ServerError) as caught:
+            server.wait_ready()
+    finally:
+        server.stop()
+    assert reason in str(caught.value)
+
+
+def test_a_broken_model_says_why_and_its_neighbour_serves(tiny, tmp_path):
+    """One server, two models, of which one has a file that was cut."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny[0], broken)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:1000])
+    for name, place in {"good": tiny[0], "bad": broken}.items():
+        model = tmp_path / "models" / name
+        shutil.copytree(ROOT / "model_repository/paged_llm", model)
+        config = model / "config.pbtxt"
+        config.write_text(re.sub(r'(?m)^name: ".*"$', f'name: "{name}"', config.read_text()))
+        (model / "1/model.json").write_text(json.dumps({"model": str(place), "dtype": "float32"}))
+    with plain_server(tmp_path / "models", "--exit-on-error=false") as server:
+        status, text = post(server, {"text_input": "x", "temperature": 0, "max_tokens": 2}, model="good")
+        assert status == 200, text
+        request = urllib.request.Request(f"http://{server.http_url}/v2/repository/index", b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=WAIT) as reply:
+            models = {one["name"]: one for one in json.loads(reply.read())}
+    assert models["good"]["state"] == "READY"
+    assert models["bad"]["state"] == "UNAVAILABLE"
+    assert f"ConfigError: {broken}/model.safetensors: " in models["bad"]["reason"]
+
+
+def test_a_pool_of_fp8_answers_as_it_should_and_again_from_its_cache(demo_model):
+    options = {"dtype": "float32", "kv_cache_dtype": "fp8", "num_gpu_blocks_override": 64}
+    request = {"text_input": "The capital of France is Paris. The capital of Germany is", "temperature": 0}
+    with TritonServer(demo_model, options) as server:
+        replies = [post(server, request | {"max_tokens": 6}) for _ in range(2)]
+        assert metrics(server)["paged_prefix_cache_hit_tokens_total"] > 0
+    assert [status for status, _ in replies] == [200, 200]
+    assert "Berlin" in json.loads(replies[0][1])["text_output"]
+    assert replies[1] == replies[0]
+
+
+def test_a_stopped_server_leaves_nothing_behind(tiny):
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True)
+        stream.all()
+        idle(server)
+        pid = server.pid
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(server.shm_prefix)]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_streams_that_are_open_at_sigterm_still_end(tiny):
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 200, "ignore_eos": True})
+        assert not stream.next().error
+        server.terminate()
+        assert stream.all()[-1].final
+        stream.close()
+        assert server.wait(60) == 0
+
+
+def test_stopping_waits_for_the_streams_and_for_nothing_else(tiny, monkeypatch):
+    """No second is given to a server that still answers, though it lets nobody in; nor to one that is done."""
+    monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)
+    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
+        stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 250, "ignore_eos": True})
+        assert not stream.next().error
+        server.stop()
+        assert stream.all()[-1].final
+
+
+@pytest.mark.skipif(shutil.which("tritonserver") is not None, reason="an installed server brings its own stub")
+def test_the_stub_runs_this_interpreter(tiny_server):
+    stubs = subprocess.run(["pgrep", "-f", tiny_server.shm_prefix], capture_output=True, text=True, check=True)
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in stubs.stdout.split()]
+    assert any(f"libpython{sys.version_info.major}.{sys.version_info.minor}" in text for text in maps)

@@ -1,0 +1,122 @@
+"""LoRA adapters on a real server: listed in a file, asked for by name, told apart by everything."""
+
+import json
+
+import pytest
+
+from client import Client, PagedError
+from client.serving.tritonserver import TritonServer
+from tests.support.adapters import generate_with, listing, make_adapter
+from tests.support.gateway import gateway
+from tests.support.in_process import byte_tokenizer, generate_alone
+from tests.support.triton import post, raw_stream, raw_streams
+
+PROMPT = "The sea"
+CUT = "\ufffd"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "skip_special_tokens": False}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def files(tiny, place):
+    return {name: make_adapter(tiny[1], place / name, seed=seed, std=0.5) for seed, name in enumerate(["a", "b", "c"])}
+
+
+@pytest.fixture(scope="module")
+def texts(tiny, files):
+    """What each adapter, or none, answers; but for a character that the end cuts."""
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
+    tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in files.items()}
+    tokens[None] = generate_alone(tiny[1], prompt, 12)
+    expected = {name: tokenizer.decode(one).rstrip(CUT) for name, one in tokens.items()}
+    assert len(set(expected.values())) == len(expected)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def lora_server(tiny, place, files):
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
+    with TritonServer(tiny[0], options, multi_lora=listing(place, {"a": "a", "b": "b"})) as running:
+        yield running
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request, lora_server):
+    url = {"grpc": lora_server.grpc_url, "http": lora_server.http_url}[request.param]
+    with Client(url, protocol=request.param) as made:
+        yield made
+
+
+def test_streams_of_different_adapters_at_once(lora_server, texts):
+    names = ["a", None, "b", "a", None]
+    with raw_streams(lora_server, len(names)) as streams:
+        for stream, name in zip(streams, names, strict=True):
+            stream.send(text_input=PROMPT, stream=True, sampling_parameters=GREEDY | {"lora_name": name})
+        for stream, name in zip(streams, names, strict=True):
+            assert "".join(one.text or "" for one in stream.all()).rstrip(CUT) == texts[name]
+
+
+def test_a_name_is_a_request_parameter_too(lora_server, texts):
+    ask = {"text_input": PROMPT, "exclude_input_in_output": True, "lora_name": "b"}
+    status, body = post(lora_server, ask | GREEDY)
+    assert (status, json.loads(body)["text_output"].rstrip(CUT)) == (200, texts["b"])
+
+
+def test_an_adapter_that_is_not_listed_is_refused_until_it_is(lora_server, client, place, texts):
+    listing(place, {"a": "a", "b": "b"})
+    with pytest.raises(PagedError) as raised:
+        client.generate(PROMPT, lora_name="c", **GREEDY)
+    assert raised.value.code == "INVALID_ARGUMENT"
+    assert raised.value.message == "LoRA c is not supported, we currently support ['a', 'b']"
+    listing(place, {"a": "a", "b": "b", "c": "c"})
+    assert client.generate(PROMPT, lora_name="c", **GREEDY).text.rstrip(CUT) == texts["c"]
+    listing(place, {"a": "a", "b": "b"})
+    with pytest.raises(PagedError, match="LoRA c is not supported"):
+        client.generate(PROMPT, lora_name="c", **GREEDY)
+
+
+def test_the_list_of_adapters(client, place):
+    client.generate(PROMPT, lora_name="a", **GREEDY)
+    listing(place, {"a": "a", "broken": "broken"})
+    first, broken = client.adapters()
+    assert (first.name, first.rank, first.resident, first.error) == ("a", 4, True, None)
+    assert (broken.name, broken.rank, broken.resident) == ("broken", None, False)
+    assert broken.error == "adapter_config.json: No such file or directory"
+    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be served: adapter_config.json: No such file'):
+        client.generate(PROMPT, lora_name="broken", **GREEDY)
+    listing(place, {"a": "a", "b": "b"})
+
+
+def test_a_server_without_adapters_says_so(tiny_server):
+    with Client(tiny_server.grpc_url) as client:
+        assert client.adapters() == ()
+    with raw_stream(tiny_server) as stream:
+        stream.send(text_input=PROMPT, sampling_parameters={"lora_name": "a"})
+        assert stream.next().error.message() == "LoRA feature is not enabled."
+
+
+def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
+    """What was said stays; what other weights computed of it is not used."""
+    with client.conversation(cache_salt=f"{id(client)}", **GREEDY) as talk:
+        first = talk.generate(PROMPT, lora_name="a")
+        again = talk.generate(" and", lora_name="b")
+        assert first.text.rstrip(CUT) == texts["a"]
+        assert again.receipt["cached_tokens"] == 0
+        more = talk.generate(" so", lora_name="b")
+        assert more.receipt["cached_tokens"] > 0
+
+
+def test_openais_clients_ask_for_adapters_as_models(lora_server, texts):
+    with gateway(lora_server.grpc_url) as front:
+        assert [card["id"] for card in front.ask("/v1/models")[1]["data"]] == ["paged_llm", "a", "b"]
+        for name, adapter in (("paged_llm", None), ("a", "a"), ("b", "b")):
+            _, body = front.ask("/v1/completions", {"model": name, "prompt": PROMPT} | GREEDY)
+            assert body["choices"][0]["text"].rstrip(CUT) == texts[adapter]
+            assert body["model"] == name
+        status, body = front.ask("/v1/completions", {"model": "nobody", "prompt": PROMPT})
+        assert (status, body["error"]["code"]) == (404, "model_not_found")

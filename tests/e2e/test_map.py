@@ -1,0 +1,95 @@
+"""Maps of the pool of a real server: what it says while requests run, wait and have ended."""
+
+import json
+
+import pytest
+
+from client import Client, PagedError
+from tests.support.triton import idle, metrics, post, raw_stream, until
+
+PROMPT = "The ships that came into the old harbour carried " + "salt and iron, " * 12
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request, server):
+    url = {"grpc": server.grpc_url, "http": server.http_url}[request.param]
+    with Client(url, protocol=request.param) as made:
+        yield made
+
+
+def begin(stream, max_tokens=4000, **sampling):
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | sampling
+    stream.send(text_input=PROMPT, stream=True, sampling_parameters=sampling)
+    assert stream.next().error is None
+
+
+def finished(server):
+    return {name: value for name, value in metrics(server).items() if name.startswith("paged_requests_finished")}
+
+
+def test_owned_while_it_runs_and_cached_after(server, client):
+    idle(server)
+    before = finished(server)
+    with raw_stream(server) as stream:
+        begin(stream)
+        pool = client.pool_map()
+        assert (pool.running, pool.waiting) == (1, 0)
+        assert pool.owned == pool.used > 0
+        assert 0 < pool.tokens <= pool.used * pool.block_size < pool.tokens + pool.block_size
+        assert finished(server) == before  # a map is no request
+        stream.cancel()
+    idle(server)
+    pool, now = client.pool_map(), metrics(server)
+    assert (pool.running, pool.tokens, pool.used, pool.utilisation) == (0, 0, 0, None)
+    assert pool.cached > 0
+    shown = {"total": pool.num_blocks, "used": pool.used, "free": pool.free, "cached": pool.cached}
+    assert shown | {"shared": pool.shared} == {
+        state: now[f"paged_kv_blocks{{{state}}}"] for state in ("total", "used", "free", "cached", "shared")
+    }
+    assert pool.cached_tokens_hit == now["paged_prefix_cache_hit_tokens_total"]
+
+
+def test_samples_of_one_prompt_share_its_blocks(server, client):
+    with raw_stream(server) as stream:
+        begin(stream, n=2)
+        pool = client.pool_map()
+        assert pool.states.count("2") == pool.shared > 0
+        assert pool.owned > 0  # what each has generated
+        assert pool.tokens <= pool.used * pool.block_size  # a shared block counts once
+        stream.cancel()
+    idle(server)
+
+
+def test_it_is_answered_while_the_pool_is_full(server, client):
+    """The second prompt does not fit beside the first, so it waits; who asks for a map does not."""
+    with raw_stream(server) as first, raw_stream(server) as second:
+        for stream in (first, second):
+            stream.send(text_input="word " * 8000, stream=True, sampling_parameters={"max_tokens": 8})
+        until(lambda: metrics(server)["paged_requests{waiting}"] == 1, "a prompt in the queue")
+        pool = client.pool_map()
+        assert (pool.running, pool.waiting) == (1, 1)
+        first.cancel()
+        second.cancel()
+    idle(server)
+
+
+def test_over_http_in_one_response(server):
+    status, text = post(server, {"pool_map": True})
+    assert status == 200
+    pool = json.loads(json.loads(text)["pool_map"])
+    assert len(pool["states"]) == pool["num_blocks"] == 640
+    assert "text_output" not in json.loads(text)
+
+
+def test_what_stands_beside_it_is_refused(server):
+    for beside in ({"text_input": "x"}, {"max_tokens": 3}, {"stream": True}):
+        status, text = post(server, {"pool_map": True} | beside)
+        (name,) = beside
+        assert status == 400
+        assert f"INVALID_ARGUMENT: {name}: means nothing beside pool_map" in text
+    assert "give exactly one" in post(server, {"pool_map": False})[1]
+
+
+def test_a_model_that_is_not_there(server):
+    with Client(server.grpc_url, model="nobody") as client, pytest.raises(PagedError, match="unknown model"):
+        client.pool_map()

@@ -1,0 +1,415 @@
+"""OpenAI's own package against the gateway before a real server: the engine's tokens, in OpenAI's shapes."""
+
+import asyncio
+import socket
+
+import openai
+import pytest
+
+from client import Client
+from tests.support.gateway import gateway
+from tests.support.triton import WAIT, idle, metrics, until
+
+MODEL = "paged_llm"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+LONG = {"temperature": 0, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def front(server):
+    with gateway(server.grpc_url, "--api-key", "key") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def own_template(server, demo_model):
+    with gateway(server.grpc_url, "--tokenizer", str(demo_model)) as made:
+        yield made
+
+
+@pytest.fixture
+def client(front):
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="key", max_retries=0, timeout=WAIT) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(server):
+    with Client(server.grpc_url) as made:
+        yield made
+
+
+def run(front, scenario):
+    """What `scenario` returns, with an asynchronous client of the gateway."""
+
+    async def whole():
+        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="key", max_retries=0) as client:
+            return await scenario(client)
+
+    return asyncio.run(asyncio.wait_for(whole(), WAIT))
+
+
+def test_a_completion_is_the_engines(client, engine):
+    expected = engine.generate("The sea is", temperature=0, max_tokens=24)
+    answer = client.completions.create(model=MODEL, prompt="The sea is", temperature=0, max_tokens=24)
+    assert [(one.index, one.text, one.finish_reason) for one in answer.choices] == [(0, expected.text, "length")]
+    assert answer.usage.prompt_tokens == expected.num_input_tokens
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == expected.num_input_tokens + 24
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+
+
+def test_a_chat_is_the_engines(client, engine):
+    expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    (choice,) = answer.choices
+    assert "Paris" in choice.message.content
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert (choice.finish_reason, answer.usage.prompt_tokens) == ("stop", expected.num_input_tokens)
+
+
+def test_the_gateways_template_gives_the_same_prompt(own_template, engine):
+    expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
+
+    async def scenario(client):
+        return await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+
+    answer = run(own_template, scenario)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.num_input_tokens
+
+
+def test_an_answer_goes_on_as_the_next_turn(client):
+    """The message that came back may be sent as it is."""
+    first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
+    turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]
+    second = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=16)
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_streamed_completion_is_the_whole_one(client, include_usage):
+    asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(**asked)
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    chunks = list(client.completions.create(**asked, stream=True, **options))
+    last = [chunks.pop()] if include_usage else []
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len(chunks) > 1
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+    for chunk in last:
+        assert chunk.choices == []
+        assert chunk.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_streamed_chat_is_the_whole_one(front):
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 32}
+
+    async def scenario(client):
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        return whole, [chunk async for chunk in stream]
+
+    whole, (*chunks, last) = run(front, scenario)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_two_samples_are_those_of_two_seeds(client, engine):
+    asked = {"temperature": 1, "max_tokens": 12, "seed": 5, "n": 2}
+    expected = [engine.generate("The sea is", temperature=1, max_tokens=12, seed=seed).text for seed in (5, 6)]
+    whole = client.completions.create(model=MODEL, prompt="The sea is", **asked)
+    assert [choice.text for choice in whole.choices] == expected
+    assert expected[0] != expected[1]
+    assert whole.usage.completion_tokens == 24
+    texts = ["", ""]
+    for chunk in client.completions.create(model=MODEL, prompt="The sea is", stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
+def test_two_streamed_chats_have_a_role_each(client):
+    roles = [0, 0]
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "seed": 1, "n": 2}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        roles[chunk.choices[0].index] += chunk.choices[0].delta.role == "assistant"
+    assert roles == [1, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion_are_the_engines(client, engine, stream):
+    asked = {"temperature": 1.2, "seed": 4, "max_tokens": 12, "n": 2, "logprobs": 2}
+    expected = engine.generate("The sea is", **asked)
+    answer = client.completions.create(model=MODEL, prompt="The sea is", stream=stream, **asked)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    for index, sample in enumerate((expected, *expected.others)):
+        mine = [choice.logprobs for choice in choices if choice.index == index and choice.logprobs]
+        assert [text for part in mine for text in part.tokens] == [one.decoded_token for one, *_ in sample.logprobs]
+        logprobs = [value for part in mine for value in part.token_logprobs]
+        assert logprobs == pytest.approx([one.logprob for one, *_ in sample.logprobs], abs=1e-4)
+        top = [one for part in mine for one in part.top_logprobs]
+        assert [set(one) for one in top] == [{one.decoded_token for one in entries} for entries in sample.logprobs]
+        offsets = [offset for part in mine for offset in part.text_offset]
+        ends = [*offsets[1:], len(sample.text)]
+        texts = [sample.text[start:end] for start, end in zip(offsets, ends, strict=True)]
+        assert texts == [one.decoded_token for one, *_ in sample.logprobs]
+
+
+@pytest.mark.parametrize("count", [None, 0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat_are_the_engines(client, engine, stream, count):
+    expected = engine.generate(messages=QUESTION, temperature=1.5, seed=1, max_tokens=12, logprobs=count or 0)
+    top = {} if count is None else {"top_logprobs": count}
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 1.5, "seed": 1, "max_tokens": 12}
+    answer = client.chat.completions.create(**asked, logprobs=True, **top, stream=stream)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    for token, (chosen, *_), entries in zip(told, expected.logprobs, expected.logprobs, strict=True):
+        assert token.token == chosen.decoded_token
+        assert token.bytes == list(chosen.decoded_token.encode())
+        assert token.logprob == pytest.approx(chosen.logprob, abs=1e-4)
+        likeliest = {one.decoded_token for one in entries if one.rank <= (count or 0)}
+        assert {one.token for one in token.top_logprobs} == likeliest
+
+
+def test_too_many_log_probabilities_are_refused_under_their_own_name(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=21)
+    assert raised.value.param == "top_logprobs"
+
+
+def test_the_same_seed_gives_the_same_text(client):
+    def text(seed):
+        asked = {"model": MODEL, "prompt": "Once", "temperature": 1, "max_tokens": 16}
+        return client.completions.create(**asked, seed=seed).choices[0].text
+
+    assert text(3) == text(3) != text(4)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client, many):
+    asked = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(**asked).choices[0].text
+    word = whole.split()[2]
+    (choice,) = client.completions.create(**asked, stop=["zebra", word] if many else word).choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(word)], "stop")
+
+
+def test_penalties_and_filters_reach_the_engine(client, engine):
+    sampling = {"temperature": 1, "seed": 2, "top_p": 0.9, "frequency_penalty": 1.5, "presence_penalty": 0.5}
+    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}
+    expected = engine.generate("The sea is", max_tokens=24, **sampling, **more)
+    asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 24}
+    assert client.completions.create(**asked, **sampling, extra_body=more).choices[0].text == expected.text
+
+
+def test_prompts_of_text_and_of_token_ids_are_the_same(client, engine):
+    prompts = ["The sea is", "Once upon a time"]
+    told = [engine.generate(prompt, max_tokens=1, return_token_ids=True) for prompt in prompts]
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+    alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
+    together = client.completions.create(prompt=prompts, n=2, **asked)
+    assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    ids = client.completions.create(prompt=[list(one.prompt_token_ids) for one in told], **asked)
+    assert [choice.text for choice in ids.choices] == alone
+    assert ids.usage.prompt_tokens == sum(one.num_input_tokens for one in told)
+    assert ids.usage.completion_tokens == 24
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_the_answer_are_told_where_asked_for(client, engine, stream):
+    asked = {"temperature": 0, "max_tokens": 8}
+    expected = engine.generate("The sea is", return_token_ids=True, **asked)
+    more = {"extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model=MODEL, prompt="The sea is", stream=stream, **asked, **more)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert [token for choice in choices for token in choice.token_ids] == list(expected.token_ids)
+
+
+def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
+    expected = engine.generate("The sea is", max_tokens=0, prompt_logprobs=1).prompt_logprobs
+    more = {"extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
+    whole = client.completions.create(model=MODEL, prompt=["The sea is"], max_tokens=0, **more)
+    (choice,) = whole.choices
+    assert (choice.text, whole.usage.completion_tokens) == ("", 0)
+    assert len(choice.prompt_token_ids) == len(expected) == whole.usage.prompt_tokens
+    first, *others = choice.prompt_logprobs
+    assert first is None
+    for told, entries, token in zip(others, expected[1:], choice.prompt_token_ids[1:], strict=True):
+        assert list(told) == [str(one.token_id) for one in entries]
+        assert [one["rank"] for one in told.values()] == [one.rank for one in entries]
+        assert told[str(token)]["logprob"] == pytest.approx(entries[0].logprob, abs=1e-4)
+    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **more)
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+    first, *others = client.completions.create(model=MODEL, prompt="The sea is", max_tokens=4, stream=True, **more)
+    assert first.choices[0].prompt_token_ids == choice.prompt_token_ids
+    assert [one and set(one) for one in first.choices[0].prompt_logprobs] == [
+        one and set(one) for one in choice.prompt_logprobs
+    ]
+    assert not any(hasattr(chunk.choices[0], "prompt_token_ids") for chunk in others)
+    first, *_ = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, stream=True, **more)
+    assert first.prompt_token_ids == chat.prompt_token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_comes_before_the_output_where_asked_for(client, stream):
+    asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 6}
+    plain = client.completions.create(**asked).choices[0].text
+    answer = client.completions.create(**asked, echo=True, stream=stream)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == "The sea is" + plain
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_text_is_scored_as_evaluations_do_it(client, engine, length):
+    """The tokens of prompt and output, each with its text, its place and its log probability."""
+    text, sampling = "The sea is blue", {"max_tokens": length, "temperature": 0}
+    expected = engine.generate(text, prompt_logprobs=1, logprobs=1, **sampling)
+    prompts = [text, "Once"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, echo=True, logprobs=1, **sampling)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        told = choice.logprobs
+        assert choice.text.startswith(prompt)
+        ends = [*told.text_offset[1:], len(choice.text)]
+        assert told.tokens == [choice.text[start:end] for start, end in zip(told.text_offset, ends, strict=True)]
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+    entries = [*expected.prompt_logprobs[1:], *(expected.logprobs or ())]
+    told = answer.choices[0].logprobs
+    assert told.token_logprobs[1:] == pytest.approx([one.logprob for one, *_ in entries], abs=1e-4)
+    assert [set(one) for one in told.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
+
+
+def test_a_prompt_that_begins_with_a_special_token_tells_its_text(client):
+    """Which the text has not."""
+    begin, word, end = 1, 504, 2
+    asked = {"model": MODEL, "prompt": [begin, word, end], "max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**asked).choices
+    assert (choice.text, choice.logprobs.tokens) == ("The", ["<|im_start|>", "The", "<|im_end|>"])
+    assert choice.logprobs.text_offset == [0, 0, 3]
+
+
+def test_a_bias_decides(client, engine):
+    (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
+    asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
+    first = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, logit_bias={str(word): -100}).choices[0].text != first
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(**asked, logit_bias={str(word): -101})
+    assert raised.value.param == "logit_bias"
+
+
+def test_the_best_of_several_is_the_likeliest(client, engine):
+    asked = {"temperature": 1.5, "seed": 1, "max_tokens": 8}
+    expected = engine.generate("The sea is", best_of=4, **asked).text
+    (choice,) = client.completions.create(model=MODEL, prompt="The sea is", best_of=4, **asked).choices
+    assert choice.text == expected
+
+
+def test_a_chat_without_a_limit_ends_by_itself(client):
+    (choice,) = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices
+    assert choice.finish_reason == "stop"
+
+
+def test_a_deadline_ends_an_answer_with_what_it_has(client):
+    more = {"extra_body": {"timeout_ms": 1, "ignore_eos": True}}
+    (choice,) = client.completions.create(model=MODEL, prompt="Once", max_tokens=500, **more).choices
+    assert (choice.finish_reason, choice.stop_reason) == ("length", "timeout")
+
+
+def test_tools_and_what_they_found_go_through_the_models_template(client):
+    """The demo model's has no place for tools: it answers as if there were none."""
+    call = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Paris"},
+    ]
+    tools = [{"type": "function", "function": {"name": "capital"}}]
+    answer = client.chat.completions.create(model=MODEL, messages=turns, tools=tools, temperature=0, max_tokens=8)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "param"), [({"max_tokens": 0}, "max_tokens"), ({"top_p": 2}, "top_p"), ({"n": 1000}, "n")]
+)
+def test_what_the_engine_refuses_is_a_bad_request(client, sampling, param, stream):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model=MODEL, prompt="x", stream=stream, **sampling)
+    assert raised.value.param == param
+    assert raised.value.body["message"].startswith(f"{param}=")
+    assert (raised.value.type, raised.value.code) == ("invalid_request_error", "invalid_argument")
+
+
+def test_an_unknown_model_and_a_wrong_key_have_their_errors(client, front):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{front.url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_health_says_that_the_model_answers(front):
+    assert front.ask("/health") == (200, {"status": "ok"})
+
+
+def test_leaving_a_stream_cancels_the_request(front, client, server):
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+    stream = client.completions.create(model=MODEL, prompt="Once", stream=True, **LONG)
+    assert next(stream).choices[0].text
+    assert front.metrics()["paged_openai_open_streams"] == 1
+    stream.close()
+    idle(server)
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    until(lambda: front.metrics()["paged_openai_open_streams"] == 0, "the end of the stream")
+
+
+def test_leaving_while_the_whole_answer_is_awaited_cancels_the_request(front, server):
+    before = metrics(server)["paged_requests_finished_total{cancelled}"]
+
+    async def scenario(client):
+        lost = asyncio.create_task(client.completions.create(model=MODEL, prompt="Once", **LONG))
+        await asyncio.to_thread(until, lambda: metrics(server)["paged_requests{running}"] == 1, "the request")
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+        return lost.cancelled()
+
+    assert run(front, scenario)
+    idle(server)
+    assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
+    gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+    until(lambda: front.metrics().get(gone) == 1, "the count of the request")
+
+
+def test_many_asynchronous_clients_are_served_together(front, engine):
+    expected = engine.generate("The sea is", temperature=0, max_tokens=8).text
+
+    async def scenario(client):
+        asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 8}
+        return await asyncio.gather(*(client.completions.create(**asked) for _ in range(16)))
+
+    assert {answer.choices[0].text for answer in run(front, scenario)} == {expected}
+
+
+def test_a_stream_ends_with_done(front):
+    """As the specification of the interface has it, which the package hides."""
+    body = b'{"model": "paged_llm", "prompt": "Once", "max_tokens": 2, "stream": true}'
+    head = f"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+        connection.sendall(head.encode() + body)
+        with connection.makefile("rb") as reply:
+            text = reply.read().decode()
+    assert "content-type: text/event-stream" in text.lower()
+    assert text.endswith("data: [DONE]\n\n")

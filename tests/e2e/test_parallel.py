@@ -1,0 +1,62 @@
+"""A model that two processes share, on the real server."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from client.cli import main
+from client.serving.tritonserver import TritonServer
+from tests.support.triton import raw_stream, until
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")
+
+
+def ranks(server):
+    """Processes of ranks 1 and up: children of the server's stub."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"parallel.rank" in command and f"PAGED_TEST_SERVER={server.shm_prefix}".encode() in environment:
+            found.append(int(process.name))
+    return found
+
+
+def test_two_processes_answer_as_one_and_open_streams_end_with_either(tiny, tiny_server, monkeypatch):
+    request = {"text_input": "one, two", "sampling_parameters": {"temperature": 0, "ignore_eos": True}}
+    with raw_stream(tiny_server) as stream:
+        stream.send(**request)
+        expected = stream.all()[0].text
+    options = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 80}
+    server = TritonServer(tiny[0], options | {"tensor_parallel_size": 2})
+    monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
+    with server:
+        (rank,) = ranks(server)
+        assert main(["probe", "--url", server.grpc_url]) == 0
+        with raw_stream(server) as stream:
+            stream.send(**request)
+            assert stream.all()[0].text == expected
+            endless = {"temperature": 0, "ignore_eos": True, "max_tokens": 240}
+            stream.send(text_input="one", stream=True, sampling_parameters=endless)
+            assert stream.next().text is not None
+            os.kill(rank, signal.SIGKILL)
+            (error,) = (response.error for response in stream.all() if response.error)
+            assert "INTERNAL: the engine died: RunnerDied: rank 1 of 2 is gone" in str(error)
+            stream.send(**request)
+            assert "UNAVAILABLE: the engine has stopped" in str(stream.next().error)
+        assert main(["probe", "--url", server.grpc_url]) == 1
+
+
+@pytest.mark.nightly
+def test_no_process_is_left_where_the_server_is_killed(tiny, monkeypatch):
+    server = TritonServer(tiny[0], {"device": "cpu", "tensor_parallel_size": 2})
+    monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
+    with server:
+        assert len(ranks(server)) == 1
+        server.kill()
+        until(lambda: not ranks(server), "the end of every rank")

@@ -1,0 +1,127 @@
+"""Clients that ask and do not read. The server cannot make the engine wait for them: what it keeps for them has a limit
+of its own, others get what they get alone, and once they read on, or are gone, all is given back."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from client.serving.tritonserver import TritonServer
+from tests.support.stress.asks import ALWAYS, MODEL, Ask, ask_alone
+from tests.support.stress.checker import check
+from tests.support.stress.footprint import resident
+from tests.support.stress.plans import Plan, to_json
+from tests.support.stress.server import OPTIONS, engine_alone, save_printable, settled
+from tests.support.triton import idle, metrics, post, until
+
+READERS, MIB = 4, 1  # that one of them may be answered with
+# Of eight samples with 20 of the likeliest tokens each, 240 tokens are several MiB, and less than one without those.
+SAMPLING = {"temperature": 1, "seed": 1, "n": 8, "logprobs": 20, "max_tokens": 240}
+SMALL = {"text_input": "abc", "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 8})}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("printable")
+    save_printable(directory)
+    options = OPTIONS | {"num_gpu_blocks_override": 4096, "max_num_seqs": 64, "max_response_mib": MIB}
+    repository = engine_alone(tmp_path_factory.mktemp("repository"))
+    with TritonServer(directory, options, repository=repository) as running:
+        yield running
+        running.kill()  # a client that was killed may keep it from its end: see tests/support/stress
+
+
+@pytest.fixture(scope="module")
+def asked(server):
+    (ask,) = ask_alone(server.http_url, [Ask("Call/me", SAMPLING)])
+    return ask
+
+
+class Stopped:
+    """A process of gRPC clients, which reads no more from its first tokens on."""
+
+    def __init__(self, server, ask):
+        plans = [Plan(f"slow{number}", "grpc", ask, may=("UNAVAILABLE",)) for number in range(READERS)]
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.support.stress.client_process",
+                str(server.http_port),
+                server.grpc_url,
+                "return_logprobs",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.process.stdin.write("".join(json.dumps(to_json(plan)) + "\n" for plan in plans))
+        self.process.stdin.close()
+        self.events = []
+        while not self.events or self.events[-1]["kind"] != "tokens":
+            self.events.append(json.loads(self.process.stdout.readline()))
+        self.process.send_signal(signal.SIGSTOP)
+
+    def read_on(self):
+        """All that was kept for them: each gets its own tokens, and why there are no more."""
+        self.process.send_signal(signal.SIGCONT)
+        self.events += map(json.loads, self.process.stdout)
+        assert self.process.wait() == 0
+        verdict = check(self.events)
+        assert not verdict.problems, str(verdict)
+        assert verdict.outcomes == {"UNAVAILABLE": READERS}
+        errors = [event["error"] for event in self.events if event["kind"] == "terminal"]
+        assert all(f"its answer is larger than max_response_mib={MIB}" in error for error in errors)
+
+    def die(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Sockets:
+    """Raw ones over HTTP, from which nobody ever reads."""
+
+    def __init__(self, server, ask):
+        inputs = {"text_input": ask.text, "stream": True, "return_logprobs": True, **ALWAYS}
+        body = json.dumps(inputs | {"sampling_parameters": json.dumps(ask.sampling)}).encode()
+        head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.sockets = []
+        for _ in range(READERS):
+            one = socket.socket()
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect(("127.0.0.1", server.http_port))
+            one.sendall(head.encode() + body)
+            self.sockets.append(one)
+
+    def die(self):
+        for one in self.sockets:
+            one.close()
+
+
+@pytest.mark.parametrize(("readers", "end"), [(Stopped, "read_on"), (Stopped, "die"), (Sockets, "die")])
+def test_who_does_not_read_costs_others_nothing_and_the_server_little(server, asked, readers, end, figures):
+    status, alone = post(server, SMALL)
+    assert status == 200
+    _, before = settled(server)
+    if readers is Stopped and end == "die":
+        del before["processes"]["tritonserver"]  # it may keep such a stream's socket: see tests/support/stress
+    memory, failed = resident(server.pid), metrics(server)["paged_requests_finished_total{refused}"]
+    slow = readers(server, asked)
+
+    def all_have_had_enough():
+        assert post(server, SMALL) == (200, alone)
+        return metrics(server)["paged_requests_finished_total{refused}"] == failed + READERS
+
+    until(all_have_had_enough, "the end of answers that nobody reads")
+    idle(server)  # while nobody has read anything yet
+    grown = {name: (now - memory[name]) / 2**20 for name, now in resident(server.pid).items()}
+    assert grown["tritonserver"] < 4 * READERS * MIB
+    figures(f"MiB kept for {READERS} answers of {MIB} MiB: {grown}")
+    getattr(slow, end)()
+    _, after = settled(server, before)
+    assert after["shm"] == before["shm"]
+    for process, held in before["processes"].items():
+        assert after["processes"][process] == held, process

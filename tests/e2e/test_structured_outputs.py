@@ -1,0 +1,121 @@
+"""Structured outputs of a real model through a real Triton server: plain fields, parameters, the client library."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from client import Client, PagedError
+from tests.support.grammars import SLOW
+from tests.support.triton import idle, post, raw_stream
+
+PROMPT = "Alice is 30 years old and lives in Paris. As JSON: "
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"enum": ["London", "Paris", "Rome"]},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
+GREEDY = {"temperature": 0, "max_tokens": 96, "exclude_input_in_output": True}
+
+
+def generated(server, **inputs):
+    status, body = post(server, {"text_input": PROMPT, **GREEDY, **inputs})
+    assert status == 200, body
+    return json.loads(body)["text_output"]
+
+
+def check(text):
+    value = json.loads(text)
+    assert list(value) == ["name", "age", "city"]
+    assert 0 <= value["age"] <= 150
+    assert value["city"] in SCHEMA["properties"]["city"]["enum"]
+    return value
+
+
+def test_plain_fields_over_http(server):
+    assert check(generated(server, json_schema=json.dumps(SCHEMA)))["age"] == 30
+    assert isinstance(json.loads(generated(server, json_object=True, max_tokens=400)), dict)
+    assert re.fullmatch(DATE, generated(server, regex=DATE))
+    assert generated(server, choice=["red apples", "Rome"]) in ("red apples", "Rome")
+    assert re.fullmatch(r"\d+(\+\d+)?", generated(server, grammar='root ::= num ("+" num)?\nnum ::= [0-9]{1,3}'))
+    asked = json.dumps({"structured_outputs": {"json": SCHEMA, "regex": None}})
+    check(generated(server, sampling_parameters=asked))
+    check(generated(server, sampling_parameters=json.dumps({"structured_outputs": json.dumps({"json": SCHEMA})})))
+    idle(server)
+
+
+def test_special_tokens_in_a_grammar_are_drawn(server):
+    said = generated(server, grammar='start: "yes" <|im_start|> /[a-z]{3}/ <[4]>', skip_special_tokens=False)
+    assert re.fullmatch(r"yes<\|im_start\|>[a-z]{3}<reponame>", said)
+    status, body = post(server, {"text_input": PROMPT, "grammar": "start: <|nope|>"})
+    assert (status, 'unknown special token: \\"<|nope|>\\"' in body) == (400, True), body
+
+
+def test_white_space_in_json_is_left_out_where_asked(server):
+    asked = {"json": SCHEMA, "disable_any_whitespace": True}
+    said = generated(server, sampling_parameters=json.dumps({"structured_outputs": asked}))
+    assert said == json.dumps(check(said), separators=(",", ":"), ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"regex": "(a"}, "INVALID_ARGUMENT: regex: "),
+        ({"json_schema": "{"}, 'json_schema="{": is not valid JSON'),
+        ({"json_schema": '{"uniqueItems": true}'}, "json_schema: Unimplemented keys"),
+        ({"regex": "a", "json_object": True}, "json_object and regex: say what the output must look like; give one"),
+        ({"regex": "a", "sampling_parameters": '{"regex": "b"}'}, "regex: is both a tensor and a sampling parameter"),
+        ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
+    ],
+)
+def test_what_is_wrong_is_told(server, inputs, reason):
+    status, body = post(server, {"text_input": PROMPT, **inputs})
+    assert status == 400
+    assert reason in json.loads(body)["error"]
+
+
+def test_streamed_samples_with_log_probabilities_over_grpc(server):
+    with raw_stream(server) as stream:
+        stream.send(
+            text_input=PROMPT, stream=True, return_finish_reason=True, return_logprobs=True, json_schema=SCHEMA,
+            sampling_parameters={"max_tokens": 120, "n": 3, "temperature": 1.2, "seed": 4, "logprobs": 1},
+        )  # fmt: skip
+        responses = stream.all()
+    texts = [b"".join(one.outputs["text_output"][sample] for one in responses if one.outputs) for sample in range(3)]
+    assert len(responses) > 3
+    assert responses[-1].outputs["finish_reason"] == [b"stop"] * 3
+    for text in texts:
+        check(text)
+
+
+def test_others_are_served_while_one_compiles_and_it_can_be_cancelled(server):
+    with raw_stream(server) as slow, raw_stream(server) as stream:
+        slow.send(text_input=PROMPT, json_schema=SLOW)
+        stream.send(
+            text_input=PROMPT, choice=np.array([b"one", b"two"], dtype=np.object_), exclude_input_in_output=True
+        )
+        (answer,) = stream.all()
+        assert answer.text in ("one", "two")
+        assert slow.responses.empty()
+        slow.cancel()
+    idle(server)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_client_library(server, protocol):
+    url = {"grpc": server.grpc_url, "http": server.http_url}[protocol]
+    with Client(url, protocol=protocol) as client:
+        answer = client.generate(PROMPT, json_schema=SCHEMA, temperature=0, max_tokens=96)
+        assert (check(answer.text)["age"], answer.finish_reason) == (30, "stop")
+        with client.stream(PROMPT, choice=["Paris", "Rome"], temperature=0) as stream:
+            assert "".join(delta.text for delta in stream) in ("Paris", "Rome")
+        with pytest.raises(PagedError, match="regex: ") as raised:
+            client.generate(PROMPT, regex="(")
+    assert raised.value.code == "INVALID_ARGUMENT"

@@ -1,0 +1,205 @@
+"""However the scheduler cuts, mixes, aborts and preempts, each request's tokens are those it gets alone."""
+
+import random
+
+import pytest
+
+from paged_backend.api.errors import ErrorCode
+from paged_backend.api.request import FinishReason
+from tests.support.in_process import generate_alone, running, tiny_assembly
+
+MAX_TOKENS = 16
+
+pytestmark = pytest.mark.usefixtures("planning")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(1)
+    return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 2, 7, 16, 17, 31, 48, 64, 90)]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, prompts):
+    return [generate_alone(tiny[1], prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 64, 256])
+def test_block_sizes(tiny, prompts, alone, block_size):
+    options = {"block_size": block_size, "num_gpu_blocks_override": 16 + 1024 // block_size}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (1, 64), (3, 3), (8, 9), (8, 512)])
+def test_batch_and_chunk_sizes(tiny, prompts, alone, seqs, tokens):
+    assembly = tiny_assembly(tiny[0], max_num_seqs=seqs, max_num_batched_tokens=tokens, num_gpu_blocks_override=128)
+    with running(assembly) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert max(step.stats.running for step in engine.history) <= seqs
+
+
+def test_preemption(tiny, prompts, alone):
+    """A pool just large enough for the longest request: the others are pushed out and computed again."""
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=27, max_num_batched_tokens=64)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.history[-1].stats.preemptions > 0
+
+
+SMALL = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("mode", "kind"), [("swap", "swapped"), ("recompute", "recomputed"), ("auto", "preemptions")])
+def test_both_kinds_of_preemption(tiny, prompts, alone, caching, mode, kind):
+    options = {"swap_space": 0.01, "preemption_mode": mode, "enable_prefix_caching": caching}
+    with running(tiny_assembly(tiny[0], **SMALL, **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        stats = engine.history[-1].stats
+        assert getattr(stats, kind) == stats.preemptions > 0
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.001, 0.01])
+def test_a_second_time_around_the_cache_is_warm(tiny, prompts, alone, swap_space):
+    """From the device, from the host, and from a host's pool too small for all of it."""
+    options = SMALL | {"swap_space": swap_space} if swap_space else {"num_gpu_blocks_override": 128}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        stats = engine.history[-1].stats
+        assert stats.cached_tokens > 0
+        assert (stats.host_tokens > 0) == (swap_space > 0)
+
+
+def test_without_the_cache_nothing_is_found(tiny, prompts, alone):
+    with running(tiny_assembly(tiny[0], **SMALL, enable_prefix_caching=False)) as engine:
+        for _ in range(2):
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+        assert engine.history[-1].stats.cached_tokens == 0
+
+
+def test_seeded_samples_survive_company_and_preemption(tiny, prompts):
+    sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11}
+    with running(tiny_assembly(tiny[0])) as engine:
+        alone = [engine.generate([prompt], **sampling)[0] for prompt in prompts]
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=27, max_num_batched_tokens=64)) as engine:
+        assert engine.generate(prompts, **sampling) == alone
+        assert engine.history[-1].stats.preemptions > 0
+        assert engine.generate(prompts[:1], **sampling | {"seed": 12}) != alone[:1]
+
+
+def test_an_abort_changes_nothing_for_the_others(tiny, prompts, alone):
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [engine.submit(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+        engine.step()
+        for key in keys[::2]:
+            engine.engine.abort(key)
+        outputs = engine.wait(*keys[1::2])
+        assert [output.tokens for output in outputs] == alone[1::2]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_an_aborted_request_frees_its_blocks_at_once(tiny, steps):
+    """While it waits, prefills (48 tokens at 16 a step) or decodes."""
+    with running(tiny_assembly(tiny[0])) as engine:
+        key = engine.submit([5] * 48, max_tokens=100)
+        for _ in range(steps):
+            engine.step()
+        assert engine.history[-1].stats.blocks_used > 0 or steps == 1
+        engine.engine.abort(key)
+        while engine.step().stats.blocks_used or engine.history[-1].stats.running:
+            pass
+        assert engine.history[-1].stats.waiting == 0
+
+
+def test_two_steps_are_in_flight_only_with_overlap(tiny, planning):
+    """And a step too much is computed for a sequence whose end is not known yet, but none of it is seen."""
+    assembly = tiny_assembly(tiny[0])
+    calls = []
+    for name in ("schedule", "commit"):
+        inner = getattr(assembly.scheduler, name)
+
+        def spied(*args, name=name, inner=inner):
+            result = inner(*args)
+            if result is not None:
+                calls.append(name)
+            return result
+
+        setattr(assembly.scheduler, name, spied)
+    with running(assembly) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=4)
+        expected = ["schedule", *["schedule", "commit"] * 3, "commit"] if planning else ["schedule", "commit"] * 4
+        assert calls == expected
+        calls.clear()
+        (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=9, stop_token_ids=[tokens[1]]))
+        assert output.tokens == tokens[:2]
+    assert calls.count("schedule") == calls.count("commit") == 2 + planning
+
+
+def test_penalties_count_the_token_that_is_still_on_the_device(tiny, prompts):
+    sampling = {"max_tokens": MAX_TOKENS, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    with running(tiny_assembly(tiny[0], async_scheduling=False)) as engine:
+        in_turn = engine.generate(prompts, **sampling)
+    with running(tiny_assembly(tiny[0])) as engine:
+        assert engine.generate(prompts, **sampling) == in_turn
+
+
+def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
+    end = alone[3][4]
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, stop_token_ids=[end]))
+        first = alone[3].index(end)
+        assert output.tokens == alone[3][: first + 1]
+        assert output.finish is FinishReason.STOP
+
+
+def test_min_tokens_keeps_going(tiny, prompts, alone):
+    end = alone[3][0]
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end]))
+        assert len(output.tokens) >= 6
+        assert end not in output.tokens[:6]
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_lives(tiny, prompts, alone):
+    assembly = tiny_assembly(tiny[0])
+    layer = assembly.loaded.model.model.layers[1]
+    with running(assembly) as engine:
+
+        def fail(*args):
+            raise RuntimeError("device lost its mind")
+
+        hook = layer.register_forward_pre_hook(fail)
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert "device lost its mind" in str(output.error)
+        hook.remove()
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_a_step_that_fails_late_takes_what_was_built_on_it_along(tiny, prompts, alone):
+    """As on a GPU, where an error shows when the tokens are fetched."""
+    assembly = tiny_assembly(tiny[0])
+    launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device lost its mind")])
+
+    class Late:
+        def __init__(self, launched):
+            self.launched = launched
+
+        def result(self):
+            if error := next(results, None):
+                raise error
+            return self.launched.result()
+
+    assembly.runner.launch = lambda batch: Late(launch(batch))
+    with running(assembly) as engine:
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=9))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert len(output.tokens) == 2
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_a_prompt_as_long_as_the_model_allows(tiny):
+    prompt = [random.Random(2).randrange(3, 320) for _ in range(255)]
+    with running(tiny_assembly(tiny[0])) as engine:
+        assert engine.generate([prompt], max_tokens=1) == [generate_alone(tiny[1], prompt, 1)]

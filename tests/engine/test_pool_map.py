@@ -1,0 +1,138 @@
+"""Maps of the pool between the engine and whoever asks: one answer each, whatever becomes of the engine."""
+
+import json
+from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.engine import EngineDied, PoolMap
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.server.metrics import Metrics
+from paged_backend.server.responder import Responder
+from paged_backend.server.sessions import Sessions
+from paged_backend.server.tenants import Tenants
+from tests.support.in_process import WAIT, tiny_assembly
+from tests.support.pb_utils import PB_UTILS, Sent
+from tests.support.streams import POOL, STATS
+
+
+@pytest.fixture
+def responder():
+    made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    made.start(SimpleNamespace(seconds_in_turn=0.0))
+    yield made
+    made.stop()
+
+
+def test_all_who_ask_get_the_next_map_once(responder):
+    one, other, late = Sent(), Sent(), Sent()
+    responder.look(one.channel())
+    responder.look(other.channel())
+    responder.emit(POOL)
+    for sent in (one, other):
+        tensors, error, final = sent.the_only()
+        assert error is None and final
+        (text,) = tensors["pool_map"]
+        assert json.loads(text) == {
+            "time": 12.5,
+            "block_size": 16,
+            "num_blocks": 4,
+            "states": "12c.",
+            "running": 1,
+            "waiting": 0,
+            "tokens": 20,
+            "cached_tokens_hit": 5,
+            "preemptions": 0,
+        }
+    responder.look(late.channel())
+    responder.emit(POOL)
+    late.the_only()
+    assert one.empty() and other.empty()
+
+
+def test_whoever_has_a_map_finds_the_metrics_say_the_same():
+    shown, held = [], []
+
+    class Shown(Metrics):
+        def show(self, stats):
+            shown.append(stats)
+
+    class Reader(Sent):
+        def send(self, response, flags):
+            held.append(list(shown))
+            super().send(response, flags)
+
+    responder = Responder(Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    responder.start(SimpleNamespace(seconds_in_turn=0.0))
+    for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
+        sent = Reader()
+        responder.look(sent.channel())
+        responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
+        sent.the_only()
+        assert held[-1][-1].running == running
+    responder.stop()
+
+
+def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder):
+    waiting, late = Sent(), Sent()
+    responder.look(waiting.channel())
+    responder.emit(EngineDied("the engine died: it did"))
+    responder.look(late.channel())
+    for sent in (waiting, late):
+        assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
+
+
+def test_an_engine_that_does_not_answer_keeps_nobody():
+    made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0), Sent()
+    made.start(SimpleNamespace(seconds_in_turn=0.0))
+    made.look(waiting.channel())
+    reason = "the engine has not told what its pool holds within 0 s"
+    assert waiting.the_only() == ({}, f"Error generating stream: UNAVAILABLE: {reason}", True)
+    made.emit(POOL)  # late
+    made.stop()
+    assert waiting.empty()
+
+
+def test_one_clients_trouble_is_not_the_others(responder):
+    broken, whole = Sent(trouble=1), Sent()
+    responder.look(broken.channel())
+    responder.look(whole.channel())
+    responder.emit(POOL)
+    assert whole.the_only()[1] is None
+    assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
+
+
+def test_the_pool_of_a_scheduler_at_work():
+    """Two samples of a prompt of two blocks and a bit, a token later: a block that both hold counts once."""
+    scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, [50, 60])
+    pool = PoolMap.of(scheduler, scheduler.stats)
+    assert sorted(pool.states) == [*".....222"]
+    assert (pool.tokens, pool.stats.running) == (10, 1)
+    plan = scheduler.schedule()
+    scheduler.commit(plan, [51, 61])
+    pool = PoolMap.of(scheduler, scheduler.stats)
+    assert sorted(pool.states) == [*"....1122"]
+    assert pool.tokens == 8 + 3 + 3
+    scheduler.abort(0)
+    pool = PoolMap.of(scheduler, scheduler.stats)
+    assert sorted(pool.states) == [*"......cc"]
+    assert (pool.tokens, pool.stats.running) == (0, 0)
+
+
+def test_the_engine_makes_one_map_for_all_who_ask_between_two_steps(tiny):
+    assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
+    engine = assembly.engine(steps.put)
+    for _ in range(5):
+        engine.look()
+    engine.start()
+    assert isinstance(steps.get(timeout=WAIT), PoolMap)
+    engine.stop()
+    assert steps.empty()

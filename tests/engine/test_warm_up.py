@@ -1,0 +1,145 @@
+"""What is done before a GPU serves: what its memory is thought to have room for, with figures in the place of a GPU,
+and which kernels are compiled."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paged_kernels import launch
+from paged_kernels.launch import PIECES, Device
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.paged_attention import plan_launch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine import warm_up
+from paged_backend.execution import graphs
+from paged_backend.execution.batch import pack
+from paged_backend.scheduling.plan import Chunk, Plan, Scored
+from paged_backend.scheduling.sequence import Group
+from tests.support.in_process import tiny_assembly
+
+LARGEST, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes
+
+
+class Memory:
+    """Of a GPU whose allocator keeps what was freed until it is told, as recording a CUDA graph does."""
+
+    def __init__(self):
+        self.cached, self.for_good, self.recorded = CACHED, 0, 0
+
+    def record(self, config, loaded, runner, every):
+        self.cached = 100  # given back, and something new
+        self.for_good = WORKSPACE
+        drafts = sum(kind.queries == 1 and not kind.shared for kind in every) if runner.drafter else 0
+        self.recorded = max(kind.rows for kind in every) * LARGEST + EACH * (len(every) + drafts)
+
+    def forget(self):
+        self.recorded = 0
+
+    def empty(self):
+        self.cached = 0
+
+    def free(self, device):
+        return 10**6 - self.cached - self.for_good - self.recorded, 10**6
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("guesses", [0, 4])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
+def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, guesses, drafts, shares):
+    memory = Memory()
+    monkeypatch.setattr(warm_up, "record", memory.record)
+    monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
+    kv = SimpleNamespace(device=torch.device("cuda"))
+    runner = SimpleNamespace(kv=kv, shares=shares, drafter=drafts, forget=memory.forget)
+    options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": guesses}
+    config = EngineConfig.from_options({"model": "x"} | options)
+    foreseen = warm_up.graph_bytes(config, None, runner)
+    memory.record(config, None, runner, warm_up.kinds_of(config, runner))
+    assert foreseen == memory.recorded
+    kinds = graphs.kinds(max_num_seqs, 512, queries=1 + guesses, shared=shares)
+    assert warm_up.kinds_of(config, runner) == kinds
+
+
+def compiled(plan, heads, kv_heads, group):
+    """What of a step's attention is constant in compiled code."""
+    paging = pack(plan, block_size=16, group=group).paging
+    pool = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(plan.num_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    options = dict(scale=1.0, sliding_window=None, softcap=None, sinks=None, device=Device("sm_90", 132))
+    for planned in plan_launch(torch.empty_like(query), query, LayerCache(pool, pool), paging, **options):
+        constants = {name: value for name, value in planned.arguments.items() if name.isupper() or name == "num_warps"}
+        given = {name for name, value in planned.arguments.items() if value is None}
+        yield planned.kernel.__name__, frozenset(constants.items()), frozenset(given)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3)])
+def test_no_attention_is_compiled_while_serving(heads, kv_heads):
+    config = EngineConfig.from_options({"model": "x", "max_num_seqs": 64, "max_num_batched_tokens": 2048})
+    group = heads // kv_heads
+    known = {
+        one
+        for plan in warm_up.rehearsals(config, 16384, 320)
+        for sharing in (None, group)
+        for one in compiled(plan, heads, kv_heads, sharing)
+    }
+    rnd = random.Random(0)
+    for _ in range(300):
+        chunks, left, own = [], 2048, 1
+        for _ in range(rnd.choice((1, 2, 5, 30, 64))):
+            length = min(left, rnd.choice((1, 1, 1, 3, 20, 100, 700, 2000)))
+            start = rnd.choice((0, 10, 300, 3000, 14000))
+            if not length:
+                break
+            left -= length
+            tokens = (0,) * (start + length)
+            one = Group.of(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
+            shared = rnd.randrange(2) * 200  # blocks
+            one.blocks = [0] * shared + list(range(own, own + 1100))
+            own += 1100
+            chunks.append(Chunk(one, start, length, (one,)))
+        for one in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
+            assert one in known
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
+def test_no_piece_of_a_row_is_compiled_while_serving(max_num_seqs, monkeypatch):
+    """With a table in which pieces differ wherever they may."""
+    monkeypatch.setattr(launch, "_tables", {})
+    warps = zip(launch.ROWS, (1, 2, 4), strict=True)
+    entries = [(launch.RowFacts(kind, 4096, rows), launch.Piece(1024, n)) for rows, n in warps for kind in PIECES]
+    launch.use_table(launch.table_of("sm_91", None, entries))
+
+    def taken(kind, rows):
+        return launch.piece(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
+
+    options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
+    plans = list(warm_up.rehearsals(EngineConfig.from_options(options), 16384, 320))
+    for kind in PIECES:
+        assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
+    drawn = {}
+    for plan in plans:
+        if plan.chunks[0].scored:
+            continue
+        drawn.setdefault(plan.chunks[0].draws[0].request.sampling, set()).add(taken("sampling", len(plan.chunks)))
+    assert len(drawn) == len(warm_up.SAMPLINGS)
+    for found in drawn.values():
+        assert found >= {taken("sampling", rows) for rows in range(1, max_num_seqs + 1)}
+
+
+def test_what_is_rehearsed_can_be_run(tiny):
+    """In pools of one block, by every runner."""
+    assembly = tiny_assembly(tiny[0])
+    size = assembly.scheduler.blocks.block_size
+    options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
+    kinds = set()
+    for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256, 320):
+        drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
+        assert len(drawn) == sum(len(chunk.scored) + 1 for chunk in plan.chunks)
+        kinds |= set(map(type, drawn))
+    assert kinds == {int, Scored, tuple}

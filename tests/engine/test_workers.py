@@ -1,0 +1,207 @@
+"""Two processes that share a model draw the tokens of one that has it alone, and end together."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.engine import workers as parallel_workers
+from paged_backend.engine.engine import EngineDied
+from paged_backend.execution import runner
+from paged_backend.models import tensor_parallel as parallel
+from tests.support.beams import beams
+from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")
+
+# A pool that a few requests fill, and a host's pool behind it.
+OPTIONS = {"num_gpu_blocks_override": 24, "swap_space": 0.001, "preemption_mode": "swap"}
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57)), [8]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Biases, which are added once, and embeddings that the output layer shares."""
+    directory = tmp_path_factory.mktemp("shared")
+    save_tiny(hf.Qwen2Config(**COMMON, tie_word_embeddings=True), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    return tiny_assembly(directory, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def shared(request, directory):
+    """With other options where a test's parameter has them. A process can be rank 0 of one model at a time."""
+    options = OPTIONS | getattr(request, "param", {})
+    assembly = tiny_assembly(directory, **options | draft(directory, options), tensor_parallel_size=2)
+    yield assembly
+    assembly.close()
+    assert assembly.workers.workers[0].process.returncode in (0, -signal.SIGKILL)
+
+
+def draft(directory, options):
+    """A model that guesses its own tokens, where there are to be guesses."""
+    return {"speculative_model": str(directory)} if options.get("num_speculative_tokens") else {}
+
+
+def both(alone, shared, run):
+    """What `run` gives with one process and with two, planned in turn and ahead."""
+    found = []
+    for assembly in (alone, shared, replace(shared, overlap=True)):
+        with running(assembly) as engine:
+            found.append(run(engine))
+    return found
+
+
+def test_prompts_are_embedded_alike(alone, shared):
+    first, *others = both(
+        alone, shared, lambda engine: [one.hidden for one in engine.wait(*map(engine.embed, PROMPTS))]
+    )
+    for found in others:
+        for expected, hidden in zip(first, found, strict=True):
+            torch.testing.assert_close(torch.tensor(hidden), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_holds_its_part_of_weights_keys_and_values(alone, shared):
+    assert [assembly.runner.kv.layers[0].keys.shape[1] for assembly in (alone, shared)] == [2, 1]
+    assert alone.scheduler.blocks.num_blocks == shared.scheduler.blocks.num_blocks
+    whole, part = (
+        sum(p.untyped_storage().nbytes() for p in assembly.loaded.model.parameters()) for assembly in (alone, shared)
+    )
+    assert part < 0.52 * whole
+    assert not any(type(p) is not torch.nn.Parameter for p in shared.loaded.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "seed": 7, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 1, "top_k": 20, "repetition_penalty": 1.2},
+        {"beam_width": 3},
+    ],
+)
+def test_tokens_are_those_of_one_process(alone, shared, sampling):
+    one, two, ahead = both(alone, shared, lambda engine: engine.generate(PROMPTS, max_tokens=12, **sampling))
+    assert one == two == ahead
+
+
+def test_log_probabilities_are_those_of_one_process(alone, shared):
+    def run(engine):
+        wanted = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}
+        outputs = engine.wait(*[engine.submit(prompt, **wanted) for prompt in PROMPTS])
+        told = [entries for output in outputs for entries in (*(output.prompt_logprobs or ()), *output.logprobs)]
+        return [one for entries in told for one in entries]
+
+    one, two, ahead = both(alone, shared, run)
+    assert [entry[::2] for entry in one] == [entry[::2] for entry in two] == [entry[::2] for entry in ahead]
+    for others in (two, ahead):
+        assert [entry.logprob for entry in others] == pytest.approx([entry.logprob for entry in one], abs=1e-4)
+
+
+def test_the_tokens_that_rank_0_draws_are_those_that_count(alone, shared, monkeypatch):
+    """Also where the next step is launched before the host has seen them."""
+    plain = runner.sample
+    monkeypatch.setattr(runner, "sample", lambda logits, batch: (plain(logits, batch) + 1) % 320)
+    one, two, ahead = both(alone, shared, lambda engine: engine.generate(PROMPTS, max_tokens=12))
+    assert one == two == ahead
+
+
+def test_blocks_are_shared_found_and_copied_on_write_by_all_ranks(alone, shared):
+    def run(engine):
+        prompt = list(range(100, 118))  # ends inside a block
+        first, _ = beams(engine, prompt, None, n=2, temperature=1.0, seed=3)
+        hits = engine.assembly.scheduler.stats.cached_tokens
+        again = engine.generate([[*prompt, 9]], max_tokens=6)
+        assert engine.assembly.scheduler.stats.cached_tokens > hits
+        return first, again
+
+    one, two, ahead = both(alone, shared, run)
+    assert one == two == ahead
+
+
+def test_preempted_requests_move_to_the_hosts_memory_of_all_ranks(alone, shared):
+    def run(engine):
+        before = engine.assembly.scheduler.stats
+        tokens = engine.generate([[50 + i, *range(20)] for i in range(4)], max_tokens=20)
+        after = engine.assembly.scheduler.stats
+        assert after.preemptions > before.preemptions
+        assert after.swapped > before.swapped
+        return tokens
+
+    one, two, ahead = both(alone, shared, run)
+    assert one == two == ahead
+
+
+@pytest.mark.parametrize("shared", [{"load_format": "dummy", "num_speculative_tokens": 3}], indirect=True)
+def test_random_weights_and_guesses_are_shared_until_a_process_dies_and_ends_the_engine(directory, shared):
+    with running(tiny_assembly(directory, **OPTIONS, load_format="dummy")) as engine:
+        expected = engine.generate(PROMPTS, max_tokens=8)
+    with running(shared) as engine:
+        assert engine.generate(PROMPTS, max_tokens=8) == expected
+        assert engine.history[-1].stats.accepted_tokens > 0
+        shared.workers.workers[0].process.kill()
+        message = engine.steps.get(timeout=WAIT)
+        while not isinstance(message, EngineDied):
+            message = engine.steps.get(timeout=WAIT)
+        assert "rank 1 of 2 is gone: its process ended with code -9" in message.reason
+        assert not engine.engine.alive
+
+
+def test_a_process_ends_with_that_of_rank_0_and_leaves_no_file(tmp_path):
+    """Which holds the other end of a pipe, and closes it whatever it dies of."""
+    scratch = tmp_path / "paged-ranks-x"
+    scratch.mkdir()
+    (scratch / "rendezvous").touch()
+    worker = parallel_workers.start(1, scratch)
+    os.close(worker.lifeline)
+    try:
+        assert worker.process.wait(WAIT) == 0
+        assert not scratch.exists()
+    finally:
+        worker.process.kill()
+        worker.channel.close()
+
+
+def test_a_process_that_does_not_start_is_named(directory, monkeypatch):
+    monkeypatch.setattr(parallel_workers, "interpreter", lambda: "/bin/false")
+    with pytest.raises(ConfigError, match="tensor_parallel_size: rank 1 did not start: its process ended with code 1"):
+        tiny_assembly(directory, tensor_parallel_size=2)
+
+
+def test_a_model_that_does_not_divide_is_refused(directory, tmp_path):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3: must divide 4, the model's num_attention_heads"):
+        tiny_assembly(directory, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must divide 2, the model's num_key_value_heads"):
+        tiny_assembly(directory, tensor_parallel_size=4)
+    save_tiny(hf.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=320, n_positions=64), tmp_path)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1, since transformers has no .* gpt2"):
+        tiny_assembly(tmp_path, tensor_parallel_size=2)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the GPUs that are visible"):
+        parallel.check_devices(config, torch.device("cuda", 0))
+
+
+def test_files_of_whole_blocks_are_refused(directory, tmp_path):
+    with pytest.raises(ConfigError, match=r"disk_cache_dir=.*tensor_parallel_size=2"):
+        tiny_assembly(directory, tensor_parallel_size=2, swap_space=0.001, disk_cache_dir=str(tmp_path))

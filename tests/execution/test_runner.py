@@ -1,0 +1,125 @@
+"""Steps are launched without looking at a value: on the meta device there are none, and whoever looks is told."""
+
+import pytest
+import torch
+from paged_kernels import ops
+from paged_kernels.cpu import between_attentions
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.execution import graphs
+from paged_backend.execution.batch import _map, pack
+from paged_backend.execution.drafter import Drafter
+from paged_backend.execution.runner import Runner
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.models import rope
+from paged_backend.models.attention import ATTENTION, AttentionSpec
+from paged_backend.models.fusion import Fused, fuse
+from paged_backend.scheduling.beam_search import Candidate
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.speculation import on_device
+
+META = torch.device("meta")
+SAMPLINGS = [
+    {"temperature": 0},
+    {"temperature": 0.7, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"temperature": 0, "min_tokens": 3},
+    {"n": 3},
+    {"beam_width": 2, "min_tokens": 2},
+    {"logprobs": 3, "n": 2},
+]
+
+
+@pytest.fixture
+def kernels_without_values(monkeypatch):
+    """The shapes of what the GPU's kernels give."""
+    gives = {
+        "paged_attention": lambda query, *_, **__: torch.empty_like(query),
+        "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
+        "kv_write": lambda *_: None,
+        "add_rms_norm": between_attentions.add_rms_norm,
+        "swiglu": between_attentions.swiglu,
+        "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
+    }
+    monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: gives[function])
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "as it comes"])
+def model(request):
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**shape, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    with META:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation(ATTENTION)
+    rope.fix(model)
+    if request.param:
+        assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), Fused)
+    return model
+
+
+def drawn(plan):
+    """Anything, as if it had come to the host."""
+    beams = [Candidate(token, -float(token)) for token in range(8)]
+    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
+    return [beams if one.request.sampling.beam_width > 1 else 1 for one in draws]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
+@pytest.mark.usefixtures("kernels_without_values")
+def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
+    kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    runner = Runner(model, kv, max_draws=8)
+    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    scheduler = Scheduler(BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=8)
+    stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
+    for key in range(2):
+        params = SamplingParams(max_tokens=6, **sampling)
+        request = GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids, logprobs=params.logprobs)
+        scheduler.add(request)
+    flights = []
+    for _ in range(5):  # prompts in chunks, then decode, each before it is known what the one before gave
+        flights.append(scheduler.schedule())
+        launched = runner.launch(pack(flights[-1], block_size=4))
+        assert launched.tokens.device == META
+        assert (launched.scores is not None) == ("logprobs" in sampling and bool(len(launched.tokens)))
+        while len(flights) > (not scheduler.wants_results):
+            done = flights.pop(0)
+            scheduler.commit(done, drawn(done))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.usefixtures("kernels_without_values")
+def test_guesses_are_made_and_checked_without_looking_at_a_value(model, recorded):
+    kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.part(2, 4)))
+    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    replays = []
+
+    def record(step):
+        logits = step()
+        return lambda: replays.append(len(logits)) or logits
+
+    if recorded:
+        kinds = graphs.kinds(8, 64, queries=4)
+        runner.record(record, kinds, max_blocks=16, max_context_len=64)
+    scheduler = Scheduler(
+        BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=64, guess=on_device, max_guesses=3
+    )  # fmt: skip
+    for key in range(3):
+        scheduler.add(GenerateRequest(key, (7, 8, 9, 10), SamplingParams(max_tokens=6 + key), 0, frozenset()))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        launched = runner.launch(pack(plan, block_size=4, draft=True, uniform=runner.uniform))
+        assert launched.tokens.device == META
+        scheduler.commit(plan, [one for chunk in plan.chunks for one in (1, *chunk.guesses)])
+    prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # what is left to guess is nothing, one token and two
+    assert replays == ([*prompts, *check, *last] if recorded else [])
+
+
+def test_whoever_looks_at_a_value_is_told():
+    with pytest.raises(Exception, match="meta"):
+        torch.empty(1, device=META).item()

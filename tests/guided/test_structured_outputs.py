@@ -1,0 +1,266 @@
+"""Outputs that look as their requests ask, through the engine: alone, beside others, and however they come to run."""
+
+import json
+import random
+import re
+from collections import defaultdict
+from queue import SimpleQueue
+
+import pytest
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import Caps
+from paged_backend.api.request import FinishReason
+from paged_backend.api.structures import read_structure
+from paged_backend.guided.grammars import Grammars
+from paged_backend.server.metrics import Metrics
+from paged_backend.server.service import Service
+from tests.support.callers import serving
+from tests.support.grammars import SLOW
+from tests.support.in_process import TINY, WAIT, byte_tokenizer, running, tiny_assembly
+from tests.support.logprobs import Caller
+from tests.support.pb_utils import PB_UTILS
+
+overlapped_too = pytest.mark.usefixtures("planning")
+EXPRESSION = r"[a-z]{3,6}(-[0-9]{2}){1,3}"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " "},  # a random model likes it
+}
+GRAMMAR = 'root ::= sum\nsum ::= num ("+" num){1,4}\nnum ::= [1-9] [0-9]?'
+
+
+def fits_schema(text):
+    value = json.loads(text)
+    assert set(value) == {"name", "tags", "size"}
+    assert len(value["name"]) <= 6
+    assert 1 <= len(value["tags"]) <= 3
+    assert set(value["tags"]) <= {"red", "green"}
+    assert 0 <= value["size"] <= 999
+
+
+CASES = {
+    "regex": (EXPRESSION, lambda text: re.fullmatch(EXPRESSION, text) or pytest.fail(text)),
+    "json_schema": (SCHEMA, fits_schema),
+    "choice": (["red", "reddish", "blue"], lambda text: ["red", "reddish", "blue"].index(text)),
+    "grammar": (GRAMMAR, lambda text: re.fullmatch(r"[1-9]\d?(\+[1-9]\d?){1,4}", text) or pytest.fail(text)),
+}
+SAMPLED = {"temperature": 1.5, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    one = Grammars(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(5)
+    return [[rnd.randrange(3, 256) for _ in range(length)] for length in (1, 6, 17, 40)]
+
+
+def guides(grammars, name, value, count=1):
+    answers = SimpleQueue()
+    grammars.compile(read_structure(name, value), count, answers.put)
+    return answers.get(timeout=WAIT)
+
+
+def submit(engine, grammars, prompt, name, value, **sampling):
+    made = guides(grammars, name, value, sampling.get("n", 1))
+    return engine.submit(prompt, guides=made, **{"max_tokens": 100, "ignore_eos": False} | sampling)
+
+
+def text_of(tokens):
+    """Of an output that ends with the end of sequence."""
+    assert tokens[-1] in (2, 256)
+    return byte_tokenizer().decode(tokens[:-1])
+
+
+@overlapped_too
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_every_output_looks_as_asked_and_others_are_as_ever(tiny, grammars, prompts, sampling):
+    with running(tiny_assembly(tiny[0])) as engine:
+        plain = {"max_tokens": 16, **sampling}
+        (alone,) = engine.generate([prompts[1]], **plain)
+        keys = [
+            submit(engine, grammars, prompt, name, value, **sampling)
+            for prompt, (name, (value, _)) in zip(prompts, CASES.items(), strict=True)
+        ]
+        *outputs, beside = engine.wait(*keys, engine.submit(prompts[1], **plain))
+    assert beside.tokens == alone
+    for output, (_, check) in zip(outputs, CASES.values(), strict=True):
+        assert output.finish is FinishReason.STOP
+        check(text_of(output.tokens))
+
+
+@overlapped_too
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_changes_no_token(tiny, grammars, mode):
+    rnd = random.Random(1)
+    prompts = [[rnd.randrange(3, 256) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    asked = {"name": "json_schema", "value": SCHEMA, "max_tokens": 60}
+    small = {"max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
+
+    def run(blocks):
+        with running(tiny_assembly(tiny[0], **small, num_gpu_blocks_override=blocks)) as engine:
+            outputs = engine.wait(*[submit(engine, grammars, prompt, **asked, **SAMPLED) for prompt in prompts])
+            return [output.tokens for output in outputs], engine.history[-1].stats.preemptions
+
+    expected, none = run(400)
+    tokens, preemptions = run(45)
+    assert (none, preemptions > 0) == (0, True)
+    assert tokens == expected
+    assert all(fits_schema(text_of(one)) is None for one in tokens if one[-1] in (2, 256))
+
+
+@overlapped_too
+def test_samples_of_a_prompt_each_look_as_asked(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        submit(engine, grammars, prompts[2], "regex", EXPRESSION, n=3, logprobs=1, max_tokens=40, **SAMPLED)
+        tokens, told, left = defaultdict(list), defaultdict(list), 3
+        while left:
+            for delta in engine.steps.get(timeout=WAIT).deltas:
+                tokens[delta.sample] += delta.token_ids
+                told[delta.sample] += delta.logprobs
+                left -= delta.last
+    texts = {text_of(tokens[sample]) for sample in range(3)}
+    assert len(texts) > 1
+    assert all(re.fullmatch(EXPRESSION, text) for text in texts)
+    assert all([drawn.token for drawn, *_ in told[sample]] == tokens[sample] for sample in range(3))
+
+
+@overlapped_too
+def test_max_tokens_cuts_an_output_that_is_not_complete(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(submit(engine, grammars, prompts[1], "regex", "[a-c]{50}", max_tokens=7))
+    assert (output.finish, len(output.tokens)) == (FinishReason.LENGTH, 7)
+    assert re.fullmatch("[a-c]{7}", byte_tokenizer().decode(output.tokens))
+
+
+@overlapped_too
+def test_min_tokens_holds_as_long_as_the_grammar_goes_on(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        asked = [
+            submit(engine, grammars, prompts[1], "regex", one, min_tokens=9) for one in ("[ab]{1,20}", "[ab]{1,4}")
+        ]
+        long, short = engine.wait(*asked)
+    assert len(text_of(long.tokens)) >= 9
+    assert (len(text_of(short.tokens)), short.finish) == (4, FinishReason.STOP)
+
+
+def test_a_prompt_that_the_cache_has_changes_nothing(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        found = [engine.wait(submit(engine, grammars, prompts[3], "json_schema", SCHEMA))[0].tokens for _ in range(2)]
+        assert engine.history[-1].stats.cached_tokens > 0
+    assert found[0] == found[1]
+
+
+def test_guesses_leave_guided_outputs_alone(tiny, grammars, prompts):
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=3, prompt_lookup_min=1)) as engine:
+        keys = [submit(engine, grammars, prompts[2], "grammar", GRAMMAR), engine.submit([5, 6] * 9, max_tokens=20)]
+        guided, _ = engine.wait(*keys)
+        assert engine.history[-1].stats.guessed_tokens > 0
+    CASES["grammar"][1](text_of(guided.tokens))
+
+
+@pytest.fixture
+def service(tiny):
+    options = TINY | {"model": str(tiny[0]), "structured_outputs_timeout": WAIT}
+    one = Service(EngineConfig.from_options(options), PB_UTILS, {"model": "tiny"})
+    yield one
+    one.stop()
+
+
+def asking(**sampling):
+    return Caller(text_input="The sea", sampling_parameters=json.dumps({"max_tokens": 40} | sampling))
+
+
+def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
+    slow, cancelled = asking(json_schema=SLOW), asking(json_schema=SLOW)
+    service.submit(slow)
+    service.submit(cancelled)
+    cancelled.is_cancelled = lambda: True
+    assert cancelled.get(timeout=WAIT)  # an error
+    for sampling in ({}, {"regex": "[ab]{3}"}):
+        other = asking(**sampling)
+        service.submit(other)
+        assert not other.get(timeout=WAIT)
+    assert slow.empty()
+    slow.is_cancelled = lambda: True
+    assert slow.get(timeout=WAIT)
+
+
+def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatch):
+    shown, show = SimpleQueue(), Metrics.show
+    monkeypatch.setattr(Metrics, "show", lambda self, stats: (show(self, stats), shown.put(stats.waiting)))
+    slow = asking(json_schema=SLOW)
+    service.submit(slow)
+    while shown.get(timeout=WAIT) != 1:
+        pass
+    slow.is_cancelled = lambda: True
+    while shown.get(timeout=WAIT) != 0:
+        pass
+
+
+def test_who_leaves_keeps_nobody_waiting(service):
+    """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
+    schemas = [{"type": "object", "properties": {str(index): SLOW}} for index in range(Caps.max_queued_structures - 1)]
+    left = [asking(json_schema=one) for one in schemas]
+    for one in left:
+        service.submit(one)
+    for one in left:
+        one.is_cancelled = lambda: True
+    for one in left:
+        assert one.get(timeout=WAIT)
+    other = asking(regex="[ab]{3}")
+    service.submit(other)
+    assert not other.get(timeout=WAIT)
+
+
+def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
+    slow = asking(json_schema=SLOW)
+    slow.timeout = lambda: 100_000
+    service.submit(slow)
+    assert not slow.get(timeout=WAIT)  # what it has: nothing
+    other = asking(choice=["a"])
+    service.submit(other)
+    assert not other.get(timeout=WAIT)
+
+
+def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
+    cases = {
+        "regex and bad_words": {"regex": "a+", "bad_words": ["a"]},
+        "regex and bad_words_token_ids": {"regex": "a+", "bad_words_token_ids": [[64]]},
+        "structured_outputs.choice and allowed_token_ids": {
+            "structured_outputs": {"choice": ["a"]},
+            "allowed_token_ids": [65],
+        },
+    }
+    with serving(tiny[0]) as served:
+        asked = [served.call(text_input="x", sampling_parameters=json.dumps(one)) for one in cases.values()]
+        for names, one in zip(cases, asked, strict=True):
+            assert f"no token is left: {names} leave none that may come next" in one.refusal()
+
+
+@pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])
+def test_a_text_that_looks_like_the_end_does_not_end_the_output(tiny, sampling):
+    with serving(tiny[0]) as served:
+        asked = {"sampling_parameters": json.dumps({"max_tokens": 40} | sampling), "return_finish_reason": True}
+        answer = served.ask(text_input="x", **asked)
+    assert answer["text_output"] == [b"x<|end|>x"]  # the prompt, and the output
+    assert answer["finish_reason"] == [b"stop"]
+
+
+def test_what_cannot_be_compiled_is_an_error(service):
+    wrong = asking(regex="(")
+    service.submit(wrong)
+    assert wrong.get(timeout=WAIT)

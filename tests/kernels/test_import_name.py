@@ -1,0 +1,63 @@
+"""The import name `kernels` belongs to the PyPI package that transformers loads FP8, MXFP4 and GPTQ kernels from."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(code: str, **environment: str) -> str:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,  # from here `import kernels` could find the folder kernels/
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_pypi_kernels_and_paged_kernels_are_imported_side_by_side():
+    code = "import kernels, paged_kernels.ops; print(kernels.__version__, kernels.__file__, paged_kernels.__file__)"
+    version, theirs, ours = run(code).split()
+    assert version == importlib.metadata.version("kernels")
+    assert not Path(theirs).is_relative_to(ROOT / "kernels")
+    assert Path(ours) == ROOT / "kernels/paged_kernels/__init__.py"
+
+
+def test_transformers_finds_the_pypi_package_beside_paged_kernels():
+    code = (
+        "import paged_kernels.ops; from transformers.utils.import_utils import is_kernels_available;"
+        "print(is_kernels_available())"
+    )
+    assert run(code) == "True"
+
+
+def test_transformers_does_not_take_the_folder_kernels_for_the_package():
+    """Without the PyPI package, the folder is a namespace package of that name; transformers must not use it."""
+    hide = (
+        "import importlib.metadata as metadata, sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'kernels':\n"
+        "            from importlib.machinery import PathFinder\n"
+        f"            return PathFinder.find_spec(name, [{str(ROOT)!r}])\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "version = metadata.version\n"
+        "def installed(name):\n"
+        "    if name == 'kernels': raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = installed\n"
+    )
+    code = hide + (
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "import transformers.integrations.hub_kernels, transformers.models.llama.modeling_llama, paged_kernels.ops\n"
+        "print(is_kernels_available())"
+    )
+    assert run(code) == "False"

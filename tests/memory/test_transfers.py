@@ -1,0 +1,170 @@
+"""Blocks that move: what ends up where, and what waits for what."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.memory.transfers import Transfers
+from paged_backend.scheduling.block_manager import Copy, Move
+
+SHAPES = [LayerShape(num_kv_heads=2, head_dim=8), LayerShape(num_kv_heads=1, head_dim=16)]
+OUTS = (Move(1, 3, None), Move(2, 0, None))
+INS = (Move(1, 4, None),)
+COPIES = (Copy(0, 5),)
+
+
+def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache.allocate(SHAPES, num_blocks=num_blocks, block_size=4, dtype=dtype, device=torch.device("cpu"))
+
+
+def write(cache: KVCache, block: int, number: int) -> None:
+    cache.fill(block, [torch.full_like(tensor[0], number) for tensor in cache.tensors])
+
+
+def read(cache: KVCache) -> list[int]:
+    """The number that all tensors of each block hold."""
+    found = [{int(x) for tensor in cache.tensors for x in tensor[block].unique()} for block in range(num_blocks(cache))]
+    assert all(len(numbers) == 1 for numbers in found), found
+    return [number for numbers in found for number in numbers]
+
+
+def num_blocks(cache: KVCache) -> int:
+    return len(cache.tensors[0])
+
+
+@dataclass
+class Recorded:
+    """Queues that only write down what they are told. An event is the length of its queue."""
+
+    queues: dict[str, list] = field(default_factory=lambda: {"compute": [], "swap": []})
+    blocked: list = field(default_factory=list)
+
+    def launch(self, queue, pair, moves):
+        self.queues[queue].append(tuple(moves))
+
+    def record(self, queue):
+        return queue, len(self.queues[queue])
+
+    def wait(self, queue, event):
+        self.queues[queue].append(("wait", *event))
+
+    def block(self, event):
+        self.blocked.append(event)
+
+    def step(self, name):
+        """Somebody's work on the compute queue."""
+        self.queues["compute"].append(name)
+
+    def before(self, queue, item) -> list:
+        """All that is certainly done before something in a queue begins."""
+        return self._until(queue, self.queues[queue].index(item))
+
+    def until(self, event) -> list:
+        return self._until(*event)
+
+    def _until(self, queue, length) -> list:
+        done = []
+        for item in self.queues[queue][:length]:
+            done += self._until(*item[1:]) if item[0] == "wait" else [item]
+        return done
+
+
+@pytest.fixture
+def queues():
+    return Recorded()
+
+
+@pytest.fixture
+def transfers(queues):
+    return Transfers(make_cache(6), make_cache(4), queues)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_outs_then_ins_then_copies(dtype):
+    """An in that takes the place of an out and comes from where another goes; a copy of what has just come in."""
+    pool, host = make_cache(5, dtype), make_cache(3, dtype)
+    for block in range(5):
+        write(pool, block, 8 + block)
+    for block in range(3):
+        write(host, block, 16 + block)
+    transfers = Transfers(pool, host)
+    outs = (Move(1, 0, None), Move(2, 1, None))
+    transfers.move(outs, (Move(2, 1, None), Move(0, 3, None)), (Copy(3, 4), Copy(1, 0)))
+    transfers.settle()
+    wanted = [18, 18, 10, 9, 9], [9, 10, 18]
+    rounded = [torch.tensor(one).to(dtype).float().int().tolist() for one in wanted]  # fp8 holds no 17
+    assert [read(pool), read(host)] == rounded
+
+
+def test_nothing_to_move(queues, transfers):
+    transfers.move((), (), ())
+    transfers.arrive()
+    transfers.settle()
+    assert queues == Recorded()
+
+
+def test_a_pool_without_a_host_copies():
+    pool = make_cache(3)
+    write(pool, 1, 5)
+    Transfers(pool).move((), (), (Copy(1, 2),))
+    assert read(pool) == [0, 5, 5]
+
+
+def test_outs_read_what_was_written_and_nothing_is_written_there_before(queues, transfers):
+    queues.step("writes what goes out")
+    transfers.move(OUTS, (), ())
+    queues.step("writes where it was")
+    assert queues.before("swap", OUTS) == ["writes what goes out"]
+    assert OUTS in queues.before("compute", "writes where it was")
+
+
+def test_ins_come_after_outs_and_after_who_still_reads_there(queues, transfers):
+    queues.step("reads where ins go")
+    transfers.move(OUTS, INS, COPIES)
+    queues.step("reads them")
+    assert queues.before("swap", INS) == ["reads where ins go", OUTS]
+    assert {OUTS, INS} <= set(queues.before("compute", COPIES))
+    assert {OUTS, INS, COPIES} <= set(queues.before("compute", "reads them"))
+
+
+def test_ins_delay_only_the_step_that_reads_them(queues, transfers):
+    transfers.swap(OUTS, INS)
+    queues.step("reads others")
+    transfers.arrive()
+    queues.step("reads them")
+    transfers.arrive()
+    assert queues.before("compute", "reads others") == [OUTS]
+    assert INS in queues.before("compute", "reads them")
+    assert len(queues.queues["compute"]) == 4, "each is waited for once"
+
+
+@pytest.mark.parametrize("first", [((), INS), (OUTS, ())], ids=["ins", "outs"])
+def test_later_swaps_come_after_earlier_ones(queues, transfers, first):
+    """A host block that goes in may be the target of the next out, and the other way around."""
+    transfers.swap(*first)
+    second = (Move(5, 1, None),), (Move(3, 2, None),)
+    transfers.swap(*second)
+    transfers.arrive()
+    queues.step("reads them")
+    assert set(filter(None, first)) <= set(queues.before("swap", second[0]))
+    assert {second[1], *filter(None, first)} <= set(queues.before("compute", "reads them"))
+
+
+def test_a_copy_alone_waits_for_ins_that_are_on_their_way(queues, transfers):
+    transfers.swap((), INS)
+    transfers.copy(COPIES)
+    assert INS in queues.before("compute", COPIES)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(OUTS, ()), ((), INS), (OUTS, INS)], ids=["outs", "ins", "both"])
+def test_settled_means_that_the_host_may_look(queues, transfers, outs, ins):
+    transfers.swap((Move(5, 2, None),), ())
+    transfers.move(outs, ins, COPIES)
+    assert not queues.blocked
+    transfers.settle()
+    transfers.settle()
+    assert len(queues.blocked) == 1
+    assert {one for one in (outs, ins) if one} <= set(queues.until(queues.blocked[0]))
+    assert COPIES not in queues.until(queues.blocked[0]), "a swap does not wait for the step beside it"

@@ -1,0 +1,119 @@
+"""torch.compile between the attentions, in two processes, one after the other, that share a cache on disk."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from paged_backend.models import compilation
+from tests.support.families import FAMILIES, is_fused
+from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
+# One process: what was compiled while the model was loaded, and what batches of many sizes added.
+PROCESS = """
+import json, sys
+from pathlib import Path
+from torch._dynamo.utils import counters
+from tests.support.in_process import running, tiny_assembly
+from tests.models.test_compilation import PROMPTS
+
+def compiled():
+    return counters["stats"]["unique_graphs"]
+
+def from_disk():
+    return counters["aot_autograd"]["autograd_cache_hit"] or counters["inductor"]["fxgraph_cache_hit"]
+
+assembly = tiny_assembly(Path(sys.argv[1]), compile_level=1)
+loaded = compiled()
+with running(assembly) as engine:
+    alone = [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS]
+    together = engine.generate(PROMPTS, max_tokens=12)
+print(json.dumps(dict(loaded=loaded, served=compiled(), from_disk=from_disk(), alone=alone, together=together)))
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tiny, tmp_path_factory):
+    """What each of the two processes found; their cache is where a user's is."""
+    kept = {name: value for name, value in os.environ.items() if name != compilation.CACHE}
+    cache = tmp_path_factory.mktemp("cache")
+    environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "OMP_NUM_THREADS": "1"}
+    found = []
+    for _ in range(2):
+        command = [sys.executable, "-c", PROCESS, str(tiny[0])]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert list((cache / "paged_llm/inductor").iterdir())
+    return found
+
+
+def test_a_second_process_finds_what_the_first_compiled(processes):
+    first, second = processes
+    assert first["from_disk"] == 0
+    assert second["from_disk"] == second["loaded"] == first["loaded"]
+
+
+def test_nothing_is_compiled_while_serving_and_layers_share_what_was(processes):
+    """`pre` and `post`, for one token and for more: three layers and batches of many sizes add none."""
+    for found in processes:
+        assert found["served"] == found["loaded"] == 4
+
+
+def test_the_tokens_are_those_of_generate(processes, tiny):
+    expected = [generate_alone(tiny[1], prompt, 12) for prompt in PROMPTS]
+    for found in processes:
+        assert found["alone"] == found["together"] == expected
+
+
+def test_a_model_that_cannot_be_compiled_runs_without(tiny, monkeypatch, tmp_path, caplog):
+    def broken(function, **options):
+        def call(*arguments):
+            raise RuntimeError("no compiler here\nand a page of text")
+
+        return call
+
+    monkeypatch.setattr(compilation.torch, "compile", broken)
+    monkeypatch.setenv(compilation.CACHE, str(tmp_path))
+    assembly = tiny_assembly(tiny[0], compile_level=1)
+    assert "not compiled: RuntimeError: no compiler here" in caplog.text
+    assert is_fused(assembly.loaded.model)
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(tiny[1], PROMPTS[0], 12)]
+
+
+def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, caplog):
+    def wrong(function, **options):
+        return lambda *arguments: tuple(2 * one for one in function(*arguments))
+
+    monkeypatch.setattr(compilation.torch, "compile", wrong)
+    monkeypatch.setenv(compilation.CACHE, str(tmp_path))
+    assembly = tiny_assembly(tiny[0], compile_level=1)
+    assert "LlamaForCausalLM, compiled: logits at position" in caplog.text
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(tiny[1], PROMPTS[0], 12)]
+
+
+def test_a_model_that_is_not_fused_says_so_when_asked_to_compile(tmp_path, caplog):
+    save_tiny(FAMILIES["olmo2"](), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        tiny_assembly(tmp_path, compile_level=1)
+    assert "Olmo2ForCausalLM is neither fused nor compiled: Olmo2Model is not on the list" in caplog.text
+
+
+def test_the_environment_says_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv(compilation.CACHE, default_cache_dir())  # as torch leaves it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilation.cache_directory() == tmp_path / "paged_llm/inductor"
+    monkeypatch.setenv(compilation.CACHE, str(tmp_path / "own"))
+    assert compilation.cache_directory() == tmp_path / "own"

@@ -1,0 +1,176 @@
+"""Fused layers: which models get them, that the proof looks at them, and what they cost in memory."""
+
+import logging
+import re
+
+import pytest
+import torch
+import transformers as hf
+from paged_kernels.cpu import native
+from torch import nn
+
+from paged_backend.loading import proof
+from paged_backend.models import fusion, linear
+from paged_backend.models.attention import AttentionSpec, UnsupportedModel
+from tests.support.families import COMMON, FAMILIES, is_fused
+from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+
+FUSED = ["llama", "llama_mha_odd_head", "llama_mqa", "qwen2", "qwen2_window", "qwen3", "mistral_window", "smollm3"]
+
+
+def made(config):
+    """A model of random weights, biases and norms, all different."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.dim() < 2), std=0.15)
+    return model
+
+
+def prove(model, **options):
+    return proof.prove(model, block_size=4, kv_dtype=torch.float32, **options)
+
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+CONFIGS = {name: FAMILIES[name] for name in FUSED} | {"biases": lambda: hf.LlamaConfig(**COMMON, **BIASES)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_of_a_plain_shape_are_fused_and_give_the_models_own_logits(name, caplog):
+    model = made(CONFIGS[name]())
+    prove(model)
+    assert is_fused(model)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_whose_weights_our_kernel_multiplies_are_one_call_and_give_the_models_own_logits(
+    name, monkeypatch, caplog
+):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
+    model = made(CONFIGS[name]())
+    prove(model)
+    assert is_fused(model)
+    assert all(vars(layer)["forward"]._in_one_call for layer in model.model.layers)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "mixtral", "cohere2"])
+def test_other_models_keep_their_layers(family):
+    model = made(FAMILIES[family]())
+    prove(model)
+    assert not is_fused(model)
+
+
+def storage(model):
+    """Bytes of the model's parameters, each storage counted once and whole."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    return sum(storages.values())
+
+
+def test_memory_does_not_double_and_the_parameters_keep_their_values():
+    model = made(hf.LlamaConfig(**COMMON, **BIASES))
+    held, before = storage(model), {name: value.clone() for name, value in model.state_dict().items()}
+    prove(model)
+    assert is_fused(model)
+    assert storage(model) == held
+    for layer in model.model.layers:
+        own = {one.untyped_storage().data_ptr() for one in layer.parameters()}
+        fused = [one for one in (*layer.forward.before, *layer.forward.after) if isinstance(one, torch.Tensor)]
+        assert {one.untyped_storage().data_ptr() for one in fused} == own
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_fused_model_that_fails_the_proof_goes_back_to_its_own_layers(tmp_path, monkeypatch, caplog):
+    model = save_tiny(FAMILIES["llama"](), tmp_path)
+    right = fusion.swiglu
+    monkeypatch.setattr(fusion, "swiglu", lambda gate_up: right(gate_up) * 1.5)
+    assembly = tiny_assembly(tmp_path)
+    assert not is_fused(assembly.loaded.model)
+    assert "LlamaForCausalLM, fused: logits at position" in caplog.text
+    with running(assembly) as engine:
+        assert engine.generate([[5, 6, 7]], max_tokens=16) == [generate_alone(model, [5, 6, 7], 16)]
+
+
+class Quantized(nn.Linear):
+    """Stands for any layer that is more than its weight."""
+
+
+def hook(model):
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, arguments: None)
+
+
+def another_class(model):
+    model.model.layers[2].self_attn.k_proj.__class__ = Quantized
+
+
+def another_forward(model):
+    layer = model.model.layers[0]
+    layer.input_layernorm.forward = layer.input_layernorm.forward
+
+
+def another_type(model):
+    model.model.layers[0].mlp.up_proj.to(torch.float64)
+
+
+def one_bias(model):
+    linear = model.model.layers[0].mlp.gate_proj
+    linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+
+
+def another_module(model):
+    model.model.layers[0].self_attn.adapter = nn.Identity()
+
+
+def another_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def another_last_norm(model):
+    model.model.norm = nn.LayerNorm(64)
+
+
+def another_order(model):
+    model.model.layers[0].self_attn.layer_idx = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hook, "layer 1: mlp is another LlamaMLP, or has hooks"),
+        (another_class, "layer 2: self_attn.k_proj is another Quantized"),
+        (another_forward, "layer 0: input_layernorm is another LlamaRMSNorm, or has hooks"),
+        (another_type, "layer 0: mlp.up_proj.weight is no plain parameter in torch.float32 on cpu"),
+        (one_bias, "layer 0: of projections to be joined some have a bias"),
+        (another_module, "layer 0: its modules are .*adapter"),
+        (another_activation, "layer 0: mlp.act_fn is another GELU"),
+        (another_last_norm, "its last norm is another"),
+        (another_order, "layer 0: its layer_idx is 1"),
+    ],
+)
+def test_a_model_that_is_not_as_its_class_made_it_is_left_alone(change, reason):
+    model = made(FAMILIES["llama"]())
+    change(model)
+    pointers = [one.data_ptr() for one in model.parameters()]
+    answer = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
+    assert isinstance(answer, str)
+    assert re.match(reason, answer), answer
+    assert not is_fused(model)
+    assert [one.data_ptr() for one in model.parameters()] == pointers
+
+
+def test_what_a_fused_layer_does_not_honour_is_refused():
+    """As `attend` refuses it: a mask, or a keyword that would change the result."""
+    model = made(FAMILIES["llama"]())
+    prove(model)
+    layer, row = model.model.layers[0], torch.zeros(1, 1, 64)
+    with pytest.raises(UnsupportedModel, match="builds an attention mask"):
+        layer(row, torch.zeros(1, 1, 1, 1), position_embeddings=(row, row), paged=None)
+    with pytest.raises(UnsupportedModel, match="passes bias to attention"):
+        layer(row, position_embeddings=(row, row), paged=None, bias=row)

@@ -1,0 +1,229 @@
+"""Linear layers on a CPU: every way gives the same, the fastest is chosen, copies leave room; weights of 8 bits."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_kernels.cpu import native
+from transformers import LlamaConfig, LongcatFlashConfig
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.loading.model_loader import check_quantization
+from paged_backend.models import linear
+from paged_backend.models.attention import UnsupportedModel
+from paged_backend.models.linear import ROWS, Linear, Quantizer, project
+from tests.support.families import FAMILIES
+from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+
+PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
+
+
+compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", linear.COPIES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_copy_gives_the_product(name, dtype, biased):
+    made = linear.COPIES[name]
+    if not made.multiplies(dtype):
+        pytest.skip(f"{name} does not multiply {dtype} here")
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
+    with torch.inference_mode():
+        for copied in (True, False):
+            one = Linear(weight, made(weight), (copied,) * len(ROWS))
+            for shape in ((1, 48), (1, 3, 48), (300, 48)):
+                x = torch.randn(shape).to(dtype)
+                found = project(x, one, bias)
+                assert found.dtype == dtype
+                torch.testing.assert_close(found, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("rows", "index"), [(1, 0), (2, 1), (7, 1), (8, 2), (31, 2), (32, 3), (127, 3), (128, 4), (5000, 4)]
+)
+def test_a_number_of_rows_goes_as_the_nearest_that_was_measured(rows, index):
+    copied = tuple(one == index for one in range(len(ROWS)))
+    assert Linear(torch.ones(2, 2), lambda *arguments: "copy", copied)(torch.ones(1, rows, 2), None) == "copy"
+
+
+def test_a_copy_has_to_be_clearly_faster_than_the_weight_and_the_best_one_is_kept():
+    times = [{"plain": 1.0, "onednn": 0.9, "groups": 0.5}, {"plain": 1.0, "onednn": 0.8, "groups": 0.99}]
+    assert linear.choose(times) == ("groups", (True, False))
+    assert linear.choose([{"plain": 1.0, "onednn": 0.99}]) is None
+    assert linear.choose([{"plain": 1.0}]) is None
+
+
+def test_the_ways_that_a_type_has_are_measured_once():
+    found = linear.measure((64, 64), torch.float32, 1)
+    assert [set(one) for one in found] == [{"plain", "onednn"} | ({"groups"} if native.levels() else set())] * len(ROWS)
+    assert all(seconds > 0 for one in found for seconds in one.values())
+    assert linear.measure((64, 64), torch.float32, 1) is found
+    assert "onednn" not in linear.measure((64, 64), torch.float16, 1)[0]
+
+
+@pytest.fixture
+def faster(monkeypatch):
+    """A machine on which copies are faster, for up to 15 rows, in tiny models, too."""
+    times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: times)
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "paged_llm")
+    return caplog
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "as it comes")])
+def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tmp_path, faster, lines):
+    model = save_tiny(FAMILIES[family](), tmp_path)
+    assembly = tiny_assembly(tmp_path)
+    served = assembly.loaded.model
+    assert f"runs {form}, its weights packed" in lines.text
+    layer = vars(served.model.layers[0]).get("forward")
+    inner = (layer.before + layer.after) if layer else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
+    assert sum(isinstance(one, Linear) for one in inner) == (4 if layer else 1)
+    assert isinstance(served.lm_head.forward.keywords["weight"], Linear)
+    expected = [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS, max_tokens=12) == expected
+        assert [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family, tied, tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
+    config = FAMILIES[family]()
+    config.tie_word_embeddings = tied
+    model = save_tiny(config, tmp_path)
+    assembly = tiny_assembly(tmp_path)
+    left = {name for name, one in assembly.loaded.model.named_parameters() if one.dim() == 2 and one.numel()}
+    assert left == {"model.embed_tokens.weight"}
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+
+
+@compiled
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
+    model = save_tiny(FAMILIES[family](), tmp_path)
+    assembly = tiny_assembly(tmp_path)
+    assert "its weights packed" in lines.text
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path, monkeypatch, lines):
+    """A router of LongCat's is a linear layer that is never called: its weight is read."""
+    if quantized and not native.levels():
+        pytest.skip("needs the compiled kernels")
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
+    config = LongcatFlashConfig(
+        vocab_size=320, hidden_size=64, num_attention_heads=4, max_position_embeddings=256, num_layers=1,
+        ffn_hidden_size=96, expert_ffn_hidden_size=16, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=8, zero_expert_num=4, moe_topk=2, head_dim=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = save_tiny(config, tmp_path)
+    assembly = tiny_assembly(tmp_path, **{"quantization": "int8"} if quantized else {})
+    assert "LongcatFlashForCausalLM keeps the weights beside their copies" in lines.text
+    with running(assembly) as engine:
+        tokens = engine.generate(PROMPTS, max_tokens=8)
+    assert quantized or tokens == [generate_alone(model, prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faster, monkeypatch, lines):
+    right = linear.OneDnn.__call__
+    monkeypatch.setattr(linear.OneDnn, "__call__", lambda *arguments: right(*arguments) * 1.5)
+    model = save_tiny(FAMILIES[family](), tmp_path)
+    assembly = tiny_assembly(tmp_path)
+    assert "its weights packed: logits at position" in lines.text
+    with running(assembly) as engine:
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(model, PROMPTS[0], 12)]
+
+
+def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monkeypatch, lines):
+    head = 320 * 64 * 4
+    monkeypatch.setattr(linear, "available_memory", lambda: 2 * head - 4)
+    model = tiny_assembly(tiny[0]).loaded.model
+    assert "a weight of [320, 64] stays as it is: a faster copy" in lines.text
+    assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], Linear)
+    layer = model.model.layers[0].forward
+    assert any(isinstance(one, Linear) for one in layer.before)
+    copies = [one.copy.packed for layer in model.model.layers for one in (*layer.forward.before, *layer.forward.after)
+              if isinstance(one, Linear)]  # fmt: skip
+    assert 0 < sum(copy.numel() * 4 for copy in copies) < head
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_in_8_bits_is_at_most_half_a_step_of_its_output_away(dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(70, 48).to(dtype) * torch.logspace(-3, 3, 70)[:, None].to(dtype)
+    weight[7] = 0
+    one = Quantizer()(weight.repeat(40, 40))
+    rounded = project(torch.eye(48 * 40), one, None).T[:70, :48]
+    half_a_step = weight.float().abs().amax(1, keepdim=True) / 127 / 2
+    assert ((rounded - weight.float()).abs() <= half_a_step * 1.001).all()
+    assert not torch.equal(rounded, weight.float())
+
+
+@compiled
+@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "as it comes")])
+def test_a_model_in_8_bits_serves_without_its_own_weights(family, form, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    model = save_tiny(FAMILIES[family](), tmp_path)
+    assembly = tiny_assembly(tmp_path, quantization="int8")
+    assert f"runs {form}, its weights in 8 bits" in lines.text
+    served = assembly.loaded.model
+    sizes = {name: one.numel() for name, one in served.named_parameters() if "_proj.weight" in name}
+    assert len(sizes) == 7 * len(served.model.layers)
+    assert not any(sizes.values())
+    assert torch.equal(served.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert isinstance(served.lm_head.forward.keywords["weight"], linear.Groups)
+    with running(assembly) as engine:
+        together = engine.generate(PROMPTS, max_tokens=8)
+        assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == together
+    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert (logits > logits.gather(1, torch.tensor(tokens)[:, None])).sum(1).max() < 32  # of 320
+
+
+@compiled
+def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch):
+    monkeypatch.setattr(linear, "SMALLEST", 0)
+    right = native.pack_linear
+    monkeypatch.setattr(native, "pack_linear", lambda weight, scales: right(weight, 3 * scales))
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
+        tiny_assembly(tiny[0], quantization="int8")
+
+
+def test_8_bits_are_refused_where_they_cannot_be_had(tiny, tmp_path, monkeypatch):
+    config = EngineConfig.from_options({"model": str(tiny[0]), "quantization": "int8"})
+    plain, cpu = LlamaConfig(), torch.device("cpu")
+
+    def refused(reason, hf_config=plain, device=cpu):
+        with pytest.raises(ConfigError, match=f'quantization="int8": {reason}'):
+            check_quantization(config, hf_config, tmp_path, device)
+
+    monkeypatch.setattr(native, "levels", lambda: ("plain",))
+    check_quantization(config, plain, tmp_path, cpu)
+    refused("is for a CPU only", device=torch.device("cuda", 0))
+    refused("the model's weights are quantized already", LlamaConfig(quantization_config={"quant_method": "awq"}))
+    check_quantization(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cpu)  # widened
+    monkeypatch.setattr(native, "levels", lambda: ())
+    refused("needs the CPU's kernels, which were not compiled")
+    with pytest.raises(ConfigError, match='quantization="int8": needs the CPU'):
+        tiny_assembly(tiny[0], quantization="int8", device="cpu")

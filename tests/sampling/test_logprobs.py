@@ -1,0 +1,273 @@
+"""Log probabilities: those of transformers' log_softmax over prompt and output, whatever else the step does."""
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine import warm_up
+from paged_backend.sampling.sampler import prepare, score
+from paged_backend.scheduling.sequence import Sequence
+from paged_backend.server.service import Service
+from tests.support.in_process import TINY, WAIT, running, tiny_assembly
+from tests.support.logprobs import Caller, check
+from tests.support.pb_utils import PB_UTILS
+
+overlapped_too = pytest.mark.usefixtures("planning")
+REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(5)
+    return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 6, 17, 40)]
+
+
+GREEDY = {}
+SAMPLED = {"temperature": 1.5, "seed": 3}
+FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 9}
+PENALISED = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "temperature": 0.7, "seed": 4}
+BANNED = {"min_tokens": 5, "stop_token_ids": list(range(160))}
+
+
+@overlapped_too
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [(GREEDY, 0), (GREEDY, 1), (SAMPLED, 20), (FILTERED, 5), (PENALISED, 5), (BANNED, 5)],
+    ids=["greedy, chosen alone", "greedy", "sampled", "filtered", "penalised", "banned"],
+)
+def test_values_and_ranks_are_those_of_the_raw_logits(tiny, prompts, sampling, count):
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [engine.submit(prompt, max_tokens=8, logprobs=count, **sampling) for prompt in prompts]
+        for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
+            check(tiny[1], prompt, output.tokens, output.logprobs, count)
+
+
+def test_tokens_of_any_rank_are_told(tiny):
+    """Hot samples of a flat distribution: a token that is not among the likeliest comes first, with its true rank."""
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(engine.submit([5, 6], max_tokens=20, logprobs=2, temperature=50, seed=1))
+    assert max(drawn.rank for drawn, *_ in output.logprobs) > 20
+    assert max(map(len, output.logprobs)) == 3
+
+
+@overlapped_too
+def test_each_request_of_a_step_gets_what_it_asks_for(tiny, prompts):
+    counts = [None, 3, 0, 20]
+    with running(tiny_assembly(tiny[0])) as engine:
+        plain = engine.generate(prompts, max_tokens=8)
+        keys = [
+            engine.submit(prompt, max_tokens=8, logprobs=count) for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        outputs = engine.wait(*keys)
+    assert [output.tokens for output in outputs] == plain
+    assert outputs[0].logprobs == []
+    for prompt, output, count in list(zip(prompts, outputs, counts, strict=True))[1:]:
+        check(tiny[1], prompt, output.tokens, output.logprobs, count)
+
+
+def test_nothing_is_computed_where_nobody_asks(tiny, prompts, monkeypatch):
+    with running(tiny_assembly(tiny[0])) as engine:
+        monkeypatch.setattr(torch.Tensor, "log_softmax", None)
+        assert all(engine.generate(prompts, max_tokens=4))
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4, logprobs=1))
+    assert output.error is not None  # whoever asks needs it
+
+
+def test_nothing_is_computed_that_is_not_sent(tiny, monkeypatch):
+    """The sampling parameter alone sends nothing."""
+    service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {"model": "tiny"})
+    monkeypatch.setattr(torch.Tensor, "log_softmax", None)
+    try:
+        for flags, fails in (({}, False), ({"return_logprobs": True}, True)):
+            caller = Caller(text_input="The sea", sampling_parameters='{"logprobs": 3}', **flags)
+            service.submit(caller)
+            assert caller.get(timeout=WAIT) == fails
+    finally:
+        service.stop()
+
+
+@overlapped_too
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
+    rnd = random.Random(1)
+    prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
+    with running(tiny_assembly(tiny[0], **small)) as engine:
+        keys = [engine.submit(prompt, max_tokens=16, logprobs=2) for prompt in prompts]
+        for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
+            check(tiny[1], prompt, output.tokens, output.logprobs, 2)
+        assert engine.history[-1].stats.preemptions > 0
+
+
+def test_a_prompt_that_the_cache_has_changes_none(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        for _ in range(2):
+            (output,) = engine.wait(engine.submit(prompts[3], max_tokens=6, logprobs=3))
+            check(tiny[1], prompts[3], output.tokens, output.logprobs, 3)
+        assert engine.history[-1].stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
+def test_guesses_change_none(tiny, draft, prompts, guesser):
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+    options = {"num_speculative_tokens": 3, "speculative_model": model, "prompt_lookup_min": 1}
+    every = [*prompts, REPEATING]
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        for sampling in (GREEDY, SAMPLED):
+            keys = [engine.submit(prompt, max_tokens=16, logprobs=2, **sampling) for prompt in every]
+            for prompt, output in zip(every, engine.wait(*keys), strict=True):
+                check(tiny[1], prompt, output.tokens, output.logprobs, 2)
+        stats = engine.history[-1].stats
+    assert stats.guessed_tokens > 0
+    if guesser != "draft":
+        assert stats.accepted_tokens > 0
+
+
+def test_an_end_among_the_guesses_ends_them(tiny):
+    options = {"num_speculative_tokens": 4, "speculative_model": str(tiny[0])}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=21)
+        end = next(token for token in tokens[2:] if token not in tokens[:2])
+        (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=21, stop_token_ids=[end], logprobs=1))
+    check(tiny[1], [5, 6, 7], tokens[: tokens.index(end) + 1], output.logprobs, 1)
+
+
+@overlapped_too
+def test_every_sample_of_a_prompt_has_its_own(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        engine.submit(prompts[2], max_tokens=8, n=2, logprobs=3, **SAMPLED)
+        tokens, told, left = defaultdict(list), defaultdict(list), 2
+        while left:
+            for delta in engine.steps.get(timeout=WAIT).deltas:
+                tokens[delta.sample] += delta.token_ids
+                told[delta.sample] += delta.logprobs
+                left -= delta.last
+    assert tokens[0] != tokens[1]
+    for sample in range(2):
+        check(tiny[1], prompts[2], tokens[sample], told[sample], 3)
+
+
+@overlapped_too
+def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
+    """A recording that writes its logits into one place, as a CUDA graph does: they are read before the next step."""
+    replays = []
+
+    def record(step):
+        place = step()
+
+        def replay():
+            replays.append(len(place))
+            return place.copy_(step())
+
+        return replay
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [engine.submit(prompt, max_tokens=8, logprobs=2) for prompt in prompts]
+        for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
+            check(tiny[1], prompt, output.tokens, output.logprobs, 2)
+    assert replays
+
+
+def beams_of(engine, **sampling):
+    """(tokens, what was told of them) of each output of one beam search."""
+    engine.submit(sampling.pop("prompt"), **sampling)
+    outputs, left = defaultdict(lambda: ([], [])), sampling["n"]
+    while left:
+        for delta in engine.steps.get(timeout=WAIT).deltas:
+            assert not delta.error, delta.error
+            outputs[delta.sample][0].extend(delta.token_ids)
+            outputs[delta.sample][1].extend(delta.logprobs)
+            left -= delta.last
+    return [outputs[index] for index in sorted(outputs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"min_tokens": 4, "stop_token_ids": list(range(0, 320, 3))}], ids=["", "ends"])
+def test_beams_tell_those_of_the_tokens_that_they_return(tiny, prompts, options):
+    with running(tiny_assembly(tiny[0])) as engine:
+        for prompt in prompts:
+            for count in (0, 3):
+                found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=3, n=3, logprobs=count, **options)
+                assert len(found) == 3
+                for tokens, told in found:
+                    check(tiny[1], prompt, tokens, told, count)
+
+
+def test_beams_tell_what_transformers_tells(tiny, prompts):
+    directory, model = tiny
+    model.generation_config.eos_token_id = None
+    with running(tiny_assembly(directory)) as engine:
+        for prompt in prompts[:3]:
+            ids = torch.tensor([prompt])
+            theirs = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, num_beams=4, num_return_sequences=2,
+                do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            )  # fmt: skip
+            expected = model.compute_transition_scores(theirs.sequences, theirs.scores, theirs.beam_indices)
+            found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=4, n=2, logprobs=0)
+            for (tokens, told), sequence, scores in zip(found, theirs.sequences, expected, strict=True):
+                assert tokens == sequence[len(prompt) :].tolist()
+                assert [drawn.logprob for (drawn,) in told] == pytest.approx(scores.tolist(), abs=1e-4)
+
+
+def test_beams_that_are_pushed_out_lose_none(tiny, prompts):
+    small = {"num_gpu_blocks_override": 22, "max_num_seqs": 20, "max_num_batched_tokens": 32}
+    with running(tiny_assembly(tiny[0], **small)) as engine:
+        keys = [engine.submit(prompt, max_tokens=12, beam_width=4, logprobs=1) for prompt in prompts]
+        for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
+            check(tiny[1], prompt, output.tokens, output.logprobs, 1)
+        assert engine.history[-1].stats.preemptions > 0
+
+
+@overlapped_too
+def test_beams_that_ask_stand_beside_others_that_do_not(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        keys = [
+            engine.submit(prompts[2], max_tokens=8, beam_width=2),
+            engine.submit(prompts[1], max_tokens=8, beam_width=2, logprobs=2),
+            engine.submit(prompts[0], max_tokens=8, logprobs=1),
+        ]
+        plain, beam, sample = engine.wait(*keys)
+    assert plain.logprobs == []
+    check(tiny[1], prompts[1], beam.tokens, beam.logprobs, 2)
+    check(tiny[1], prompts[0], sample.tokens, sample.logprobs, 1)
+
+
+def scores_of(logits, drawn, counts):
+    rows = []
+    for count in counts:
+        request = GenerateRequest(0, (1,), SamplingParams(), 0, frozenset(), logprobs=count)
+        rows.append((Sequence(request, [1], []), 1))
+    scores = score(logits, torch.tensor(drawn), prepare(rows))
+    return {row: told for row, (told,) in scores.by_row()} if scores else {}
+
+
+def test_tokens_of_one_logit_have_one_rank():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 1.0]])
+    for drawn, rank in ((1, 1), (2, 1), (0, 3), (4, 3), (3, 5)):
+        (own, *others) = scores_of(logits, [drawn], [5])[0]
+        assert (own.token, own.rank) == (drawn, rank)
+        ranks = {one.token: one.rank for one in (own, *others)}
+        assert ranks == {0: 3, 1: 1, 2: 1, 3: 5, 4: 3}
+
+
+def test_a_vocabulary_smaller_than_what_is_asked_for():
+    (told,) = scores_of(torch.tensor([[0.0, 1.0]]), [0], [20]).values()
+    assert [one.token for one in told] == [0, 1]
+
+
+def test_an_impossible_token_has_a_number_that_json_can_carry():
+    logits = torch.tensor([[0.0, float("-inf")]])
+    (told,) = scores_of(logits, [0], [2]).values()
+    assert told[0].logprob == 0
+    assert told[1].logprob == pytest.approx(torch.finfo(torch.float32).min)
+
+
+def test_rows_that_do_not_ask_are_left_out():
+    assert set(scores_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
+    assert scores_of(torch.eye(2), [0, 1], [None, None]) == {}

@@ -1,0 +1,211 @@
+"""Rows that may draw some tokens only: those that a guide allows, whatever else the step does."""
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from paged_backend.api.errors import ErrorCode
+from paged_backend.api.guide import GuideError
+from paged_backend.api.request import FinishReason, GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.sampling.masks import Mask, apply, gather
+from paged_backend.scheduling.sequence import Sequence
+from tests.support.in_process import WAIT, running, tiny_assembly
+
+overlapped_too = pytest.mark.usefixtures("planning")
+VOCAB, END = 320, 319
+
+
+class Stepping:
+    """After `count` tokens, any of those whose id is 1 + the last one's modulo 7; the end after `most`."""
+
+    num_words = VOCAB // 32
+
+    def __init__(self, most=99, breaks_at=99):
+        self.tokens, self.most, self.breaks_at = [], most, breaks_at
+
+    @property
+    def seen(self):
+        return len(self.tokens)
+
+    def advance(self, tokens):
+        assert min(tokens) >= 0, "a token that is not known yet"
+        self.tokens += tokens
+
+    def allowed(self):
+        if len(self.tokens) >= self.most:
+            return [END]
+        wanted = (self.tokens[-1] + 1) % 7 if self.tokens else 0
+        return [token for token in range(300) if token % 7 == wanted]
+
+    def fill(self, words):
+        if len(self.tokens) >= self.breaks_at:
+            raise GuideError("regex: no token can follow")
+        bits = np.zeros(VOCAB, dtype=np.uint8)
+        bits[self.allowed()] = 1
+        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def submit(engine, prompt, guides, **sampling):
+    return engine.submit(prompt, guides=guides, **{"max_tokens": 12, "stop_token_ids": [END]} | sampling)
+
+
+def expected(model, prompt, count, most=99):
+    """What a guided request gives by the model's own logits, all computed anew for each token."""
+    guide = Stepping(most)
+    for _ in range(count):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *guide.tokens]])).logits[0, -1]
+        allowed = guide.allowed()
+        guide.advance([allowed[int(logits[allowed].argmax())]])
+        if guide.tokens[-1] == END:
+            break
+    return guide.tokens
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(8)
+    return [[rnd.randrange(3, 300) for _ in range(length)] for length in (1, 9, 18, 40)]
+
+
+@overlapped_too
+def test_the_likeliest_of_the_allowed_tokens_is_drawn_and_others_draw_as_ever(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        (alone,) = engine.generate([prompts[1]], max_tokens=12)
+        keys = [submit(engine, prompt, [Stepping()]) for prompt in prompts]
+        beside = engine.submit(prompts[1], max_tokens=12)
+        outputs = engine.wait(*keys, beside)
+    assert outputs.pop().tokens == alone
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == expected(tiny[1], prompt, 12)
+        assert output.finish is FinishReason.LENGTH
+
+
+@overlapped_too
+@pytest.mark.parametrize("min_tokens", [0, 8])
+def test_an_output_that_is_complete_ends_whatever_min_tokens_says(tiny, prompts, min_tokens):
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(submit(engine, prompts[1], [Stepping(most=5)], min_tokens=min_tokens))
+    assert output.tokens == expected(tiny[1], prompts[1], 12, most=5)
+    assert (len(output.tokens), output.tokens[-1], output.finish) == (6, END, FinishReason.STOP)
+
+
+def test_min_tokens_takes_the_end_out_while_something_else_is_left():
+    assert filled([3, END], min_tokens=4, generated=3) == [3]
+    assert filled([3, END], min_tokens=4, generated=4) == [3, END]
+    assert filled([END], min_tokens=4, generated=3) == [END]
+
+
+def filled(allowed, *, min_tokens, generated):
+    class Fixed(Stepping):
+        def allowed(self):
+            return allowed
+
+    request = GenerateRequest(
+        0, (1,), SamplingParams(min_tokens=min_tokens, max_tokens=9), 0, frozenset([END, 10_000]), guides=(Fixed(),)
+    )
+    mask = gather([(0, Sequence(request, [1, *[2] * generated], []), 1 + generated)], {})
+    (row,) = apply(torch.zeros(1, VOCAB), mask)
+    return row.isfinite().nonzero()[:, 0].tolist()
+
+
+@overlapped_too
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_changes_no_token(tiny, mode):
+    rnd = random.Random(1)
+    prompts = [[rnd.randrange(3, 300) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
+    with running(tiny_assembly(tiny[0], **small)) as engine:
+        keys = [submit(engine, prompt, [Stepping()], max_tokens=16) for prompt in prompts]
+        outputs = engine.wait(*keys)
+        assert engine.history[-1].stats.preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == expected(tiny[1], prompt, 16)
+
+
+@overlapped_too
+def test_every_sample_has_a_guide_of_its_own(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        guides = [Stepping(), Stepping(most=4), Stepping()]
+        submit(engine, prompts[2], guides, n=3, temperature=2.0, seed=5)
+        tokens, left = defaultdict(list), 3
+        while left:
+            for delta in engine.steps.get(timeout=WAIT).deltas:
+                tokens[delta.sample] += delta.token_ids
+                left -= delta.last
+    assert tokens[0] != tokens[2]
+    assert [len(tokens[sample]) for sample in range(3)] == [12, 5, 12]
+    for sample in range(3):
+        assert all(token % 7 == index % 7 for index, token in enumerate(tokens[sample]) if token != END)
+
+
+def test_guided_sequences_are_not_guessed(tiny, prompts):
+    options = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with running(tiny_assembly(tiny[0], **options)) as engine:
+        (output,) = engine.wait(submit(engine, [11, 12, 13] * 5, [Stepping()]))
+        assert engine.history[-1].stats.guessed_tokens == 0
+    assert output.tokens == expected(tiny[1], [11, 12, 13] * 5, 12)
+
+
+@overlapped_too
+def test_log_probabilities_are_those_of_the_raw_logits(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        (output,) = engine.wait(submit(engine, prompts[1], [Stepping()], logprobs=2))
+    with torch.inference_mode():
+        logits = tiny[1](torch.tensor([[*prompts[1], *output.tokens]])).logits[0, len(prompts[1]) - 1 : -1]
+    for token, row, (drawn, *_) in zip(output.tokens, logits.log_softmax(-1), output.logprobs, strict=True):
+        assert (drawn.token, drawn.logprob) == (token, pytest.approx(row[token].item(), abs=1e-4))
+
+
+@overlapped_too
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_guide_that_gives_up_ends_its_request_alone(tiny, prompts, n):
+    with running(tiny_assembly(tiny[0])) as engine:
+        beside = submit(engine, prompts[0], [Stepping()])
+        lost = submit(engine, prompts[1], [Stepping(breaks_at=3) for _ in range(n)], n=n, temperature=1.0)
+        engine.wait(lost)
+        (kept,) = engine.wait(beside)
+    error = engine.outputs[lost].error
+    assert (error.code, str(error)) == (ErrorCode.INVALID_ARGUMENT, "INVALID_ARGUMENT: regex: no token can follow")
+    assert kept.tokens == expected(tiny[1], prompts[0], 12)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 320])
+def test_what_the_words_do_not_reach_is_not_allowed(vocab):
+    rnd = np.random.default_rng(vocab)
+    bits = rnd.integers(0, 2, (3, 96), dtype=np.uint8)
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    padded = np.pad(bits, ((0, 0), (0, max(0, vocab - 96))))[:, :vocab]
+    allowed = apply(torch.zeros(3, vocab), Mask(torch.arange(3), words)).isfinite()
+    assert allowed.tolist() == padded.astype(bool).tolist()
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2], [1, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_themselves_stay_as_they_are(rows, dtype):
+    logits = torch.randn(3, 64, dtype=dtype)
+    before = logits.clone()
+    masked = apply(logits, Mask(torch.tensor(rows), torch.tensor([[1, -(2**31)]] * len(rows), dtype=torch.int32)))
+    assert torch.equal(logits, before)
+    for row in range(3):
+        kept = [0, 63] if row in rows else range(64)
+        assert masked[row].isfinite().nonzero()[:, 0].tolist() == list(kept)
+        assert torch.equal(masked[row, list(kept)], logits[row, list(kept)])
+
+
+@overlapped_too
+def test_what_else_forbids_tokens_forbids_them_here_too(tiny, prompts):
+    """A bad word, and tokens that are not allowed."""
+    (first, *_) = expected(tiny[1], prompts[1], 12)
+    with running(tiny_assembly(tiny[0])) as engine:
+        without = submit(engine, prompts[1], [Stepping()], bad_words=((first,),), max_tokens=1)
+        alone = submit(engine, prompts[1], [Stepping()], allowed_token_ids=[7, 8, 16], max_tokens=9)
+        (one, two) = engine.wait(without, alone)
+    assert one.tokens[0] != first
+    assert one.tokens[0] % 7 == 0
+    assert two.tokens == [7, 8, 16]
+    assert "no token is left: allowed_token_ids leave none that may come next" in str(two.error)

@@ -1,0 +1,100 @@
+"""Numbers that are none end the request that they are of, and nothing else."""
+
+import pytest
+import torch
+
+from paged_backend.api.errors import ErrorCode
+from paged_backend.api.request import FinishReason
+from tests.support.in_process import running, tiny_assembly
+
+POISON = 311  # a token whose embedding is not a number, once the model has passed its proof
+PROMPTS = [list(range(20, 37)), [5, 6, 7], list(range(40, 63))]
+
+
+def poisoned(directory, value=torch.nan, **options):
+    assembly = tiny_assembly(directory, **options)
+    assembly.loaded.model.get_input_embeddings().weight.data[POISON] = value
+    return assembly
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    with running(tiny_assembly(tiny[0])) as engine:
+        return engine.generate(PROMPTS, max_tokens=20)
+
+
+def check_broken(output):
+    assert output.finish is None
+    assert output.error.code is ErrorCode.INTERNAL
+    assert "numbers for this request are not finite" in str(output.error)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"n": 3, "temperature": 0.8, "seed": 1},
+        {"beam_width": 3, "n": 2, "ignore_eos": False},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"prompt_logprobs": 1, "max_tokens": 0},
+        {"bad_words": ((5,),), "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_its_request_ends_and_no_other_token_changes(tiny, planning, expected, sampling, value):
+    with running(poisoned(tiny[0], value)) as engine:
+        good = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS[:2]]
+        broken = engine.submit([*range(20, 37), POISON, 9, 10], **({"max_tokens": 20} | sampling))
+        good.append(engine.submit(PROMPTS[2], max_tokens=20))
+        *outputs, output = engine.wait(*good, broken)
+        check_broken(output)
+        assert [one.tokens for one in outputs] == expected
+
+
+def test_one_that_breaks_in_mid_answer_keeps_what_it_said(tiny, planning):
+    """The prompt is sound; a token that it draws is not."""
+    with running(poisoned(tiny[0])) as engine:
+        key = engine.submit(PROMPTS[1], max_tokens=20, logit_bias={str(POISON): 100}, min_tokens=20)
+        (output,) = engine.wait(key)
+        check_broken(output)
+        assert output.tokens == [POISON]
+
+
+def test_an_embedding_that_is_not_finite_is_no_embedding(tiny):
+    with running(poisoned(tiny[0])) as engine:
+        broken, good = engine.embed([5, POISON, 7]), engine.embed(PROMPTS[1])
+        first, second = engine.wait(broken, good)
+        check_broken(first)
+        assert second.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("guesser", ["lookup", "itself"])
+def test_a_wrong_guess_that_is_not_finite_breaks_nothing(tiny, guesser):
+    """After a text that repeats itself, whose next token was the poison before: checked, and not what comes."""
+    prompt = [11, 12, 13, 14, 15, 16] * 3
+    with running(tiny_assembly(tiny[0])) as engine:
+        (expected,) = engine.generate([prompt], max_tokens=20)
+    model = str(tiny[0]) if guesser == "itself" else None
+    with running(poisoned(tiny[0], num_speculative_tokens=3, speculative_model=model, prompt_lookup_min=1)) as engine:
+        assert engine.generate([prompt], max_tokens=20) == [expected]
+        check_broken(*engine.wait(engine.submit([POISON, *prompt], max_tokens=20)))
+
+
+@pytest.mark.parametrize("host", [{}, {"swap_space": 0.001}], ids=str)
+def test_nobody_finds_what_it_computed(tiny, host):
+    """A fault that passes: the same prompt, later, is computed anew."""
+    prompt = [*range(20, 37), POISON, *range(60, 80)]
+    with running(tiny_assembly(tiny[0])) as engine:
+        (right,) = engine.generate([prompt], max_tokens=8)
+    assembly = tiny_assembly(tiny[0], **host)
+    weight = assembly.loaded.model.get_input_embeddings().weight.data
+    sound = weight[POISON].clone()
+    with running(assembly) as engine:
+        weight[POISON] = torch.nan
+        check_broken(*engine.wait(engine.submit(prompt, max_tokens=8)))
+        weight[POISON] = sound
+        assert engine.generate([prompt], max_tokens=8) == [right]
+        assert engine.history[-1].stats.cached_tokens == 0

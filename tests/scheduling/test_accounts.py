@@ -1,0 +1,256 @@
+"""Which tenant's request is let in next, where `fair_tenants` is set: by counts of requests and tokens."""
+
+import random
+import sys
+from collections import Counter
+from itertools import count
+
+import pytest
+
+from paged_backend.api.request import Adapter, GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+
+
+class Served:
+    """A scheduler, and what it has done for whom."""
+
+    def __init__(self, *, num_blocks=4096, max_num_seqs=1, max_num_batched_tokens=64, fair_tenants=True, **options):
+        self.sched = Scheduler(
+            BlockManager(num_blocks, 4),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            fair_tenants=fair_tenants,
+            **options,
+        )
+        self.keys = count()
+        self.tenants: dict[int, str] = {}
+        self.entered: list[str] = []  # tenants, by the turn of their requests
+        self.tokens: Counter[str] = Counter()  # of prompts and outputs, by tenant
+        self.ended: list[int] = []
+
+    def ask(self, tenant, prompt=2, max_tokens=1, adapter=None, **sampling):
+        key = next(self.keys)
+        self.tenants[key] = tenant
+        params = SamplingParams(max_tokens=max_tokens, cache_salt=tenant, **sampling)
+        self.sched.add(GenerateRequest(key, (1,) * prompt, params, 0, frozenset(), adapter=adapter))
+        return key
+
+    def step(self, times=1):
+        for _ in range(times):
+            plan = self.sched.schedule()
+            self.entered += [self.tenants[key] for key in plan.entered]
+            for chunk in plan.chunks:
+                prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
+                self.tokens[self.tenants[chunk.sequence.key]] += prompt
+            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in (*chunk.draws, *chunk.guesses)])
+            for delta in deltas:
+                self.tokens[self.tenants[delta.key]] += len(delta.token_ids)
+            self.ended += [delta.key for delta in deltas if delta.finish]
+        return plan
+
+    def finish(self):
+        while self.sched.has_work:
+            self.step()
+        self.sched.check()
+
+
+@pytest.mark.parametrize(("fair_tenants", "before"), [(True, 1), (False, 1000)])
+def test_one_request_waits_behind_a_thousand_of_another_tenant_only_where_they_are_not_told_apart(fair_tenants, before):
+    served = Served(fair_tenants=fair_tenants)
+    for _ in range(1000):
+        served.ask("many")
+    served.step()
+    served.ask("one")
+    served.finish()
+    assert served.entered.index("one") == before
+    assert len(served.ended) == 1001
+
+
+def test_a_priority_comes_before_fairness():
+    served = Served()
+    for _ in range(5):
+        served.ask("urgent", priority=-1)
+    served.ask("other")
+    served.finish()
+    assert served.entered == ["urgent"] * 5 + ["other"]
+
+
+@pytest.mark.parametrize("seqs", [1, 4, 16])
+def test_tenants_that_always_wait_get_equal_tokens_whatever_they_ask_for(seqs):
+    """Short prompts beside long ones, one output beside several: to within two of the longest prompts."""
+    rnd = random.Random(seqs)
+    served = Served(max_num_seqs=seqs, max_num_batched_tokens=128)
+    kinds = {"chat": (4, 30), "search": (90, 2), "essay": (10, 60), "samples": (12, 10)}
+    for tenant, (prompt, output) in kinds.items():
+        for _ in range(250):
+            lengths = rnd.randint(1, 2 * prompt), rnd.randint(1, 2 * output)
+            served.ask(tenant, *lengths, n=1 if tenant != "samples" else min(4, seqs))
+    before = None
+    while all(any(group.account.tenant == one for group in served.sched._waiting) for one in kinds):
+        served.step(10)
+        before = before or served.tokens.copy()
+    got = [served.tokens[one] - before[one] for one in kinds]
+    assert min(got) > 5000
+    assert max(got) - min(got) <= 2 * 180
+
+
+def test_tokens_that_were_guessed_count_as_any_others():
+    def guess(sequence, most):
+        return [1] * most if sequence.request.sampling.cache_salt == "easy" else []
+
+    served = Served(guess=guess, max_guesses=4)
+    for _ in range(100):
+        served.ask("easy", max_tokens=25)
+        served.ask("hard", max_tokens=25)
+    served.step(1000)
+    assert min(served.tokens.values()) > 800
+    assert max(served.tokens.values()) - min(served.tokens.values()) <= 2 * 27
+
+
+def test_a_tenant_has_no_credit_for_the_time_that_it_was_away():
+    served = Served()
+    for _ in range(100):
+        served.ask("always")
+    served.step(50)
+    for _ in range(50):
+        served.ask("back")
+    served.step(20)
+    assert Counter(served.entered[-20:]) == {"always": 10, "back": 10}
+
+
+def test_nor_for_one_that_runs_long_while_it_asks_for_nothing_else():
+    served = Served(max_num_seqs=2)
+    served.ask("slow", max_tokens=500)
+    for _ in range(500):
+        served.ask("always", prompt=9)
+    served.step(200)
+    for _ in range(50):
+        served.ask("slow", prompt=9)
+    served.step(20)
+    assert served.entered[-20:].count("always") >= 8
+
+
+def test_a_debt_is_not_forgotten_while_a_request_is_open():
+    """A tenant that never has more than one waiting, and many that run."""
+    served = Served(max_num_seqs=8)
+    for _ in range(6):
+        served.ask("many", max_tokens=200)
+    served.step(50)
+    for _ in range(2):
+        served.ask("full", max_tokens=60)
+    served.step()
+    served.ask("many")
+    served.ask("few")
+    served.step(70)
+    assert served.entered[-2:] == ["few", "many"]
+
+
+def test_one_that_comes_does_not_pay_for_anothers_long_prompt():
+    """What a tenant has had that was let in last puts nobody else behind a queue."""
+    served = Served(num_blocks=10_000)
+    for _ in range(1000):
+        served.ask("many", prompt=20)
+    served.ask("long", prompt=20_000)
+    served.step()
+    while "long" not in served.entered:
+        served.step()
+    assert len(served.entered) <= 3
+    served.ask("one", prompt=20)
+    while "one" not in served.entered:
+        served.step()
+    assert served.entered.count("many") < 20
+
+
+def test_new_tenants_without_end_pass_nobody_for_ever():
+    """One that has just had a long prompt waits again, and at every moment two that never came before wait, too."""
+    served = Served()
+    served.ask("long", prompt=1000, max_tokens=1)
+    served.step()
+    waits = served.ask("long")
+    names = map(str, count())
+    for _ in range(3):
+        served.ask(next(names), prompt=20)
+    passed = 0
+    while waits not in served.ended:
+        entered = len(served.entered)
+        served.step()
+        for _ in served.entered[entered:]:
+            served.ask(next(names), prompt=20)
+            passed += 1
+        assert passed < 200
+
+
+def test_one_that_was_let_in_is_not_pushed_out_by_older_ones_that_come_after_it():
+    """The newest of all, let in before older ones of another tenant, keeps its blocks as the pool runs dry; whoever is
+    pushed out goes on before others are let in."""
+    served = Served(num_blocks=12, max_num_seqs=3)
+    for _ in range(50):
+        served.ask("many", prompt=8, max_tokens=12)
+    served.step()
+    one = served.ask("one", prompt=8, max_tokens=40)
+    group = served.sched._waiting.get(one)
+    while one not in served.ended:
+        plan = served.step()
+        assert not (plan.entered and served.sched.stats.paused)
+    assert served.sched.stats.preemptions > 3
+    assert group.preemptions == 0
+    served.finish()
+    assert len(served.ended) == 51
+
+
+def test_requests_with_adapters_and_without_are_of_one_tenant():
+    served = Served(max_num_seqs=1, max_loras=2)
+    for name in "ab" * 10:
+        served.ask("many", adapter=Adapter(name, name.encode(), 1, {}))
+        served.ask("many")
+    served.step()
+    for _ in range(20):
+        served.ask("other", adapter=Adapter("b", b"b", 1, {}))
+    served.step(20)
+    assert Counter(served.entered[1:]) == {"many": 10, "other": 10}
+    served.finish()
+    assert len(served.ended) == 60
+
+
+def calls(work):
+    """How many functions are called in it."""
+    seen = 0
+
+    def see(frame, event, argument):
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("tenant", ["one", "{}"])
+@pytest.mark.parametrize("adapter", [None, Adapter("b", b"b", 1, {})])
+def test_a_long_queue_costs_as_much_as_a_short_one(tenant, adapter):
+    """To come, to be let in, to be found and to be dropped: a search in a line may take some steps more. With one
+    adapter's slot in use, those that need another are passed without a look at each."""
+
+    def cost(waiting):
+        served = Served(max_loras=1, max_num_seqs=2)
+        served.ask("first", max_tokens=10**6, adapter=Adapter("a", b"a", 1, {}))
+        keys = [served.ask(tenant.format(one), adapter=adapter) for one in range(waiting)]
+        served.step(3)
+        middle = keys[waiting // 2]
+
+        def work():
+            for _ in range(20):
+                served.ask("new", adapter=adapter)
+                served.step()
+            assert served.sched.knows(middle)
+            assert served.sched.abort(middle)
+            assert not served.sched.knows(middle)
+
+        return calls(work)
+
+    assert cost(10_000) < 1.5 * cost(100)

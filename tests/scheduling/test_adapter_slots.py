@@ -1,0 +1,212 @@
+"""Slots for adapters: who is there, who makes way, and what has to be put on the device."""
+
+import random
+
+import pytest
+
+from paged_backend.api.request import Adapter, GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.adapter_slots import AdapterSlots, Load
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
+
+
+def adapter(name):
+    return Adapter(name, name.encode(), 1, {})
+
+
+def request(key, name=None, length=4, **sampling):
+    made = GenerateRequest(key, tuple(range(length)), SamplingParams(**sampling), 0, frozenset())
+    object.__setattr__(made, "adapter", adapter(name) if name else None)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_whatever_comes_and_goes(seed, count):
+    """The device holds what the slots say, as long as every load is done before it is used."""
+    rnd, slots, device, running = random.Random(seed), AdapterSlots(count), {}, []
+    for key in range(500):
+        wanted = request(key, rnd.choice("abcdefg"))
+        in_use = {one.adapter.digest for one in running}
+        assert slots.has_room(wanted.adapter) == (wanted.adapter.digest in in_use or len(in_use) < count)
+        if slots.has_room(wanted.adapter) and rnd.random() < 0.6:
+            slots.take(wanted.adapter)
+            running.append(wanted)
+        elif running:
+            slots.leave(running.pop(rnd.randrange(len(running))).adapter)
+        if rnd.random() < 0.7:  # a step, which may fail
+            loads = slots.take_loads()
+            for load in loads:
+                device.pop(load.slot, None)
+            if rnd.random() < 0.2:
+                slots.fail(loads)
+            else:
+                device |= {load.slot: load.adapter.digest for load in loads}
+                used = slots.of(running)
+                assert used == {one.adapter.digest: used[one.adapter.digest] for one in running}
+                waiting = {load.adapter.digest for load in slots._loads.values()}
+                assert all(device[slot] == digest for digest, slot in used.items() if digest not in waiting)
+        slots.check(running)
+        assert {one.digest for one in slots.resident} >= {one.adapter.digest for one in running}
+    assert AdapterSlots(0).of([request(0)]) == {}
+
+
+def test_the_least_recently_used_makes_way():
+    slots = AdapterSlots(2)
+    for name in "abab":
+        slots.take(adapter(name))
+        slots.leave(adapter(name))
+    slots.take(adapter("a"))
+    slots.leave(adapter("a"))
+    slots.take_loads()
+    slots.take(adapter("c"))
+    assert slots.take_loads() == (Load(1, slots.resident[-1]),)
+    assert sorted(one.name for one in slots.resident) == ["a", "c"]
+
+
+def scheduler(**options):
+    blocks = BlockManager(64, 4, caching=True)
+    return Scheduler(blocks, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_loras": 1} | options)
+
+
+def test_a_step_that_fails_has_its_adapters_loaded_again():
+    sched = scheduler()
+    sched.add(request(0, "a"))
+    plan = sched.schedule()
+    assert [load.adapter.name for load in plan.loads] == ["a"]
+    assert plan.adapters == {b"a": 0}
+    assert len(sched.fail(plan, "no")) == 1
+    sched.check()
+    sched.add(request(1, "a"))
+    plan = sched.schedule()
+    assert [load.adapter.name for load in plan.loads] == ["a"]
+    sched.commit(plan, [5])
+    plan = sched.schedule()
+    assert plan.loads == () and plan.adapters == {b"a": 0}
+    sched.abort(1)
+    sched.commit(plan, [5])
+    sched.check()
+
+
+def test_a_step_without_adapters_names_none():
+    sched = scheduler()
+    for key, name in enumerate([None, "a"]):
+        sched.add(request(key, name, max_tokens=1 + key))
+    plan = sched.schedule()
+    assert plan.adapters == {b"a": 0}
+    sched.commit(plan, [5, 6])
+    sched.commit(sched.schedule(), [7])
+    sched.add(request(2))
+    assert sched.schedule().adapters == {}
+
+
+def test_nobody_with_an_adapter_passes_one_who_waits_for_a_slot():
+    """Else those who keep the slot in use could come for ever. Whoever has none passes."""
+    sched = scheduler()
+    sched.add(request(0, "a", max_tokens=2))
+    sched.commit(sched.schedule(), [5])
+    for key, name in ((1, "b"), (2, "a"), (3, None)):
+        sched.add(request(key, name, max_tokens=4))
+    plan = sched.schedule()
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0, 3]
+    sched.commit(plan, [5, 5])  # the first has ended
+    plan = sched.schedule()
+    assert [chunk.sequence.key for chunk in plan.chunks] == [3, 1]
+    assert [load.adapter.name for load in plan.loads] == ["b"]
+    sched.check()
+
+
+def run(sched):
+    """One step; the keys of those who computed."""
+    plan = sched.schedule()
+    sched.check()
+    sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+    sched.check()
+    return {chunk.sequence.key for chunk in plan.chunks}
+
+
+def at_work(*asked, **options):
+    """A scheduler in which these requests, (adapter, priority), compute."""
+    sched = scheduler(**options)
+    for key, (name, priority) in enumerate(asked):
+        sched.add(request(key, name, priority=priority))
+    assert run(sched) == set(range(len(asked)))
+    return sched
+
+
+@pytest.mark.parametrize(
+    ("running", "left"),
+    [
+        ([("a", 3)], []),
+        ([("a", 3), (None, 9)], [1]),  # no slot is in the way of whoever has none
+        ([("a", 3), ("b", 5)], [0]),
+        ([("a", 5), ("b", 3)], [1]),
+        ([("a", 5), ("b", 5)], [0]),  # of equals the newest
+        ([("a", 5), ("a", 5), ("b", 5)], [0, 1]),  # that with fewer users
+        ([("a", 9), ("a", 3), ("b", 5)], [0, 1]),  # one slot would come free only with one of a higher priority
+        ([("a", 9), ("a", 5), ("b", 3)], [2]),
+    ],
+)
+def test_one_of_higher_priority_displaces_those_whose_slot_then_comes_free(running, left):
+    sched = at_work(*running, max_loras=len({name for name, _ in running if name}))
+    new = len(running)
+    sched.add(request(new, "new", priority=1, max_tokens=2))
+    assert run(sched) == {*left, new}
+    assert sched.stats.preemptions == len(running) - len(left)
+    while sched.has_work:
+        run(sched)
+    assert sched.stats.preemptions == len(running) - len(left), "nobody is displaced by who comes back"
+
+
+@pytest.mark.parametrize(
+    ("running", "options"),
+    [
+        ([("a", 1)], {}),  # equals
+        ([("a", 9), ("a", 1)], {}),  # one of lower priority, whose slot an equal keeps
+        ([("a", 1), ("b", 0), (None, 9)], {"max_loras": 2}),
+        ([("a", 9), (None, 1)], {"max_num_seqs": 2, "samples": 2}),  # who would not find room then either
+    ],
+)
+def test_nobody_is_displaced_where_no_slot_comes_free_or_that_would_not_do(running, options):
+    samples = options.pop("samples", 1)
+    sched = at_work(*running, **options)
+    sched.add(request(8, "new", priority=1, n=samples))
+    assert run(sched) == set(range(len(running)))
+    assert sched.stats.preemptions == 0
+
+
+def test_who_is_in_flight_is_displaced_after_the_commit():
+    sched = at_work(("a", 3))
+    first = sched.schedule()
+    sched.add(request(1, "new"))
+    second = sched.schedule()
+    assert {chunk.sequence.key for chunk in second.chunks} == {0}
+    assert sched.wants_results
+    for plan in (first, second):
+        sched.commit(plan, [5])
+    assert run(sched) == {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_storm_of_priorities_and_adapters_ends_with_every_request_answered(seed):
+    """And whoever waits for a slot waits for one whose users are not all of a lower priority."""
+    rnd = random.Random(seed)
+    sched = scheduler(max_loras=rnd.choice([1, 2]), max_num_batched_tokens=128)
+    asked, answered = 0, []
+    while asked < 40 or sched.has_work:
+        if asked < 40 and rnd.random() < 0.5:
+            name, priority, length = rnd.choice(["a", "b", "c", None]), rnd.choice([0, 1, 2]), rnd.randint(1, 12)
+            sched.add(request(asked, name, length, priority=priority, max_tokens=rnd.randint(1, 8)))
+            asked += 1
+        if plan := sched.schedule():
+            sched.check()
+            waiting = (one for one in sched._waiting if one.request.adapter)
+            if first := min(waiting, key=lambda one: one.priority, default=None):
+                first_users = {}
+                for one in sched.running:
+                    first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None
+                assert all(one.priority <= first.priority for one in first_users.values())
+            deltas = sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+            answered += [delta.key for delta in deltas if delta.finish]
+    assert sorted(answered) == list(range(40))

@@ -1,0 +1,67 @@
+"""The best of several samples: those of a request that gets all of them, by their log probabilities."""
+
+import json
+
+import pytest
+
+from tests.support.callers import Caller, serving
+
+SAMPLED = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+TOLD = ("return_cumulative_logprob", "return_logprobs", "return_finish_reason", "return_num_output_tokens",
+        "return_token_ids")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service(tiny):
+    with serving(tiny[0]) as running:
+        yield running
+        scheduler = running.service._assembly.scheduler
+        scheduler.check()
+        assert scheduler.blocks.num_used == 0
+
+
+def inputs(told=TOLD, **sampling):
+    asked = dict.fromkeys(told, True)
+    return {"text_input": "The sea", "sampling_parameters": json.dumps(SAMPLED | sampling), **asked}
+
+
+def per_sample(outputs):
+    """What each sample has to show, the sum of its log probabilities first."""
+    ids = iter(outputs["token_ids"])
+    tokens = [[next(ids) for _ in range(count)] for count in outputs["num_output_tokens"]]
+    names = ("cumulative_logprob", "text_output", "finish_reason", "logprobs")
+    return [(*one, own) for *one, own in zip(*(outputs[name] for name in names), tokens, strict=True)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"stop": ["a", "e", "i", "o"]}], ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_likeliest_of_all_samples_come_back_the_first_first(service, n, sampling):
+    every = per_sample(service.ask(**inputs(n=6, **sampling)))
+    best = per_sample(service.ask(**inputs(n=n, best_of=6, **sampling)))
+    assert best == sorted(every, key=lambda one: one[0], reverse=True)[:n]
+    assert best != every[:n]
+
+
+def test_nobody_needs_to_ask_for_log_probabilities(service):
+    expected = service.ask(**inputs(best_of=6))["text_output"]
+    outputs = service.ask(**inputs(best_of=6, told=()))
+    assert outputs == {"text_output": expected}
+
+
+def test_all_of_them_keep_their_order_and_stream(service):
+    every = service.ask(**inputs(n=3))
+    assert service.ask(**inputs(n=3, best_of=3)) == every
+    pieces = service.call(**inputs(n=3, best_of=3), stream=True, exclude_input_in_output=True).all()
+    whole = [b"".join(parts) for parts in zip(*(piece["text_output"] for piece in pieces), strict=True)]
+    assert [b"The sea" + one for one in whole] == every["text_output"]
+
+
+def test_what_cannot_be_had_is_refused(service):
+    assert (
+        "best_of=3: must be n=2 when streaming"
+        in service.call(**inputs(n=2, best_of=3), stream=True, exclude_input_in_output=True).refusal()
+    )
+    turn = Caller(**inputs(best_of=2))
+    turn.correlation_id, turn.flags = lambda: 7, lambda: 1
+    service.service.submit(turn)
+    assert "best_of=2: must be 1 in a session" in turn.refusal()

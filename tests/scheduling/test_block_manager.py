@@ -1,0 +1,162 @@
+"""The block manager against a model of it, by rules that are applied in any order."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import nullcontext
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from random import SystemRandom
+from time import monotonic
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_backend.api.request import Origin
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.content import Chain
+from tests.support.pool_machine import RULES, STATES, play, play_seeds, short_keys
+from tests.support.pool_state import PART
+from tests.support.stress import table
+
+
+def assert_all_happened(seen):
+    """A rule that never applies, or a state that is never met, would prove nothing."""
+    assert [name for name in (*RULES, *STATES) if not seen[name]] == []
+
+
+@pytest.mark.parametrize("examples", [1000, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_whatever_hypothesis_thinks_of(examples):
+    seen, steps = Counter(), 0
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.sampled_from([0, 0, 4, 8]))
+    def run(parts, bits):
+        nonlocal steps
+        with short_keys(bits) if bits else nullcontext():
+            steps += play(parts, seen)
+
+    run()
+    assert_all_happened(seen)
+    table.done("block manager: steps that hypothesis chooses", steps)
+    assert steps >= 200_000
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first"),
+    [
+        (2_000_000, lambda: 0),
+        pytest.param(50_000_000, lambda: SystemRandom().randrange(2**48), marks=pytest.mark.nightly),
+    ],
+    ids=["2 million", "50 million"],
+)
+def test_whatever_comes(wanted, first, until, figures):
+    """At night with seeds that nobody has tried."""
+    first, seen, steps = first(), Counter(), 0
+    batches = (range(start, start + 20) for start in count(first, 20))
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        running = {processes.submit(play_seeds, next(batches)) for _ in range(4)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for batch in done:
+                more, happened = batch.result()
+                steps, seen = steps + more, seen + happened
+                if steps < wanted and monotonic() < until:
+                    running.add(processes.submit(play_seeds, next(batches)))
+    assert_all_happened(seen)
+    figures(f"seeds from {first}")
+    table.done("block manager: steps that seeds choose", steps)
+
+
+def test_a_released_block_of_no_pool_is_named():
+    blocks = BlockManager(4, 16)
+    with pytest.raises(ValueError, match="block 4"):
+        blocks.release([4])
+    blocks.check([])
+
+
+def test_a_table_with_a_lost_block_fails_the_check():
+    blocks = BlockManager(4, 16)
+    table = []
+    assert blocks.grow(table, 40)
+    with pytest.raises(AssertionError, match="wrong count"):
+        blocks.check([table[:-1]])
+    with pytest.raises(AssertionError, match="wrong count"):
+        blocks.check([table, table[:1]])
+    blocks.check([table])
+
+
+CORE = [
+    module
+    for pattern in (
+        "api/*.py",
+        "scheduling/*.py",
+        "text/detokenizer.py",
+    )
+    for module in sorted((Path(__file__).parents[2] / "paged_backend").glob(pattern))
+]
+
+
+@pytest.mark.parametrize("module", CORE, ids=lambda module: module.stem)
+def test_the_core_imports_no_tensors(module):
+    """So that the heart of the system can be tested by the million, without a tensor in sight."""
+    imports = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imports <= set(sys.stdlib_module_names) | {"paged_backend", "numpy"}
+
+
+def test_the_scheduler_loads_without_torch():
+    code = "import paged_backend.scheduling.scheduler, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def naive_states(blocks):
+    """What `states` promises, block by block."""
+    free = set(range(blocks.num_blocks)) - {block for block, count in enumerate(blocks._references) if count}
+    marks = {block: "c" if blocks.is_cached(block) else "." for block in free}
+    held = {block: str(count) if count < 10 else "+" for block, count in enumerate(blocks._references) if count}
+    return "".join((marks | held)[block] for block in range(blocks.num_blocks))
+
+
+@pytest.mark.parametrize("tables", [1, 2, 9, 10, 255, 256, 300])
+def test_a_state_tells_how_many_tables_hold_a_block(tables):
+    blocks = BlockManager(4, 4)
+    first = []
+    assert blocks.grow(first, 8)
+    others = [blocks.fork(first[:1]) for _ in range(tables - 1)]
+    mark = str(tables) if tables < 10 else "+"
+    assert blocks.states() == f"{mark}1.."
+    assert (blocks.states().count("."), len(others)) == (blocks.num_free, tables - 1)
+
+
+@pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
+def test_a_state_tells_free_from_cached(free, cached, held):
+    """Whichever of the two are fewer, as those are found another way."""
+    blocks = BlockManager(free + cached + held, 4, caching=True)
+    table = blocks.allocate(cached)
+    tokens = list(range(4 * cached))
+    chain = Chain(Origin(""))
+    for index, block in enumerate(table):
+        blocks.seal(block, chain, tokens, index)
+    keep = blocks.allocate(held)
+    blocks.release(table)
+    assert blocks.states() == naive_states(blocks)
+    assert [blocks.states().count(mark) for mark in ".c1"] == [free, cached, held]
+    blocks.check([keep])
+
+
+def test_the_source_of_a_copy_is_held_until_it_is_done():
+    blocks = BlockManager(3, 4)
+    first = blocks.allocate(1)
+    copy = blocks.make_writable(first, 0)
+    assert blocks.states() == "11."
+    blocks.finish([copy])
+    assert blocks.states() == ".1."

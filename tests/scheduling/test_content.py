@@ -1,0 +1,132 @@
+"""What blocks hold: one object for each content, for as long as anybody has it, and no longer."""
+
+import gc
+import random
+import threading
+
+import pytest
+
+from paged_backend.api.request import Origin
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.content import Chain, Contents, Entry
+
+NOBODY = Origin("")
+
+
+def chain_of(contents, tokens, block_size=1, origin=NOBODY):
+    chain = Chain(origin)
+    contents.extend(chain, tokens, len(tokens) // block_size, block_size)
+    return chain
+
+
+def test_one_content_is_one_object_whoever_asks():
+    contents = Contents()
+    one, same = (chain_of(contents, [1, 2, 3, 4], 2) for _ in range(2))
+    assert all(a is b for a, b in zip(one.entries, same.entries, strict=True))
+    others = [
+        chain_of(contents, [1, 9, 3, 4], 2),
+        chain_of(contents, [3, 4], 2),
+        chain_of(contents, [1, 2, 3, 4], 2, Origin("tenant")),
+        chain_of(contents, [1, 2, 3, 4], 2, Origin("", b"adapter")),
+    ]
+    assert len({chain.entries[-1] for chain in (one, *others)}) == 5
+    assert one.entries[-1].prefix == (NOBODY, [1, 2, 3, 4])
+    assert others[2].entries[-1].prefix == (Origin("tenant"), [1, 2, 3, 4])
+
+
+def test_a_key_tells_origin_tokens_and_where_blocks_begin():
+    ways = [
+        chain_of(Contents(), *each)
+        for each in (([1, 2, 3, 4], 2), ([1, 2, 3, 4], 4), ([1, 2, 4, 3], 2), ([1, 2, 3, 4], 2, Origin("tenant")),
+                     ([1, 2, 3, 4], 2, Origin("", b"tenant")))
+    ]  # fmt: skip
+    assert len({chain.entries[-1].key for chain in ways}) == len(ways)
+    alone = Entry(Entry(NOBODY, (1, 2)), (3, 4))
+    assert alone.key == alone.key == ways[0].entries[-1].key
+
+
+@pytest.mark.parametrize("by_the_collector", [False, True])
+def test_a_chain_of_100_000_blocks_is_walked_and_freed_on_a_small_stack(by_the_collector):
+    """One by one: what calls itself for each block would end the process."""
+    length, left = 100_000, []
+
+    def live():
+        contents = Contents()
+        last = chain_of(contents, range(length)).entries[-1]  # alone keeps all those before it
+        assert len(contents) == length
+        assert last.prefix == (NOBODY, list(range(length)))
+        assert len(last.key) == 32
+        if by_the_collector:
+            ring = [last]
+            ring.append(ring)
+            del ring
+        del last
+        if by_the_collector:
+            gc.collect()
+        left.append(len(contents))
+
+    before = threading.stack_size(256 * 1024)
+    try:
+        thread = threading.Thread(target=live)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert left == [0]
+
+
+def test_who_has_a_block_keeps_what_is_before_it_and_nothing_else():
+    blocks = BlockManager(4, 1, caching=True)
+    table, chain = blocks.allocate(4), Chain(NOBODY)
+    for index in range(4):
+        blocks.seal(table[index], chain, [1, 2, 3, 4], index)
+    tail, heads = table[3:], table[:3]
+    blocks.release(heads)
+    del chain
+    assert blocks.allocate(3) is not None
+    assert len(blocks.index.blocks) == 1
+    assert len(blocks.contents) == 4  # of blocks that are gone, too: whoever computes them anew finds the last
+    again = Chain(NOBODY)
+    blocks.match(again, [1, 2, 3, 4, 5])
+    assert len(again.entries) == 1  # none of them is known
+    blocks.release(tail)
+    blocks.allocate(1)
+    del again
+    assert len(blocks.contents) == 0
+
+
+@pytest.mark.parametrize("host", [0, 128])
+@pytest.mark.parametrize("matching", [0.0, 0.5])
+def test_entries_are_bounded_by_blocks(host, matching, figures):
+    """Thousands of prompts that branch everywhere, computed anew or found, and let go of in any order."""
+    rnd, length, most = random.Random(1), 16, 0
+    behind = BlockManager(host, 1, caching=True) if host else None
+    blocks = BlockManager(128, 1, caching=True, host=behind)
+    held, past = [], [[0]]
+    for number in range(4000):
+        begins = rnd.choice(past)[: rnd.randrange(length)]
+        tokens = [*begins, *(rnd.choice([number, rnd.randrange(3)]) for _ in range(length - len(begins)))]
+        past = [*past[-30:], tokens]
+        while held and (blocks.num_available < 2 * length or rnd.random() < 0.3):
+            blocks.release(held.pop(rnd.randrange(len(held))))
+        chain, table, moves = Chain(NOBODY), [], []
+        if rnd.random() < matching:
+            table, moves, copies = blocks.adopt(blocks.match(chain, tokens))
+            blocks.finish(copies)
+        assert blocks.grow(table, length)
+        blocks.finish_outs(blocks.take_outs())
+        blocks.finish_ins(moves)
+        for index in range(length):
+            blocks.seal(table[index], chain, tokens, index)
+        held.append(table)
+        most = max(most, len(blocks.contents))
+    figures(f"at most {most} entries for {128 + host} blocks")
+    assert most <= 2 * (128 + host)
+    del chain
+    for table in held:
+        blocks.release(table)
+    blocks.release(blocks.allocate(128))
+    blocks.finish_outs(blocks.take_outs())
+    if behind:
+        behind.release(behind.allocate(host))
+    assert len(blocks.contents) == 0

@@ -1,0 +1,438 @@
+"""The scheduler by itself: what runs in a step, who waits, who goes when the pool runs dry."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_backend.api.request import FinishReason, GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.pace import Pace
+from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Group
+
+EOS = 7
+
+
+def request(key, prompt, max_tokens=4, wants_usage=False, **sampling):
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return GenerateRequest(key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}), wants_usage=wants_usage)
+
+
+def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16):
+    return Scheduler(
+        BlockManager(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+
+
+def shape(plan):
+    return [(chunk.sequence.key, chunk.start, chunk.length, bool(chunk.draws)) for chunk in plan.chunks]
+
+
+def step(sched, token=1):
+    """One step in which every sampling chunk draws `token`."""
+    plan = sched.schedule()
+    sched.check()
+    deltas = sched.commit(plan, [token for chunk in plan.chunks for _ in chunk.draws])
+    sched.check()
+    return plan, deltas
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_samples_once_at_its_end():
+    sched = scheduler()
+    sched.add(request(0, prompt=37))
+    assert shape(step(sched)[0]) == [(0, 0, 16, False)]
+    assert shape(step(sched)[0]) == [(0, 16, 16, False)]
+    plan, deltas = step(sched)
+    assert shape(plan) == [(0, 32, 5, True)]
+    assert [delta.token_ids for delta in deltas] == [(1,)]
+    assert shape(step(sched)[0]) == [(0, 37, 1, True)]
+
+
+def test_blocks_are_allocated_only_as_tokens_arrive():
+    sched = scheduler()
+    sched.add(request(0, prompt=20, max_tokens=9))
+    used = []
+    while sched.has_work:
+        step(sched)
+        used.append(sched.blocks.num_used)
+    assert used == [4, 5, 6, 6, 6, 6, 7, 7, 7, 0]
+
+
+def test_decode_goes_first_and_new_prompts_take_what_is_left():
+    sched = scheduler()
+    sched.add(request(0, prompt=3, max_tokens=8))
+    step(sched)
+    sched.add(request(1, prompt=30))
+    sched.add(request(2, prompt=3))
+    assert shape(step(sched)[0]) == [(0, 3, 1, True), (1, 0, 15, False)]
+    assert shape(step(sched)[0]) == [(0, 4, 1, True), (1, 15, 15, True)]
+    assert shape(step(sched)[0]) == [(0, 5, 1, True), (1, 30, 1, True), (2, 0, 3, True)]
+
+
+def test_requests_join_and_leave_at_every_step():
+    sched = scheduler(max_num_seqs=2)
+    for key in range(3):
+        sched.add(request(key, prompt=2, max_tokens=1 + key))
+    plan, deltas = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0, 1]
+    assert [delta.finish for delta in deltas] == [FinishReason.LENGTH, None]
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [1, 2]
+
+
+def test_first_come_first_served_even_if_a_later_one_would_fit():
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=16, max_tokens=2))
+    step(sched)
+    sched.add(request(1, prompt=24))
+    sched.add(request(2, prompt=2))
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [0]
+    assert sched.stats.waiting == 2
+    plan, _ = step(sched)
+    assert [chunk.sequence.key for chunk in plan.chunks] == [1]
+
+
+def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
+    sched = scheduler(num_blocks=4, block_size=4)
+    sched.add(request(0, prompt=7, max_tokens=9))
+    sched.add(request(1, prompt=7, max_tokens=9))
+    outputs = {0: [], 1: []}
+    token = iter(range(1000, 2000))
+    order = []
+    while sched.has_work:
+        plan = sched.schedule()
+        sched.check()
+        deltas = sched.commit(plan, [next(token) for chunk in plan.chunks for _ in chunk.draws])
+        sched.check()
+        for delta in deltas:
+            outputs[delta.key] += delta.token_ids
+            if delta.finish:
+                order.append(delta.key)
+    assert sched.stats.preemptions == 1
+    assert order == [0, 1]
+    assert [len(tokens) for tokens in outputs.values()] == [9, 9]
+    assert sched.blocks.num_used == 0
+
+
+def test_the_lowest_number_goes_first_and_within_one_who_came_first():
+    sched = scheduler(max_num_seqs=1)
+    for key, priority in enumerate([0, 5, -1, 0, -1]):
+        sched.add(request(key, prompt=2, max_tokens=1, priority=priority))
+    order = []
+    while sched.has_work:
+        order += [chunk.sequence.key for chunk in step(sched)[0].chunks]
+    assert order == [2, 4, 0, 3, 1]
+
+
+@pytest.mark.parametrize("short_of", ["blocks", "seqs"])
+def test_one_of_higher_priority_displaces_the_newest_of_the_lowest_and_no_equal(short_of):
+    sched = scheduler(**{"blocks": {"num_blocks": 8}, "seqs": {"max_num_seqs": 2}}[short_of])
+    for key, priority in enumerate([5, 5]):
+        sched.add(request(key, prompt=13, max_tokens=9, priority=priority))
+        step(sched)
+    sched.add(request(2, prompt=6, max_tokens=2, priority=5))
+    assert {chunk.sequence.key for chunk in step(sched)[0].chunks} == {0, 1}
+    sched.add(request(3, prompt=6, max_tokens=2, priority=1))
+    assert {chunk.sequence.key for chunk in step(sched)[0].chunks} == {0, 3}
+    assert sched.stats.preemptions == 1
+
+
+def test_the_last_of_the_lowest_priority_goes_when_the_pool_runs_dry():
+    sched = scheduler(num_blocks=4, block_size=4)
+    sched.add(request(0, prompt=7, max_tokens=9, priority=3))
+    sched.add(request(1, prompt=7, max_tokens=9, priority=0))
+    order = []
+    while sched.has_work:
+        order += [delta.key for delta in step(sched)[1] if delta.finish]
+    assert order == [1, 0]
+    assert sched.stats.preemptions == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_abort_frees_the_blocks_at_once(when):
+    sched = scheduler()
+    sched.add(request(0, prompt=20, max_tokens=9))
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3}[when]):
+        step(sched)
+    assert sched.abort(0)
+    sched.check()
+    assert sched.blocks.num_used == 0
+    assert not sched.has_work
+    assert not sched.abort(0)
+    assert not sched.abort(99)
+    assert sched.schedule() is None
+
+
+@pytest.mark.parametrize("leave", [Scheduler.abort, Scheduler.end_all])
+def test_whoever_leaves_a_long_queue_is_not_looked_for_one_by_one(leave, monkeypatch):
+    """Each of 4,096 is found by a few comparisons, and those who stay keep their order."""
+    sched, asked = scheduler(), Counter()
+    for name in ("key", "rank"):
+        read = getattr(Group, name).fget
+        monkeypatch.setattr(
+            Group, name, property(lambda group, read=read, name=name: asked.update([name]) or read(group))
+        )
+    keys = list(range(4096))
+    for key in keys:
+        sched.add(request(key, prompt=2, priority=key % 3))
+    leaving = random.Random(1).sample(keys, 4000)
+    asked.clear()
+    for key in leaving:
+        assert sched.knows(key)
+        assert leave(sched, key)
+        assert not sched.knows(key) and not leave(sched, key)
+    assert asked.total() < 40 * len(leaving)
+    sched.check()
+    entered = []
+    while sched.has_work:
+        plan, _ = step(sched)
+        entered += plan.entered
+    assert entered == sorted(set(keys) - set(leaving), key=lambda key: (key % 3, key))
+
+
+def test_a_stop_token_ends_the_output_but_not_before_min_tokens():
+    sched = scheduler()
+    sched.add(request(0, prompt=2, max_tokens=8))
+    _, (delta,) = step(sched, token=EOS)
+    assert delta.finish is FinishReason.STOP
+    sched.add(request(1, prompt=2, max_tokens=8, min_tokens=2))
+    assert step(sched, token=EOS)[1][0].finish is None
+    assert step(sched, token=EOS)[1][0].finish is FinishReason.STOP
+    assert sched.blocks.num_used == 0
+
+
+def test_a_failed_step_ends_its_own_requests_and_no_other():
+    sched = scheduler(max_num_seqs=1)
+    sched.add(request(0, prompt=2))
+    sched.add(request(1, prompt=2))
+    plan = sched.schedule()
+    (delta,) = sched.fail(plan, "the step failed")
+    sched.check()
+    assert delta.key == 0
+    assert str(delta.error) == "INTERNAL: the step failed"
+    assert [chunk.sequence.key for chunk in step(sched)[0].chunks] == [1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32), st.integers(3, 24), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 20))
+def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, blocks, size, seqs, extra):
+    """Random arrivals, aborts and lengths: no step over the budget, no token lost, doubled or out of turn."""
+    rnd = random.Random(seed)
+    sched = scheduler(blocks, size, seqs, seqs + extra)
+    left, open_requests, next_key = 30, {}, 0
+    for _ in range(5000):
+        while left and rnd.random() < 0.4:
+            room = blocks * size
+            prompt = rnd.randint(1, room)
+            wanted = rnd.randint(1, room - prompt + 1)
+            sched.add(request(next_key, prompt, wanted))
+            open_requests[next_key] = wanted
+            next_key, left = next_key + 1, left - 1
+        if open_requests and rnd.random() < 0.05:
+            key = rnd.choice(sorted(open_requests))
+            assert sched.abort(key)
+            del open_requests[key]
+        plan = sched.schedule()
+        sched.check()
+        if plan is None:
+            assert not open_requests
+            if not left:
+                break
+            continue
+        assert plan.num_tokens <= sched.max_num_batched_tokens
+        assert len(plan.chunks) <= sched.max_num_seqs
+        for delta in sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws]):
+            open_requests[delta.key] -= 1
+            assert (delta.finish is not None) == (open_requests[delta.key] == 0)
+            if delta.finish:
+                del open_requests[delta.key]
+        sched.check()
+    assert not open_requests
+    assert not left
+    assert sched.blocks.num_used == 0
+
+
+def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
+    """Beside one of lower priority, too, who would make way if that helped."""
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=8, max_tokens=20))
+    sched.add(request(1, prompt=8, max_tokens=20, priority=1))
+    step(sched)
+    sched.add(request(2, prompt=28))
+    searches, match = [], sched.blocks.match
+    sched.blocks.match = lambda *args: searches.append(args) or match(*args)
+    for count in range(1, 4):
+        assert len(step(sched)[0].chunks) == 2
+        assert len(searches) == count
+
+
+def test_the_stats_tell_what_the_last_step_was_made_of():
+    """One decodes beside the prompt of another, is pushed out by it, and computes its own again."""
+    sched = scheduler(num_blocks=8)
+    sched.add(request(0, prompt=4, max_tokens=9, priority=1))
+    step(sched)
+    sched.add(request(1, prompt=24, max_tokens=2))
+    found = []
+    while sched.has_work:
+        step(sched)
+        stats = sched.stats
+        found.append((stats.generation_requests, stats.context_requests, stats.context_tokens, stats.paused))
+    assert found == [(1, 1, 15, 0), (1, 1, 9, 0), (0, 0, 0, 1), (0, 1, 7, 0)] + 4 * [(1, 0, 0, 0)] + [(0, 0, 0, 0)]
+    assert sched.stats.steps == 10
+
+
+def test_the_wait_after_a_preemption_is_told_apart():
+    now = [0.0]
+    sched = Scheduler(BlockManager(5, 4), max_num_seqs=2, max_num_batched_tokens=16, clock=lambda: now[0])
+    for key in range(2):
+        sched.add(request(key, prompt=7, max_tokens=9, wants_usage=True))
+    usages = {}
+    while sched.has_work:
+        now[0] += 1
+        deltas = step(sched)[1]
+        usages |= {delta.key: (delta.usage.preemptions, delta.usage.preempted_seconds) for delta in deltas}
+    assert usages == {0: (0, 0.0), 1: (1, 7.0)}  # from the third step until the tenth
+
+
+def test_nothing_is_planned_ahead_for_one_whose_last_token_is_on_its_way():
+    sched = scheduler()
+    sched.add(request(0, prompt=2, max_tokens=1))
+    sched.add(request(1, prompt=2, max_tokens=2))
+    flights = [sched.schedule(), sched.schedule()]
+    assert [shape(plan) for plan in flights] == [[(0, 0, 2, True), (1, 0, 2, True)], [(1, 2, 1, True)]]
+    sched.commit(flights[0], [1, 1])
+    assert sched.schedule() is None
+
+
+@pytest.mark.parametrize(("sampling", "waits"), [({}, False), ({"n": 2}, False), ({"n": 2, "beam_width": 2}, True)])
+def test_a_step_of_beams_waits_for_the_one_before(sampling, waits):
+    sched = scheduler()
+    sched.add(request(0, prompt=2, **sampling))
+    sched.schedule()
+    assert sched.wants_results == waits
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompt", range(1, 9))
+@pytest.mark.parametrize("last", range(1, 5))
+def test_what_is_planned_ahead_for_one_that_has_ended_is_not_counted(prompt, last, n):
+    """A row that nobody sees may take a block, or copy one."""
+
+    def usages(ahead):
+        sched = scheduler()
+        sched.add(request(0, prompt, max_tokens=99, wants_usage=True, n=n))
+        found, flights, drawn = [], [], 0
+        while sched.has_work or flights:
+            plan = sched.schedule()
+            flights += [plan] if plan else []
+            while len(flights) > (ahead and plan is not None):
+                done, drawn = flights.pop(0), drawn + 1
+                draws = [one for chunk in done.chunks for one in chunk.draws]
+                tokens = [EOS if drawn >= last + one.index else 1 for one in draws]
+                found += [delta.usage for delta in sched.commit(done, tokens)]
+        sched.check()
+        return found
+
+    assert usages(ahead=True) == usages(ahead=False)
+
+
+def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5000,), budget=512):
+    """Tokens of prompts in each step while one sequence decodes, where a step takes that long."""
+    now = [0.0]
+    sched = Scheduler(
+        BlockManager(2048, 16),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        costs=Costs(token=0.001),
+        step_seconds=0.1,
+        clock=lambda: now[0],
+    )
+    sched.add(request(0, prompt=4, max_tokens=1000))
+    step(sched)
+    for key, prompt in enumerate(prompts, start=1):
+        sched.add(request(key, prompt))
+    fed = []
+    for number in range(steps):
+        plan = sched.schedule()
+        chunks = shape(plan)
+        assert chunks[0][0] == 0, "decode comes first"
+        fed.append(plan.num_tokens - 1)
+        now[0] += overhead + plan.num_tokens * seconds_per_token(number)
+        sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws])
+        sched.check()
+    return fed
+
+
+def test_chunks_beside_decoding_are_made_to_fit_the_time_of_a_step():
+    fed = fed_beside_decoding(lambda number: 0.001)
+    assert fed[0] == 100  # by what a token was measured to take
+    assert all(80 <= tokens <= 90 for tokens in fed[2:])  # and by what a step was seen to take: 10 ms more
+    assert fed_beside_decoding(lambda number: 0.0001)[3] > 400
+    slower = fed_beside_decoding(lambda number: 0.001 if number < 3 else 0.002)
+    assert all(35 <= tokens <= 50 for tokens in slower[-2:])
+
+
+def test_a_prompt_goes_on_however_slow_its_steps_are():
+    assert fed_beside_decoding(lambda number: 1.0)[-1] == 32
+    assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
+
+
+@pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (9, 4)])
+def test_nothing_is_guessed_past_the_last_token(max_tokens, guesses):
+    """Of those that may follow the first token the last is drawn after the guesses."""
+    blocks = BlockManager(16, 4)
+    guess = lambda sequence, most: [1] * most  # noqa: E731
+    sched = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=16, guess=guess, max_guesses=4)
+    sched.add(request(0, prompt=3, max_tokens=max_tokens))
+    step(sched)
+    (chunk,) = sched.schedule().chunks
+    assert len(chunk.guesses) == guesses
+
+
+def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
+    sched = Scheduler(
+        BlockManager(256, 16),
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        costs=Costs(token=1.0),
+        guess=lambda sequence, most: [1] * most,
+        max_guesses=7,
+        step_seconds=0.1,
+    )
+    for key in range(16):
+        sched.add(request(key, prompt=4, max_tokens=100))
+    step(sched)
+    sched.add(request(16, prompt=100))
+    assert [len(chunk.guesses) for chunk in sched.schedule().chunks] == [7] * 16
+
+
+def test_where_decoding_takes_long_prompts_get_as_much_of_a_step():
+    pace = Pace(0.1, 0.001, 512)
+    pace.took(0, 0.2)  # decoding by itself
+    pace.took(100, 0.3)
+    assert pace.tokens == 133
+    pace.took(0, 0.01)
+    pace.took(133, 0.2)
+    assert pace.tokens == 66
+
+
+def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
+    pace = Pace(0.1, 0.001, 512)
+    pace.took(30, 0.04)
+    assert pace.tokens == 100
+    pace.took(100, 0.04)
+    assert pace.tokens == 200
+
+
+def test_with_nobody_decoding_a_chunk_is_as_large_as_steps_get():
+    sched = Scheduler(
+        BlockManager(256, 16), max_num_seqs=2, max_num_batched_tokens=512, costs=Costs(token=1.0), step_seconds=0.1
+    )
+    sched.add(request(0, prompt=1000))
+    assert shape(step(sched)[0]) == [(0, 0, 512, False)]

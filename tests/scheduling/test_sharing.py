@@ -1,0 +1,458 @@
+"""Sharing, copying and forgetting blocks: nobody ever reads what is not theirs."""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_backend.api.request import Origin
+from paged_backend.scheduling.block_manager import BlockManager, Hit
+from paged_backend.scheduling.content import Chain
+from paged_backend.scheduling.plan import Costs
+from tests.support.pool_machine import short_keys
+from tests.support.scheduler_stress import WEATHER, request, scheduler, storm
+from tests.support.shadow import ShadowStore, alone
+
+
+def finish(sched, store, *requests):
+    """Run requests to their end; their tokens by (key, index)."""
+    for one in requests:
+        sched.add(one)
+    outputs = {}
+    while sched.has_work:
+        plan = sched.schedule()
+        sched.check()
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    assert sched.blocks.num_used == 0
+    return outputs
+
+
+STORM = {"seed": st.integers(0, 2**32)} | {name: st.sampled_from(values) for name, values in WEATHER.items()}
+HAPPENS = (  # to somebody, in any run of storms
+    "add", "abort of one that waits", "abort of one that runs", "abort in flight", "abort of nobody", "end of a sample",
+    "end of a session", "reset", "spill", "step", "a step that fails", "a row that is lost",
+    "moves that never arrived", "nobody finds room",
+    "an output of beams", "an output of an adapter", "an output of a session", "blocks from disk", "blocks to disk",
+    "recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out", "moves_in",
+    "guessed_tokens", "accepted_tokens", "blocks_pinned",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [700, pytest.param(20_000, marks=pytest.mark.nightly)])
+def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(examples, figures, until):
+    seen = Counter()
+
+    @settings(max_examples=examples, deadline=None)
+    @given(**STORM)
+    def run(**weather):
+        if time.monotonic() < until:
+            storm(seen, **weather)
+
+    run()
+    assert all(seen[name] for name in HAPPENS), seen
+    figures(f"{seen['step']:,} steps of the scheduler, {seen['add']:,} requests, chosen by hypothesis")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
+def test_a_match_is_the_longest_that_any_block_allows(seed, size):
+    """Against all prefixes that were ever sealed and not evicted, one by one."""
+    rnd = random.Random(seed)
+    blocks = BlockManager(16, size, caching=True)
+    held = []
+    for _ in range(30):
+        tokens, salt = [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.choice("ab")
+        chain = Chain(Origin(salt))
+        hit = blocks.match(chain, tokens)
+        assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
+        table, _, _ = blocks.adopt(Hit(hit.blocks))
+        if blocks.grow(table, len(tokens)):
+            for index in range(len(tokens) // size):
+                blocks.seal(table[index], chain, tokens, index)
+        held.append(table)
+        blocks.check(held)
+        while held and rnd.random() < 0.5:
+            blocks.release(held.pop(rnd.randrange(len(held))))
+            blocks.check(held)
+
+
+def longest(blocks, salt, tokens):
+    """By brute force over what the manager says that its blocks hold."""
+    most, size = len(tokens) - 1, blocks.block_size
+    prefixes = [blocks.index.entry(block).prefix for block in blocks.index.blocks]
+    known = [content for origin, content in prefixes if origin == Origin(salt)]
+    found = 0
+    while found + size <= most and tokens[: found + size] in known:
+        found += size
+    rest = tokens[found:most]
+    partial = [content[found:] for content in known if content[:-size] == tokens[:found]]
+    return found + max(
+        (next((i for i, (a, b) in enumerate(zip(one, rest, strict=False)) if a != b), min(len(one), len(rest))))
+        for one in [*partial, ()]
+    )
+
+
+def test_a_later_request_finds_the_blocks_of_an_ended_one():
+    sched = scheduler()
+    store = ShadowStore(sched, 5)
+    prompt = list(range(18))
+    finish(sched, store, request(0, prompt))
+    assert (sched.blocks.num_free, sched.blocks.num_cached) == (27, 5)
+    sched.add(request(1, prompt))
+    plan = sched.schedule()
+    # Four full blocks, and one token of the fifth, which holds the first one's 16th to 19th: the last is computed.
+    assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(17, 1)]
+    assert len(plan.copies) == 1
+    assert sched.stats.cached_tokens == 17
+
+
+def test_a_partial_hit_copies_the_block_and_leaves_the_source_alone():
+    sched = scheduler()
+    store = ShadowStore(sched, 5)
+    first = request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert finish(sched, store, first)[0, 0] == alone(first, 0, 5)
+    second = request(1, [1, 2, 3, 4, 5, 6, 0, 0, 0])
+    assert finish(sched, store, second)[1, 0] == alone(second, 0, 5)
+    assert sched.stats.copies == 1
+    assert sched.stats.cached_tokens == 6
+    assert finish(sched, store, request(2, first.prompt_token_ids))[2, 0] == alone(first, 0, 5)
+
+
+def test_salts_share_nothing():
+    sched = scheduler()
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(20), cache_salt="a"))
+    finish(sched, store, request(1, range(20), cache_salt="b"), request(2, range(20)))
+    assert sched.stats.cached_tokens == 0
+    finish(sched, store, request(3, range(20), cache_salt="a"))
+    assert sched.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tokens_are_compared_whatever_the_keys_say(bits, figures):
+    """2,000 prompts of few beginnings and two tenants, through a small pool, the host's and files; keys of so few bits
+    that most are of several contents. Whoever read another's block would get other tokens."""
+    rnd, wrong = random.Random(bits), 0
+    sched = scheduler(num_blocks=40, host=40)
+    store = ShadowStore(sched, 97)
+    pieces = [[rnd.randrange(97) for _ in range(4)] for _ in range(3)]
+    with short_keys(bits):
+        for first in range(0, 2000, 4):
+            asked = []
+            for key in range(first, first + 4):
+                prompt = [token for _ in range(rnd.randint(1, 6)) for token in rnd.choice(pieces)]
+                asked.append(request(key, [*prompt, key % 97], 2, cache_salt=rnd.choice(["", "tenant"])))
+                store.fetch(asked[-1])
+            outputs = finish(sched, store, *asked)
+            wrong += sum(outputs[one.key, 0] != alone(one, 0, 97) for one in asked)
+            store.spill(4)
+    stats = sched.stats
+    assert wrong == 0
+    assert min(stats.cached_tokens, stats.host_tokens, stats.evictions) > 1000
+    assert store.strangers > 100
+    figures(f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, files of others {store.strangers:,} times")
+
+
+def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
+    sched = scheduler(num_blocks=8)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(100, 112), max_tokens=1))
+    finish(sched, store, request(1, range(200, 212), max_tokens=1))
+    assert sched.blocks.num_cached == 6
+    finish(sched, store, request(2, range(300, 312), max_tokens=1))  # two free blocks, and one of the first's
+    assert sched.stats.evictions == 1
+
+    def known(tokens):
+        return len(sched.blocks.match(Chain(Origin("")), [*tokens, 0]).blocks)
+
+    assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]
+
+
+def test_samples_share_the_prompt_and_part_where_they_differ():
+    """18 tokens in blocks of 4: four full blocks shared by all, a partial one that two of three samples copy."""
+    sched = scheduler()
+    store = ShadowStore(sched, 97)
+    one = request(0, range(18), max_tokens=4, n=3, seed=5)
+    sched.add(one)
+    plan = sched.schedule()
+    assert len(plan.chunks) == 1
+    assert len(plan.chunks[0].draws) == 3
+    sched.commit(plan, store.run(plan))
+    assert (sched.blocks.num_used, sched.blocks.num_shared) == (5, 5)
+    plan = sched.schedule()
+    assert len(plan.copies) == 2
+    sched.commit(plan, store.run(plan))
+    assert (sched.blocks.num_used, sched.blocks.num_shared) == (7, 4)
+
+
+def test_each_sample_is_what_a_request_of_its_seed_gets_alone():
+    sched = scheduler()
+    store = ShadowStore(sched, 97)
+    outputs = finish(sched, store, request(0, range(18), max_tokens=12, n=3, seed=5))
+    for index in range(3):
+        assert outputs[0, index] == alone(request(9, range(18), max_tokens=12, seed=5 + index), 0, 97)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_group_comes_back_with_its_blocks_shared(caching):
+    """Without sharing on the way back, three samples of this prompt would never fit the pool again."""
+    sched = scheduler(num_blocks=10, caching=caching)
+    store = ShadowStore(sched, 97)
+    old, new = request(0, range(50, 58), max_tokens=24), request(1, range(18), max_tokens=7, n=3)
+    outputs = finish(sched, store, old, new)
+    assert sched.stats.preemptions > 0
+    for one in (old, new):
+        for index in range(one.sampling.n):
+            assert outputs[one.key, index] == alone(one, index, 97)
+
+
+def test_without_caching_nothing_is_remembered():
+    sched = scheduler(caching=False)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(20)), request(1, range(20)))
+    finish(sched, store, request(2, range(20)))
+    assert sched.stats.cached_tokens == 0
+    assert sched.blocks.num_free == sched.blocks.num_blocks
+
+
+# --- the host's pool behind the device's -------------------------------------------------------------------------
+
+
+def test_an_evicted_block_comes_back_from_the_host():
+    sched = scheduler(num_blocks=8, host=16)
+    store = ShadowStore(sched, 5)
+    first = request(0, range(100, 118), max_tokens=3)
+    finish(sched, store, first, request(1, range(200, 228), max_tokens=3))
+    assert sched.stats.evictions > 0
+    again = request(2, first.prompt_token_ids, max_tokens=3)
+    computed = sched.stats.cached_tokens
+    assert finish(sched, store, again)[2, 0] == alone(first, 0, 5)
+    assert sched.stats.cached_tokens - computed == 17
+    assert sched.stats.host_tokens > 0
+    moved = sched.stats.moves_in
+    finish(sched, store, request(3, first.prompt_token_ids, max_tokens=3))
+    assert sched.stats.moves_in == moved  # what has come back is here
+
+
+def test_a_hit_inside_a_block_that_is_on_the_host_is_brought_in_to_be_written_into():
+    sched = scheduler(num_blocks=6, host=16)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(100, 109)), request(1, range(200, 223), max_tokens=1))
+    other = request(2, [*range(100, 106), 7, 7, 7])
+    assert finish(sched, store, other)[2, 0] == alone(other, 0, 5)
+    assert sched.stats.host_tokens == 6
+
+
+def rivals():
+    """Two that fit the pool together only at first."""
+    return request(0, range(50, 62), max_tokens=20), request(1, range(10, 19), max_tokens=20, n=2, seed=3)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_was_moved_to_the_host_is_not_computed_again(caching):
+    sched = scheduler(num_blocks=14, host=32, caching=caching)
+    store = ShadowStore(sched, 97)
+    for one in rivals():
+        sched.add(one)
+    computed, outputs = 0, {}
+    while sched.has_work:
+        plan = sched.schedule()
+        computed += plan.num_tokens
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    assert sched.stats.swapped > 0
+    assert sched.stats.recomputed == 0
+    assert computed == 12 + 19 + 9 + 2 * 19
+    for one in rivals():
+        for index in range(one.sampling.n):
+            assert outputs[one.key, index] == alone(one, index, 97)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"host": 32}, "swapped"),
+        ({"host": 32, "preemption": "recompute"}, "recomputed"),
+        ({"host": 32, "preemption": "swap", "costs": Costs(token=1, move=9)}, "swapped"),
+        ({"host": 32, "costs": Costs(token=1, move=3)}, "recomputed"),  # 2 * 3 a block, which holds 4 tokens
+        ({"host": 32, "costs": Costs(token=1, move=1)}, "swapped"),
+        ({"host": 2}, "recomputed"),  # no room there
+        ({}, "recomputed"),
+    ],
+)
+def test_the_cheaper_kind_of_preemption_is_taken(options, kind):
+    sched = scheduler(num_blocks=14, caching=False, **options)
+    finish(sched, ShadowStore(sched, 97), *rivals())
+    assert {kind: sched.stats.preemptions} == {
+        name: count for name in ("swapped", "recomputed") if (count := getattr(sched.stats, name))
+    }
+
+
+def test_a_step_that_fails_on_the_way_to_the_host_loses_no_token():
+    """Whoever was being moved out is computed again; the step's own requests end."""
+    sched = scheduler(num_blocks=14, host=32, caching=False)
+    store = ShadowStore(sched, 97)
+    old, new = rivals()
+    sched.add(old)
+    sched.add(new)
+    outputs = {}
+    while True:
+        plan = sched.schedule()
+        if plan.outs:
+            break
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+    assert [delta.key for delta in sched.fail(plan, "out of order")] == [0]
+    sched.check()
+    for key, tokens in finish(sched, store).items():
+        outputs[key] += tokens
+    assert [outputs[1, index] for index in range(2)] == [alone(new, index, 97) for index in range(2)]
+
+
+def test_a_request_that_waits_on_the_host_can_be_aborted():
+    sched = scheduler(num_blocks=14, host=32)
+    store = ShadowStore(sched, 97)
+    for one in rivals():
+        sched.add(one)
+    while not sched.stats.swapped:
+        plan = sched.schedule()
+        sched.commit(plan, store.run(plan))
+    assert sched.stats.host_used > 0
+    assert sched.abort(1)
+    sched.check()
+    assert sched.stats.host_used == 0
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_blocks_between_turns():
+    """Others fill the pool with what they leave behind; without the pins, the first session's blocks would go."""
+    sched = scheduler(num_blocks=16, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    first = request(0, range(100, 117), max_tokens=5, session="chat")
+    answer = finish_with_pins(sched, store, first)[0, 0]
+    assert sched.stats.blocks_pinned == sched.blocks.num_used == 5
+    for key in range(1, 6):
+        finish_with_pins(sched, store, request(key, range(200 * key, 200 * key + 40)))
+    cached = sched.stats.cached_tokens
+    finish_with_pins(sched, store, request(9, [*first.prompt_token_ids, *answer, 7, 7], session="chat"))
+    assert sched.stats.cached_tokens - cached >= 20
+    sched.pins.drop("chat")
+    sched.check()
+    assert sched.blocks.num_used == 0
+
+
+def finish_with_pins(sched, store, one):
+    sched.add(one)
+    outputs = {}
+    while sched.has_work:
+        plan = sched.schedule()
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    return outputs
+
+
+def test_past_the_limit_the_session_that_was_idle_longest_lets_go():
+    sched = scheduler(num_blocks=32, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    for key, name in enumerate("abca"):
+        finish_with_pins(sched, store, request(key, range(100 * key, 100 * key + 12), max_tokens=1, session=name))
+    assert sched.stats.blocks_pinned == 6
+    held = sched.blocks.num_used
+    sched.pins.drop("b")
+    assert sched.blocks.num_used == held
+
+
+def test_a_session_lets_go_before_anybody_is_preempted():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
+    assert sched.stats.blocks_pinned == 4
+    finish_with_pins(sched, store, request(1, range(200, 212), max_tokens=18))
+    assert sched.stats.blocks_pinned == 0
+    assert sched.stats.preemptions == 0
+
+
+def test_a_session_lets_go_before_anybody_is_displaced():
+    """Whoever is served first takes the room of idle sessions, not that of one who comes after it."""
+    sched = scheduler(num_blocks=12, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 124), max_tokens=1, session="chat"))
+    sched.add(request(1, range(200, 206), max_tokens=3, priority=5))
+    plan = sched.schedule()
+    sched.commit(plan, store.run(plan))
+    finish_with_pins(sched, store, request(2, range(300, 320), max_tokens=1))
+    assert sched.stats.blocks_pinned == 0
+    assert sched.stats.preemptions == 0
+
+
+def test_a_session_does_not_keep_out_a_request_that_needs_the_whole_pool():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
+    assert finish_with_pins(sched, store, request(1, range(200, 232), max_tokens=1))
+
+
+def test_the_map_tells_what_only_sessions_keep():
+    sched = scheduler(num_blocks=8, session_blocks=8)
+    store = ShadowStore(sched, 97)
+    finish_with_pins(sched, store, request(0, range(100, 108), max_tokens=1, session="chat"))
+    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("pp......")
+    sched.add(request(1, [*range(100, 108), 5, 6], session="chat"))
+    sched.schedule()
+    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")
+
+
+def test_a_sample_that_ends_while_it_computes_the_prompt_for_the_others():
+    """Its deadline is over with the step in flight: the others go on, and what is cached is true."""
+    sched = scheduler()
+    store = ShadowStore(sched, 97)
+    one = request(0, range(100, 109), max_tokens=6, n=3)
+    sched.add(one)
+    plan = sched.schedule()
+    drawn = store.run(plan)
+    assert sched.end(0, 0)
+    deltas = sched.commit(plan, drawn)
+    sched.check()
+    assert [delta.sample for delta in deltas] == [1, 2]
+    assert sched.blocks.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt
+    outputs = finish(sched, store)
+    assert {key: [*deltas[key[1] - 1].token_ids, *rest] for key, rest in outputs.items()} == {
+        (0, index): alone(one, index, 97) for index in (1, 2)
+    }
+    assert finish(sched, store, request(1, range(100, 109)))[1, 0] == alone(request(1, range(100, 109)), 0, 97)
+    assert sched.stats.cached_tokens == 8
+
+
+def test_nobody_is_displaced_for_a_request_that_would_not_fit_then():
+    """12 blocks: 8 are held above the one that waits, 2 below it, and it needs 6."""
+    sched = scheduler(num_blocks=12, max_num_batched_tokens=64)
+    store = ShadowStore(sched, 97)
+    above = request(0, range(100, 131), max_tokens=2, priority=-5)
+    below = request(1, range(200, 207), max_tokens=2, priority=5)
+    for one in (above, below):
+        sched.add(one)
+    plan = sched.schedule()
+    sched.commit(plan, store.run(plan))
+    assert sched.blocks.num_used == 10
+    sched.add(request(2, range(300, 323), max_tokens=1, priority=0))
+    plan = sched.schedule()
+    assert sched.stats.preemptions == 0
+    sched.commit(plan, store.run(plan))
+    assert finish(sched, store)
+    assert sched.stats.preemptions == 0
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_no_hit():
+    sched = scheduler(num_blocks=14)
+    finish(sched, ShadowStore(sched, 97), *rivals())
+    assert sched.stats.preemptions > 0
+    assert sched.stats.cached_tokens == 0

@@ -1,0 +1,148 @@
+"""Guesses: right ones save steps, wrong ones cost some, and no token ever changes."""
+
+import random
+
+import pytest
+from transformers import LlamaConfig
+
+from paged_backend.api.config import ConfigError
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.plan import reached
+from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.speculation import PromptLookup, on_device
+from tests.support.in_process import running, save_tiny, tiny_assembly
+
+REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rnd = random.Random(3)
+    return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 40)] + [REPEATING, REPEATING[:9]]
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 9},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "temperature": 0.5, "seed": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, prompts):
+    with running(tiny_assembly(tiny[0])) as engine:
+        return [engine.generate(prompts, max_tokens=24, **sampling) for sampling in SAMPLINGS]
+
+
+@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
+@pytest.mark.parametrize(("count", "blocks"), [(1, 64), (4, 27)])  # the second pool runs dry
+def test_tokens_are_those_without_guesses(tiny, draft, prompts, plain, guesser, count, blocks):
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+    options = {"num_speculative_tokens": count, "speculative_model": model, "prompt_lookup_min": 1}
+    with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
+        assert [engine.generate(prompts, max_tokens=24, **sampling) for sampling in SAMPLINGS] == plain
+        stats = engine.history[-1].stats
+        assert 0 <= stats.accepted_tokens <= stats.guessed_tokens
+        assert stats.guessed_tokens > 0
+        if guesser == "itself":  # where it was asked, it was right
+            assert stats.accepted_tokens == stats.guessed_tokens
+        if guesser == "draft":
+            assert stats.accepted_tokens < 0.5 * stats.guessed_tokens
+
+
+def test_right_guesses_save_steps(tiny):
+    steps = {}
+    for count in (0, 4):
+        model = str(tiny[0]) if count else None
+        with running(tiny_assembly(tiny[0], num_speculative_tokens=count, speculative_model=model)) as engine:
+            engine.generate([[5, 6, 7]], max_tokens=21)
+            steps[count] = len([one for one in engine.history if one.deltas])
+    assert steps == {0: 21, 4: 5}
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_an_end_among_the_guesses_ends_there(tiny, count):
+    model = str(tiny[0]) if count else None
+    with running(tiny_assembly(tiny[0], num_speculative_tokens=count, speculative_model=model)) as engine:
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=21)
+        end = next(token for token in tokens[2:] if token not in tokens[:2])
+        (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=21, stop_token_ids=[end]))
+        assert output.tokens == tokens[: tokens.index(end) + 1]
+
+
+def test_samples_of_one_prompt_guess_each_for_itself(tiny):
+    found = []
+    for count in (0, 3):
+        model = str(tiny[0]) if count else None
+        with running(tiny_assembly(tiny[0], num_speculative_tokens=count, speculative_model=model)) as engine:
+            engine.submit(REPEATING, max_tokens=9, n=3, temperature=0.9, seed=5)
+            outputs, left = {0: [], 1: [], 2: []}, 3
+            while left:
+                for delta in engine.steps.get(timeout=60).deltas:
+                    outputs[delta.sample] += delta.token_ids
+                    left -= delta.last
+            found.append(outputs)
+    assert found[0] == found[1]
+
+
+def sequence(tokens, **sampling):
+    return Sequence(GenerateRequest(0, tuple(tokens), SamplingParams(**sampling), 0, frozenset()), list(tokens), [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
+        ([1, 2, 3, 4, 8, 2, 3, 5, 2, 3], 3, [5, 2, 3]),  # the latest of several
+        ([1, 2, 3, 7, 5, 2, 3, 8, 1, 2, 3], 2, [7, 5]),  # the longest run before the latest
+        ([7, 8, 7, 8, 7, 8], 5, [7, 8, 7, 8, 7]),  # what repeats goes on
+        ([1, 2, 3, 4], 3, []),
+        ([4], 3, []),
+        ([256, 1, 1, 256], 2, []),  # a run of bytes that is no run of tokens
+    ],
+)
+def test_lookup_finds_what_followed(tokens, most, expected):
+    assert PromptLookup(shortest=2, longest=3)(sequence(tokens), most) == expected
+
+
+def test_lookup_goes_on_where_it_was():
+    one, lookup = sequence([5, 6, 7, 8]), PromptLookup(shortest=1, longest=2)
+    assert lookup(one, 2) == []
+    one.tokens += [5, 6]
+    assert lookup(one, 2) == [7, 8]
+
+
+def test_nothing_is_guessed_on_the_device_under_a_penalty():
+    assert on_device(sequence([1], repetition_penalty=1.1), 3) == []
+    assert len(on_device(sequence([1]), 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("drawn", "guesses", "expected"),
+    [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9, None]), ([9, 2, 3], [1, 2], [9, None, None])],
+)
+def test_what_follows_a_wrong_guess_is_not_reached(drawn, guesses, expected):
+    assert reached(drawn, guesses) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_model": "x"}, 'speculative_model="x": guesses nothing; give num_speculative_tokens'),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min=5: must be at most prompt_lookup_max=4"),
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens=33: must be a whole number 0..32"),
+    ],
+)
+def test_options_that_cannot_be(tiny, options, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_assembly(tiny[0], **options)
+
+
+def test_a_draft_of_other_tokens_is_refused(tiny, tmp_path):
+    config = LlamaConfig(vocab_size=321, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=2, max_position_embeddings=256)  # fmt: skip
+    save_tiny(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"speculative_model=.*: has 321 tokens; must have the model's 320"):
+        tiny_assembly(tiny[0], num_speculative_tokens=2, speculative_model=str(tmp_path))

@@ -1,0 +1,622 @@
+"""The socket between models of one server: its frames, its directory, its end; a relay on one side of it."""
+
+import os
+import socket
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.limits import Caps
+from paged_backend.server import local_listener, local_socket, wire
+from paged_backend.server.local_listener import Listener
+from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.trtllm.caps import RelayCaps
+from paged_backend.trtllm.relay import Relay
+from tests.support.pb_utils import PB_UTILS
+from tests.support.waiting import until
+
+WAIT = 60
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """A path longer than a socket's may be."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    return long / f"paged-{os.getuid()}"
+
+
+class Engine:
+    """A listener whose requests wait here."""
+
+    def __init__(self, model="engine", caps=Caps()):
+        self.taken = SimpleQueue()
+        self.listener = Listener(model, self.taken.put, caps)
+
+    def next(self):
+        return self.taken.get(timeout=WAIT)
+
+    def stop(self, seconds=WAIT):
+        self.listener.drain(seconds)
+        self.listener.close()
+
+
+@pytest.fixture
+def engine():
+    made = Engine()
+    yield made
+    made.listener.close()
+
+
+def connected(model="engine"):
+    (name,) = local_socket.find(model)
+    return Connection(local_socket.connect(name))
+
+
+def ask(connection, own_id=1, **tensors):
+    request = {
+        "tensors": {"text_input": ["x"]} | tensors, "parameters": {}, "timeout_us": 0, "sequence_id": 0, "flags": 0,
+        "request_id": "",
+    }  # fmt: skip
+    connection.send(pack({"id": own_id, "request": request}))
+
+
+def test_tensors_survive():
+    tensors = {
+        "text_input": np.array(["é".encode(), b"\xff"], dtype=np.object_),
+        "input_ids": np.array([1, 2], np.int32),
+        "stream": np.array([True]),
+    }
+    read = read_tensors(write_tensors(tensors), wire.INPUTS)
+    assert {name: one.tolist() for name, one in read.items()} == {name: one.tolist() for name, one in tensors.items()}
+    assert {name: one.dtype for name, one in read.items()} == {name: one.dtype for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("tensors", [[1], {"other": [1]}, {"stream": 1}, {"input_ids": [[1]]}, {"text_input": [1]}])
+def test_what_is_no_tensor_is_refused(tensors):
+    with pytest.raises(FrameError):
+        read_tensors(tensors, wire.INPUTS)
+
+
+def test_an_answer_an_error_and_a_cancellation(engine):
+    connection = connected()
+    frames = connection.frames()
+    for own_id in (1, 2, 3):
+        ask(connection, own_id)
+    first, second, third = (engine.next() for _ in range(3))
+    assert first.received()[0]["text_input"].tolist() == [b"x"]
+    second.fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
+    first.send(wire.write_num_stopped(3), final=True)
+    assert next(frames) == {"id": 2, "error": {"code": "UNAVAILABLE", "text": "UNAVAILABLE: later"}}
+    assert next(frames) == {"id": 1, "outputs": {"num_stopped": [3]}, "final": True}
+    connection.send(pack({"id": 3, "cancel": True}))
+    connection.send(pack({"id": 2, "cancel": True}))  # which has ended
+    ask(connection, 4)
+    engine.next()
+    assert third.is_cancelled() and not third.closed
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (Caps.max_frame_bytes + 1).to_bytes(4, "big"),
+        b"\0\0\0\x04{no}",
+        b"\0\0\0\x02[]",
+        pack({"id": 1}),
+        pack({"request": {}}),
+        pack({"id": 1, "request": {"tensors": {}, "parameters": {}, "timeout_us": "1"}}),
+    ],
+)
+def test_what_is_no_frame_ends_its_connection_only(engine, frame):
+    good, bad = connected(), connected()
+    ask(good)
+    ask(bad, 5)
+    channels = [engine.next() for _ in range(2)]
+    bad.send(frame)
+    assert list(bad.frames()) == []
+    until(lambda: any(one.is_cancelled() for one in channels))
+    (left,) = [one for one in channels if not one.is_cancelled()]
+    left.send(wire.write_num_stopped(1), final=True)
+    assert next(good.frames())["outputs"] == {"num_stopped": [1]}
+
+
+def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
+    monkeypatch.setattr(local_socket, "SEND_SECONDS", 0.05)
+    connection = connected()
+    ask(connection)
+    channel = engine.next()
+    outputs = wire.write_adapters([{"name": "x" * 65536}])
+    while not channel.is_cancelled():
+        channel.send(outputs, final=False)
+    connection.close()
+
+
+def test_whoever_does_not_read_does_not_keep_an_engine_that_leaves(monkeypatch):
+    """Nor do several of them, each of whom a frame may wait for so long."""
+    monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
+    engine, outputs = Engine(), wire.write_adapters([{"name": "x" * 65536}] * 64)
+    connections = [connected() for _ in range(3)]
+    for connection in connections:
+        ask(connection)
+        channel = engine.next()  # larger than what the socket keeps
+        threading.Thread(target=channel.send, args=[outputs], kwargs={"final": False}, daemon=True).start()
+        until(channel._peer.connection._lock.locked)
+    leaving = threading.Thread(target=engine.stop, args=[0], daemon=True)
+    leaving.start()
+    leaving.join(WAIT)
+    assert not leaving.is_alive()
+
+
+def test_a_frame_that_is_too_large_is_neither_sent_nor_read():
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may go \(max_frame_bytes\)"):
+        pack({"id": 1234567}, 10)
+    near, far = socket.socketpair()
+    Connection(near).send(pack({"id": 1234567}))
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may come \(max_frame_bytes\)"):
+        next(Connection(far, 10).frames())
+    near.close()
+
+
+def test_an_answer_that_is_too_large_is_not_sent_either():
+    engine = Engine(caps=Caps(max_frame_bytes=200))
+    connection = connected()
+    ask(connection)
+    with pytest.raises(FrameError, match="at most 200 may go"):
+        engine.next().send(wire.write_adapters([{"name": "x" * 200}]), final=True)
+    connection.close()
+    engine.listener.close()
+
+
+def test_more_connections_than_may_be_are_told_why():
+    engine = Engine(caps=Caps(max_local_connections=1))
+    first = connected()
+    ask(first)
+    engine.next()
+    assert list(connected().frames()) == [{"refused": "1 connections are open, which is max_local_connections"}]
+    first.close()
+    until(lambda: not engine.listener._peers)
+    ask(connected())
+    engine.next()
+    engine.listener.close()
+
+
+def test_a_directory_that_others_have_a_hand_in_is_refused(own_directory, monkeypatch):
+    own_directory.mkdir(mode=0o700)
+    own_directory.chmod(0o755)
+    with pytest.raises(PermissionError, match="must belong to user"):
+        local_socket.listen("engine")
+    own_directory.rmdir()
+    own_directory.symlink_to(own_directory.parent)
+    with pytest.raises(OSError, match="Not a directory"):
+        local_socket.listen("engine")
+    someone = os.getuid() + 1
+    monkeypatch.setattr(local_socket.os, "getuid", lambda: someone)
+    with pytest.raises(PermissionError, match=f"must belong to user {someone}"):
+        local_socket.find("engine")
+
+
+def test_another_users_process_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(local_listener.local_socket, "is_own", lambda end: False)
+    assert list(connected().frames()) == []
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        monkeypatch.undo()
+        assert local_socket.is_own(ours)
+
+
+def test_files_of_engines_that_are_gone_are_taken_away(engine, own_directory):
+    stale, _ = local_socket.listen("gone")
+    stale.close()
+    assert len(list(own_directory.iterdir())) == 2
+    Engine("another")
+    assert not local_socket.find("gone")
+    assert local_socket.find("another") and local_socket.find("engine")
+
+
+# --- a relay ---------------------------------------------------------------------------------------------------------
+
+
+TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_, "stop": np.bool_}
+
+
+class Tensor:
+    def __init__(self, name, value):
+        self.name, self.as_numpy = lambda: name, lambda: value
+
+
+class Request:
+    """One of a client's of `ensemble`, from the server's side."""
+
+    def __init__(self, name="", **tensors):
+        self.got = SimpleQueue()
+        made = {"text_input": [["x"]], "max_tokens": [[4]], "stream": [[True]]} | tensors
+        self.tensors = [Tensor(key, np.array(value, TYPES[key])) for key, value in made.items()]
+        self.cancelled = False
+        self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.request_id, self.parameters = lambda: name, lambda: ""
+
+    def inputs(self):
+        return self.tensors
+
+    def get_response_sender(self):
+        return SimpleNamespace(send=self.send, is_cancelled=lambda: self.cancelled)
+
+    def send(self, response, flags):
+        tensors, error = response
+        self.got.put((error.text if error else dict(tensors)["text_output"].tolist(), flags == 1))
+
+    def next(self):
+        return self.got.get(timeout=WAIT)
+
+
+@pytest.fixture
+def relay(request):
+    """With the caps that a test gives it."""
+    made = Relay(
+        SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", caps=RelayCaps(**getattr(request, "param", {}))
+    )
+    yield made
+    made.stop()
+
+
+def answer(text, reason=None):
+    call = wire.Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
+    return wire.write(call, [wire.SampleOutput(text, reason, ())], prompt_token_ids=())
+
+
+def asked(relay, **tensors):
+    made = Request(**tensors)
+    relay.submit(made)
+    return made
+
+
+def test_it_says_that_the_engine_is_not_loaded(relay):
+    assert asked(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
+
+
+@pytest.mark.parametrize("relay", [{"max_open_rows": 1}], indirect=True)
+def test_more_rows_than_may_be_open_are_refused(engine, relay):
+    first = asked(relay)
+    channel = engine.next()
+    refusal = "UNAVAILABLE: 1 rows are open, and 1 would come; at most 1 may be (max_open_rows)"
+    assert asked(relay).next() == (refusal, True)
+    channel.send(answer("a", "stop"), final=True)
+    assert first.next() == ([b"a"], True)
+    until(lambda: not relay._rows)
+    asked(relay)
+    engine.next()
+
+
+@pytest.mark.parametrize("relay", [{"max_frame_bytes": 100}], indirect=True)
+def test_a_row_that_is_too_large_is_refused(engine, relay):
+    text, last = asked(relay).next()
+    assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
+    assert text.endswith("; at most 100 may go (max_frame_bytes)")
+
+
+def test_an_engine_that_lets_no_connection_in_says_why(relay):
+    engine = Engine(caps=Caps(max_local_connections=1))
+    first = connected()
+    ask(first)
+    engine.next()
+    for _ in range(3):  # whatever comes first, the request or the refusal
+        assert asked(relay).next() == (
+            "UNAVAILABLE: the engine's model lets no connection in: 1 connections are open, which is"
+            " max_local_connections",
+            True,
+        )
+    first.close()
+    engine.listener.close()
+
+
+def test_an_engine_may_go_and_come(relay):
+    first = Engine()
+    request = asked(relay)
+    first.next().send(answer("a"), final=False)
+    assert request.next() == ([b"a"], False)
+    first.listener.close()
+    assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+    local_socket.remove(first.listener._name)
+    assert asked(relay).next()[0].endswith("is not loaded")
+    second = Engine()
+    request = asked(relay)
+    second.next().send(answer("b", "stop"), final=True)
+    assert request.next() == ([b"b"], True)
+    second.stop()
+
+
+def test_an_engine_that_leaves_ends_what_is_open(relay):
+    old = Engine()
+    request = asked(relay)
+    channel = old.next()
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(old.stop)
+        until(lambda: not local_socket.find("engine"))
+        new = Engine()
+        channel.send(answer("a", "stop"), final=True)
+        assert request.next() == ([b"a"], True)
+        leaving.result(WAIT)
+    request = asked(relay)
+    new.next().send(answer("b", "stop"), final=True)
+    assert request.next() == ([b"b"], True)
+    new.stop()
+
+
+def test_what_is_open_when_an_engines_time_is_over_ends_with_one_error(relay):
+    engine = Engine()
+    request = asked(relay)
+    channel = engine.next()
+    engine.stop(seconds=0)
+    assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+    until(channel.is_cancelled)
+
+
+def test_instances_take_turns(relay):
+    engines = [Engine(), Engine()]
+    requests = [asked(relay) for _ in range(4)]
+    for engine in engines:
+        for _ in range(2):
+            engine.next().send(answer("a", "stop"), final=True)
+    assert [one.next() for one in requests] == [([b"a"], True)] * 4
+    for engine in engines:
+        engine.stop()
+
+
+def test_a_client_that_leaves_and_a_row_that_fails_cancel_the_others(relay, engine):
+    rows = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
+    request = asked(relay, **rows)
+    channels = [engine.next(), engine.next()]
+    channels[0].fail(RequestError(ErrorCode.INTERNAL, "lost"))
+    assert request.next() == ("INTERNAL: lost", True)
+    until(channels[1].is_cancelled)
+    request = asked(relay, **rows)
+    channels = [engine.next(), engine.next()]
+    request.cancelled = True
+    assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
+    for channel in channels:
+        until(channel.is_cancelled)
+
+
+def test_a_row_that_is_to_stop_before_the_engine_has_it_is_stopped_after(relay, engine, monkeypatch):
+    send = Relay._send
+
+    def after(self, row, frame):
+        if not row.asked:
+            stop = asked(relay, name="mine", stop=[[True]])
+            assert stop.next()[1]
+            until(lambda: not relay._wake.is_set())  # the teller has looked
+        send(self, row, frame)
+
+    monkeypatch.setattr(Relay, "_send", after)
+    asked(relay, name="mine")
+    channel = engine.next()
+    until(lambda: channel.stopped)
+
+
+# --- a relay whose engine is replaced --------------------------------------------------------------------------------
+
+BEING_UNLOADED = ("UNAVAILABLE: the engine's model is being unloaded", True)
+HAS_ENDED = ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
+TWO_ROWS = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
+
+
+@pytest.fixture
+def old(relay):
+    """An engine that the relay has a link to, which comes first where another has no more to do."""
+    made = Engine()
+    answered(relay, asked(relay), made)
+    yield made
+    with suppress(OSError):  # it has been closed
+        made.listener.close()
+
+
+@pytest.fixture
+def make():
+    """An engine that comes after it."""
+    engines = []
+
+    def another():
+        engines.append(Engine())
+        return engines[-1]
+
+    yield another
+    for one in engines:
+        with suppress(OSError):
+            one.listener.close()
+
+
+def answered(relay, request, engine, num_rows=1):
+    """By this engine, with nothing left behind."""
+    for left in reversed(range(num_rows)):
+        engine.next().send(answer("a", "stop"), final=True)
+        assert request.next() == ([b"a"], left == 0)
+    nothing_is_left(relay, request)
+
+
+def nothing_is_left(relay, request):
+    until(lambda: not relay._rows)
+    assert all(link.num_open == 0 for link in relay._links._links.values())
+    assert request.got.empty()
+
+
+def got_nothing(relay, engine):
+    """The first that it is asked comes now."""
+    request = asked(relay, text_input=[["first"]])
+    channel = engine.next()
+    assert channel.received()[0]["text_input"].tolist() == [b"first"]
+    channel.send(answer("a", "stop"), final=True)
+    assert request.next() == ([b"a"], True)
+
+
+def refuse(engine):
+    """What comes, as between the beginning of its end and the time when others hear of it."""
+    engine.listener._leaving = True
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """What is to be asked again waits: `come` tells that it does, and `go` ends that."""
+    gate = SimpleNamespace(come=threading.Event(), go=threading.Event())
+    ask_again = Relay._ask_again
+
+    def wait(self, row, error):
+        gate.come.set()
+        assert gate.go.wait(WAIT)
+        ask_again(self, row, error)
+
+    monkeypatch.setattr(Relay, "_ask_again", wait)
+    yield gate
+    gate.go.set()
+
+
+@pytest.mark.parametrize("relay", [{"max_open_rows": 2}], indirect=True)
+def test_what_an_engine_that_leaves_refuses_goes_to_the_next(relay, old, make):
+    refuse(old)
+    new = make()
+    answered(relay, asked(relay), new)
+    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
+
+
+def test_it_goes_on_until_an_engine_takes_it(relay, old, make):
+    request, leaving = asked(relay), old
+    for _ in range(3):
+        channel, following = leaving.next(), make()
+        channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+        leaving = following
+    answered(relay, request, leaving)
+
+
+def test_what_an_engine_refuses_for_a_reason_of_its_own_stays_refused(relay, old, make):
+    request = asked(relay)
+    new = make()
+    old.next().fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
+    assert request.next() == ("UNAVAILABLE: later", True)
+    refuse(old)
+    got_nothing(relay, new)
+
+
+def test_an_engine_that_ends_before_it_answers_leaves_its_requests_to_the_next(relay, old, make):
+    requests = [asked(relay), asked(relay, **TWO_ROWS)]
+    for _ in range(3):
+        old.next()
+    new = make()
+    old.stop(seconds=0)
+    channels = [new.next() for _ in range(3)]
+    assert [one.received()[0]["text_input"].tolist() for one in channels] == [[b"x"], [b"x"], [b"y"]]
+    for channel in channels:
+        channel.send(answer("a", "stop"), final=True)
+    assert requests[0].next() == ([b"a"], True)
+    assert [requests[1].next() for _ in range(2)] == [([b"a"], False), ([b"a"], True)]
+    for request in requests:
+        nothing_is_left(relay, request)
+
+
+def test_an_engine_that_ends_once_it_has_answered_ends_the_request(relay, old, make):
+    """With those rows of it that have no answer yet."""
+    request = asked(relay, **TWO_ROWS)
+    old.next().send(answer("a"), final=False)
+    old.next()
+    assert request.next() == ([b"a"], False)
+    new = make()
+    old.stop(seconds=0)
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_where_no_other_engine_is_the_first_error_stays(relay, old):
+    request = asked(relay)
+    old.next()
+    refuse(old)
+    refused = asked(relay)
+    assert refused.next() == BEING_UNLOADED
+    old.stop(seconds=0)
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+
+
+def test_a_request_that_ends_engines_without_a_word_ends_two_at_most(relay, old, make):
+    request = asked(relay)
+    old.next()
+    second = make()
+    old.listener.close()
+    second.next()
+    third = make()
+    second.listener.close()
+    assert request.next() == HAS_ENDED
+    nothing_is_left(relay, request)
+    got_nothing(relay, third)
+
+
+def test_what_was_called_off_meanwhile_is_not_asked_again(relay, old, make, held):
+    refuse(old)
+    new = make()
+    request = asked(relay)
+    assert held.come.wait(WAIT)
+    request.cancelled = True
+    assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
+    held.go.set()
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_what_was_stopped_meanwhile_is_not_asked_again(relay, old, make, held):
+    refuse(old)
+    new = make()
+    request = asked(relay, name="mine")
+    assert held.come.wait(WAIT)
+    assert asked(relay, name="mine", stop=[[True]]).next()[1]
+    held.go.set()
+    assert request.next() == BEING_UNLOADED
+    nothing_is_left(relay, request)
+    got_nothing(relay, new)
+
+
+def test_one_that_fails_takes_its_rows_on_another_engine_along(relay, old, make):
+    request = asked(relay, **TWO_ROWS)
+    channels = [old.next(), old.next()]
+    new = make()
+    channels[0].fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    moved = new.next()
+    channels[1].fail(RequestError(ErrorCode.INTERNAL, "lost"))
+    assert request.next() == ("INTERNAL: lost", True)
+    until(moved.is_cancelled)
+
+
+def test_an_engine_that_ends_while_it_is_asked_leaves_each_row_to_the_next_once(relay, old, make, monkeypatch):
+    new, send = make(), Relay._send
+
+    def end_between(self, row, frame):
+        if row is row.job.rows[-1] and row.link.name == old.listener._name:
+            old.stop(seconds=0)
+            until(lambda: row.again)
+        send(self, row, frame)
+
+    monkeypatch.setattr(Relay, "_send", end_between)
+    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
+    got_nothing(relay, new)
+
+
+def test_what_cannot_be_handed_on_is_told_and_the_next_is(relay, old, make, monkeypatch):
+    ask_again, fails = Relay._ask_again, iter([RuntimeError("broken"), None])
+
+    def sometimes(self, row, error):
+        if broken := next(fails):
+            raise broken
+        ask_again(self, row, error)
+
+    monkeypatch.setattr(Relay, "_ask_again", sometimes)
+    first = asked(relay)
+    channel, new = old.next(), make()
+    channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    assert first.next() == ("INTERNAL: RuntimeError: broken", True)
+    refuse(old)
+    answered(relay, asked(relay), new)

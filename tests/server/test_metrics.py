@@ -1,0 +1,45 @@
+"""Metrics, on a server that has trouble with them, that has none, or whose operator wants none."""
+
+from unittest.mock import Mock
+
+from paged_backend.server.metrics import Metrics, token_buckets
+from tests.support.scheduler_stress import scheduler
+
+
+def update_all(metrics):
+    metrics.show(scheduler().stats)
+    metrics.show_sessions(1)
+    metrics.ended("stop")
+    metrics.accepted(prompt_tokens=1)
+    metrics.flush()
+    metrics.answered(prompt=1, generated=1, n=1, seconds=1.0)
+
+
+def test_a_metric_that_cannot_be_updated_stops_nobody(caplog):
+    """Updates are made where answers are sent: an error there would leave every client without one."""
+    failing = Mock(side_effect=RuntimeError("no such metric"))
+    pb_utils = Mock()
+    pb_utils.MetricFamily.return_value.Metric.return_value = Mock(set=failing, increment=failing, observe=failing)
+    update_all(Metrics(pb_utils, {}))
+    assert failing.call_count > 4
+    update_all(Metrics(Mock(), {}, memory=failing))
+    assert "a metric could not be updated" in caplog.text
+
+
+def test_a_server_without_metrics_gets_none():
+    """tritonserver --allow-metrics=false raises at the first family."""
+    pb_utils = Mock()
+    pb_utils.MetricFamily.side_effect = RuntimeError("metrics not supported")
+    update_all(Metrics(pb_utils, {}))
+    assert pb_utils.MetricFamily.call_count == 1
+
+
+def test_an_operator_who_wants_none_gets_none():
+    pb_utils = Mock()
+    update_all(Metrics(pb_utils, {}, enabled=False))
+    assert not pb_utils.MetricFamily.called
+
+
+def test_buckets_of_tokens_reach_the_longest_request():
+    assert token_buckets(256) == (1, 2, 5, 10, 20, 50, 100, 200)
+    assert token_buckets(5) == (1, 2, 5)

@@ -1,0 +1,420 @@
+"""The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
+
+import json
+from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import FinishReason, TokenDelta, TokenLogprob, Usage
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.engine import EngineDied, Lost, StepOutput
+from paged_backend.server import watch
+from paged_backend.server.metrics import Metrics
+from paged_backend.server.responder import Responder
+from paged_backend.server.sessions import SessionName, Sessions
+from paged_backend.server.tenants import Tenants
+from tests.support.in_process import WAIT
+from tests.support.pb_utils import PB_UTILS, Sent
+from tests.support.streams import STATS, TOKENIZER, Client
+
+NAME = SessionName("", 7)
+
+
+@pytest.fixture
+def tenants():
+    return Tenants(0)
+
+
+@pytest.fixture
+def opened(tenants):
+    """(responder, metrics, keys whose requests were aborted)"""
+    metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
+    made = Responder(metrics, Sessions(60, 1, print), tenants)
+    engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
+    engine |= {"audit": lambda keys: None, "seconds_in_turn": 0.0}
+    made.start(SimpleNamespace(**engine))
+    yield made, metrics, aborted
+    made.stop()
+
+
+def step(key, text, finish=None):
+    tokens = tuple(TOKENIZER.encode(text, add_special_tokens=False))
+    return StepOutput((TokenDelta(key, tokens, finish),), STATS, 1.0)
+
+
+def test_tokens_that_pile_up_go_out_as_one_response(opened):
+    responder, _, _ = opened
+    client = Client(1)
+    client.may_send.clear()
+    responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    assert client.sending.wait(WAIT)
+    for text in "bcdé":
+        responder.emit(step(1, text))
+    client.may_send.set()
+    assert client.got.get(timeout=WAIT) == ("a", None, False)
+    assert client.got.get(timeout=WAIT) == ("bcdé", None, False)
+    responder.emit(step(1, "f", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("f", None, True)
+
+
+def test_text_that_nobody_waits_for_is_decoded_once(opened):
+    responder, _, _ = opened
+    client = Client(1, stream=False)
+    responder.open(client.stream)
+    for text in "abcdefgh":
+        responder.emit(step(1, text))
+    responder.emit(step(1, "i", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("abcdefghi", None, True)
+    assert len(client.decoded) == 2  # the prompt's end, and all of it
+
+
+def test_whoever_is_cancelled_is_noticed_among_many(opened):
+    responder, _, aborted = opened
+    clients = [Client(key) for key in range(100)]
+    for client in clients:
+        responder.open(client.stream)
+    for key in (0, 37, 99):
+        clients[key].cancelled = True
+    assert {aborted.get(timeout=WAIT) for _ in range(3)} == {0, 37, 99}
+    for key in (0, 37, 99):
+        text, error, final = clients[key].got.get(timeout=WAIT)
+        assert (text, final) == (None, True) and error.startswith("CANCELLED")
+    for client in clients:
+        client.cancelled = True
+    assert {aborted.get(timeout=WAIT) for _ in range(97)} == set(range(100)) - {0, 37, 99}
+
+
+def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch_at_a_time(opened, monkeypatch):
+    """Who is first among the next is asked after an hour, if nobody has gone."""
+    monkeypatch.setattr(watch, "SECONDS", 3600)
+    responder, _, aborted = opened
+    clients = [Client(key) for key in range(100)]
+    clients[0].may_send.clear()
+    for client in clients:
+        client.cancelled = True
+        responder.open(client.stream)
+    clients[0].may_send.set()
+    assert {aborted.get(timeout=WAIT) for _ in clients} == set(range(100))
+
+
+def test_those_who_leave_together_are_counted_together(opened):
+    """Telling the server of one is a round trip, too."""
+    responder, metrics, _ = opened
+    told = []
+    for outcome in metrics._ended.values():
+        (metric,) = outcome._metrics
+        metric.increment = told.append
+    clients = [Client(key) for key in range(96)]
+    clients[0].may_send.clear()
+    for client in clients:
+        client.cancelled = True
+        responder.open(client.stream)
+    clients[0].may_send.set()
+    for client in clients:
+        client.got.get(timeout=WAIT)
+    assert sum(told) == 96
+    assert len(told) <= 12
+
+
+def test_whoever_has_the_whole_answer_finds_it_counted(opened):
+    responder, metrics, _ = opened
+    counted = SimpleQueue()
+    client = Client(1)
+    send = client.send
+
+    def counting(response, flags):
+        counted.put(metrics.generated_tokens._metrics[0].value)
+        send(response, flags)
+
+    client.send = counting
+    responder.open(client.stream)
+    responder.emit(step(1, "abc"))
+    client.got.get(timeout=WAIT)
+    responder.emit(step(1, "de", FinishReason.LENGTH))
+    client.got.get(timeout=WAIT)
+    counted.get(timeout=WAIT)
+    assert counted.get(timeout=WAIT) == 5
+
+
+def test_the_last_step_of_all_is_shown_even_if_nobody_waits_for_it(opened, monkeypatch):
+    """A stream is cancelled while its last step runs, so the engine has nothing more to say."""
+    responder, metrics, aborted = opened
+    shown, show = SimpleQueue(), metrics.show
+    monkeypatch.setattr(metrics, "show", lambda stats: (show(stats), shown.put(stats.running)))
+    client = Client(1)
+    responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    assert shown.get(timeout=WAIT) == 1
+    client.cancelled = True
+    assert aborted.get(timeout=WAIT) == 1
+    done = step(1, "b", FinishReason.LENGTH)
+    responder.emit(replace(done, stats=replace(done.stats, running=0)))
+    while shown.get(timeout=WAIT):
+        pass
+
+
+def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
+    responder, metrics, aborted = opened
+    client = Client(1, stop=["cd"])
+    responder.open(client.stream)
+    responder.emit(step(1, "abcdef"))
+    assert client.got.get(timeout=WAIT) == ("ab", None, True)
+    assert metrics.generated_tokens._metrics[0].value == client.stream.receipt()["generated_tokens"] == 4
+    assert aborted.get(timeout=WAIT) == 1
+
+
+class Curious(Client):
+    """One that asks for log probabilities; what it gets is (tokens of them, their sum, whether it was the last)."""
+
+    def __init__(self, key, stop=()):
+        super().__init__(key, stop=stop)
+        asked = SamplingParams(max_tokens=99, logprobs=0)
+        self.stream.request = replace(self.stream.request, sampling=asked)
+        self.stream.call = replace(self.stream.call, return_logprobs=True, return_cumulative_logprob=True)
+
+    def send(self, response, flags):
+        self.sending.set()
+        assert self.may_send.wait(WAIT)
+        tensors = dict(response[0])
+        tokens = [int(token) for entries in json.loads(tensors["logprobs"][0]) for token in entries]
+        self.got.put((TOKENIZER.decode(tokens), tensors["cumulative_logprob"].tolist(), flags == 1))
+
+
+def scored(key, text, finish=None):
+    """A step whose tokens have -0.5 each."""
+    output = step(key, text, finish)
+    (delta,) = output.deltas
+    told = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
+    return replace(output, deltas=(delta._replace(logprobs=told),))
+
+
+def test_each_response_has_the_log_probabilities_of_its_own_tokens_and_the_sum_of_all(opened):
+    responder, _, _ = opened
+    client = Curious(1)
+    client.may_send.clear()
+    responder.open(client.stream)
+    responder.emit(scored(1, "a"))
+    assert client.sending.wait(WAIT)
+    for text in "bcd":
+        responder.emit(scored(1, text))
+    client.may_send.set()
+    assert client.got.get(timeout=WAIT) == ("a", [-0.5], False)
+    assert client.got.get(timeout=WAIT) == ("bcd", [-2.0], False)
+    responder.emit(scored(1, "e", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("e", [-2.5], True)
+
+
+def test_tokens_after_a_stop_string_have_no_log_probabilities(opened):
+    """Those that it is made of are counted as output, and so have theirs."""
+    responder, _, _ = opened
+    client = Curious(1, stop=["cd"])
+    responder.open(client.stream)
+    responder.emit(scored(1, "abcdef"))
+    assert client.got.get(timeout=WAIT) == ("abcd", [-2.0], True)
+
+
+class Broken(Client):
+    """One whose tokens cannot be decoded, and that no error reaches; it sees its session given back, and goes on."""
+
+    def __init__(self, key, sessions):
+        super().__init__(key, stop=["x"])
+        self.sessions, self.next_turns = sessions, []
+        sessions.begin(NAME, start=True, end=False).finish([1], "")
+        self.stream.turn = sessions.begin(NAME, start=False, end=False)
+
+    def decode(self, ids):
+        raise ValueError("no text")
+
+    def send(self, response, flags):
+        if not self.next_turns:
+            self.next_turns.append(self.sessions.begin(NAME, start=False, end=False))
+        raise RuntimeError("no way back")
+
+
+def test_a_session_is_given_back_once_even_if_nothing_reaches_the_client(opened):
+    """Its next turn, which may have begun by then, is not taken for answered."""
+    responder, _, aborted = opened
+    sessions = Sessions(60, 1, print)
+    broken, other = Broken(1, sessions), Client(2)
+    for client in (broken, other):
+        responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    responder.emit(step(2, "b"))
+    assert aborted.get(timeout=WAIT) == 1
+    assert other.got.get(timeout=WAIT) == ("b", None, False)
+    responder.emit(step(2, "c", FinishReason.LENGTH))
+    assert other.got.get(timeout=WAIT) == ("c", None, True)
+    assert len(broken.next_turns) == 1 and aborted.empty()
+    with pytest.raises(RequestError, match="not answered yet"):
+        sessions.begin(NAME, start=False, end=False)
+
+
+def failing_once(client, name):
+    """What the server does for this client raises, the first time."""
+    works = getattr(client, name)
+
+    def fails(*_, **__):
+        setattr(client, name, works)
+        raise RuntimeError("the pipe broke")
+
+    setattr(client, name, fails)
+
+
+@pytest.mark.parametrize("call", ["send", "is_cancelled"])
+def test_a_client_that_cannot_be_reached_ends_alone(opened, call):
+    """Its request is aborted, and others are answered, in the same turn and after."""
+    responder, _, aborted = opened
+    broken, other = Client(1), Client(2)
+    failing_once(broken, call)
+    for client in (broken, other):
+        responder.open(client.stream)
+    if call == "send":
+        both = step(1, "a").deltas + step(2, "b").deltas
+        responder.emit(replace(step(1, ""), deltas=both))
+        assert other.got.get(timeout=WAIT) == ("b", None, False)
+    assert broken.got.get(timeout=WAIT) == (
+        None,
+        "Error generating stream: INTERNAL: RuntimeError: the pipe broke",
+        True,
+    )
+    assert aborted.get(timeout=WAIT) == 1
+    responder.emit(step(2, "c", FinishReason.LENGTH))
+    assert other.got.get(timeout=WAIT) == ("c", None, True)
+    assert responder.alive and aborted.empty()
+
+
+ENDS = {
+    "answered": lambda responder, client: responder.emit(step(1, "a", FinishReason.LENGTH)),
+    "refused by the engine": lambda responder, client: responder.emit(
+        replace(step(1, ""), deltas=(TokenDelta(1, error=RequestError(ErrorCode.INTERNAL, "no")),))
+    ),
+    "cancelled": lambda responder, client: setattr(client, "cancelled", True),
+    "ended from elsewhere": lambda responder, client: responder.cancel(Sent().channel(), ""),
+    "overdue": lambda responder, client: setattr(client.stream, "deadline", 0.0),
+    "lost": lambda responder, client: responder.emit(Lost((1,))),
+    "left by an engine that died": lambda responder, client: responder.emit(EngineDied("it did")),
+    "not to be asked": lambda responder, client: failing_once(client, "is_cancelled"),
+    "not to be sent to": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),
+    "not to be sent its end": lambda responder, client: (
+        failing_once(client, "send"),
+        responder.emit(step(1, "a", FinishReason.LENGTH)),
+    ),
+    "not to be booked": lambda responder, client: (
+        failing_once(client.stream, "take"),
+        responder.emit(step(1, "a")),
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_tenants_place_comes_back_however_a_request_ends(opened, tenants, end):
+    responder, _, _ = opened
+    client = Client(1)
+    responder.open(client.stream)
+    assert len(tenants) == 1
+    end(responder, client)
+    while not client.got.get(timeout=WAIT)[2]:
+        pass
+    assert len(tenants) == 0
+
+
+def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
+    """Of the 4 seconds to the first token after the queue 2 were waited, and 3 of the 5 after it."""
+    stream = Client(1).stream
+    stream.entered = 1.0
+    for when, waited in ((5.0, 2.0), (10.0, 5.0)):
+        usage = Usage(*[0] * 6, preempted_seconds=waited)
+        stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
+    phases = {name: value for name, value in stream.receipt().items() if name.endswith("_seconds")}
+    assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}
+
+
+def held_up(responder, other):
+    """A client that is being sent to beside another one: what comes until it may be is seen to in one turn."""
+    busy = Client(0)
+    busy.may_send.clear()
+    for client in (busy, other):
+        responder.open(client.stream)
+    responder.emit(step(0, "a"))
+    assert busy.sending.wait(WAIT)
+    return busy
+
+
+def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
+    made, _, aborted = opened
+    done, asked = Client(1), Sent()
+    done.stream.call = replace(done.stream.call, request_id="done")
+    busy = held_up(made, done)
+    made.emit(step(1, "b", FinishReason.LENGTH))
+    made.cancel(asked.channel(), "done")
+    busy.may_send.set()
+    assert done.got.get(timeout=WAIT) == ("b", None, True)
+    tensors, error, final = asked.the_only()
+    assert (tensors["num_stopped"].tolist(), error, final) == ([0], None, True)
+    assert aborted.empty()
+
+
+def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
+    made, _, aborted = opened
+    done = Client(1)
+    busy = held_up(made, done)
+    made._inbox.put(watch.Found([done.stream]))
+    made.emit(step(1, "b", FinishReason.LENGTH))
+    busy.may_send.set()
+    assert done.got.get(timeout=WAIT) == ("b", None, True)
+    made._inbox.put(watch.Found([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
+    made.emit(step(0, "c", FinishReason.LENGTH))
+    while not busy.got.get(timeout=WAIT)[2]:
+        pass
+    assert aborted.empty() and done.got.empty()
+
+
+def test_one_that_was_found_gone_twice_is_cancelled_once(opened, caplog):
+    """It entered while it was asked among those that wait."""
+    made, _, _ = opened
+    gone = Client(1)
+    busy = held_up(made, gone)
+    for _ in range(2):
+        made._inbox.put(watch.Found([gone.stream]))
+    busy.may_send.set()
+    reason = "CANCELLED: the request was cancelled by its client"
+    assert gone.got.get(timeout=WAIT) == (None, reason, True)
+    assert not caplog.records
+
+
+def test_a_dead_engine_has_no_requests(opened):
+    made, metrics, _ = opened
+    client = Client(1)
+    made.open(client.stream)
+    busy = step(1, "a")
+    made.emit(replace(busy, stats=replace(busy.stats, running=1, waiting=2)))
+    assert client.got.get(timeout=WAIT)[0] == "a"
+    shown = []
+    metrics.show = shown.append
+    made.emit(EngineDied("it did"))
+    assert client.got.get(timeout=WAIT)[2]
+    made.stop()
+    assert [(stats.running, stats.waiting, stats.blocks_used) for stats in shown[-1:]] == [(0, 0, 2)]
+
+
+def test_what_went_wrong_here_with_one_request_is_in_the_log(opened, caplog):
+    made, _, _ = opened
+    for key, code in enumerate([ErrorCode.INTERNAL, ErrorCode.INVALID_ARGUMENT]):
+        client = Client(key)
+        made.open(client.stream)
+        made.emit(replace(step(key, ""), deltas=(TokenDelta(key, error=RequestError(code, "no")),)))
+        assert client.got.get(timeout=WAIT)[2]
+    assert [record.getMessage() for record in caplog.records] == ["request 0: INTERNAL: no"]
+
+
+def test_who_comes_after_the_engine_has_died_is_told(opened):
+    """It was let in before."""
+    made, _, _ = opened
+    made.emit(EngineDied("it did"))
+    late = Client(1)
+    made.open(late.stream)
+    assert late.got.get(timeout=WAIT) == (None, "Error generating stream: INTERNAL: it did", True)

@@ -1,0 +1,179 @@
+"""Who has gone: asked often enough, and no more often than it may cost."""
+
+import weakref
+from collections import Counter
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.server import watch as watch_module
+from paged_backend.server.channel import ServerChannel
+from paged_backend.server.round_trips import RoundTrips
+from paged_backend.server.watch import Watch
+from tests.support.in_process import WAIT
+from tests.support.pb_utils import PB_UTILS
+from tests.support.streams import Client
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def round_trips():
+    made = RoundTrips(threads=2, batch=4)
+    yield made
+    made.stop()
+
+
+class Asked(Client):
+    """One that remembers how often it was asked."""
+
+    def __init__(self, key, log):
+        super().__init__(key)
+        self.log = log
+
+    def is_cancelled(self):
+        self.log(self.stream.request.key)
+        return self.cancelled
+
+
+def watching(round_trips, clients, tell=lambda found: None):
+    made = Watch(lambda stream: not stream.channel.closed, round_trips, tell)
+    for client in clients:
+        made.add(client.stream)
+    return made
+
+
+def test_those_that_hold_blocks_are_asked_before_the_next_of_those_that_wait(round_trips, monkeypatch):
+    monkeypatch.setattr(watch_module, "BATCH", 2)
+    monkeypatch.setattr(watch_module, "SECONDS", 0)
+    asked, seen = Counter(), SimpleQueue()
+
+    def log(key):
+        asked[key] += 1
+        if asked[0] == 30:
+            seen.put(dict(asked))
+
+    clients = [Asked(key, log) for key in range(21)]
+    made = watching(round_trips, clients)
+    clients[0].stream.entered = 1.0
+    made.enter(clients[0].stream)
+    made.start()
+    others = seen.get(timeout=WAIT)
+    made.stop()
+    assert all(2 <= others[key] <= 4 for key in range(1, 21))  # of 30 rounds: two of twenty at a time
+
+
+@pytest.mark.parametrize(("took", "rest"), [(0.0, 0.05), (0.02, 0.03), (0.2, 0.2)])
+def test_it_rests_between_rounds_and_at_least_as_long_as_it_asks(round_trips, monkeypatch, took, rest):
+    clock, rests, end = iter([0.0, took, 10.0, 10.0]), SimpleQueue(), Event()
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    made = watching(round_trips, [Client(key) for key in range(3)])
+
+    def wait(seconds):
+        rests.put(seconds)
+        end.wait(WAIT)
+
+    made._stopping = SimpleNamespace(set=end.set, is_set=end.is_set, wait=wait)
+    made.start()
+    assert rests.get(timeout=WAIT) == pytest.approx(rest)
+    made.stop()
+
+
+def test_nobody_is_asked_once_it_has_ended(round_trips):
+    asked, found = Counter(), SimpleQueue()
+    clients = [Asked(key, lambda key: asked.update([key])) for key in range(2)]
+    made = watching(round_trips, clients, found.put)
+    clients[0].stream.channel.closed = True
+    clients[1].cancelled = True
+    made.start()
+    assert found.get(timeout=WAIT).gone == [clients[1].stream]
+    made.stop()
+    assert asked == {1: 1}
+
+
+def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips):
+    """It is no longer one that waits, and not yet one that runs."""
+    found = SimpleQueue()
+    client = Client(1)
+    client.cancelled = True
+    client.stream.entered = 1.0
+    made = watching(round_trips, [client], found.put)
+    made.start()
+    until(lambda: not (made._waiting or made._some.is_set()))
+    made.enter(client.stream)
+    assert found.get(timeout=WAIT).gone == [client.stream]
+    made.stop()
+
+
+def test_a_round_that_goes_wrong_is_not_the_last(round_trips, caplog):
+    told, clients = SimpleQueue(), [Client(key) for key in range(2)]
+
+    def tell(found):
+        told.put(found.gone)
+        if found.gone == [clients[0].stream]:
+            raise RuntimeError("it went wrong")
+
+    made = watching(round_trips, clients, tell)
+    made.start()
+    for client in clients:
+        client.cancelled = True
+        assert told.get(timeout=WAIT) == [client.stream]
+    made.stop()
+    assert "it went wrong" in caplog.text
+
+
+def test_one_that_has_entered_is_asked_no_oftener_than_one_that_waits(round_trips, monkeypatch):
+    monkeypatch.setattr(watch_module, "SECONDS", 0)
+    asked, enough = Counter(), Event()
+
+    def log(key):
+        asked[key] += 1
+        if sum(asked.values()) == 40:
+            enough.set()
+
+    clients = [Asked(key, log) for key in range(2)]
+    made = watching(round_trips, clients)
+    clients[0].stream.entered = 1.0
+    made.enter(clients[0].stream)
+    made.start()
+    assert enough.wait(WAIT)
+    made.stop()
+    assert abs(asked[0] - asked[1]) <= 1
+
+
+def test_what_is_being_sent_to_is_not_waited_for():
+    """Nor asked about after its last response, when the server has forgotten it."""
+    client = Client(1)
+    client.may_send.clear()
+    client.cancelled = True
+    channel = ServerChannel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: client))
+    sending = Thread(target=channel.send, args=[{}], kwargs={"final": True})
+    sending.start()
+    assert client.sending.wait(WAIT)
+    assert not channel.is_cancelled()
+    client.may_send.set()
+    sending.join(WAIT)
+    assert channel.closed and not channel.is_cancelled()
+    channel.fail(RequestError(ErrorCode.INTERNAL, "too late"))
+    with pytest.raises(AssertionError, match="after FINAL"):
+        channel.send({}, final=False)
+    assert client.got.qsize() == 1
+
+
+def test_a_request_is_let_go_of_with_its_last_response():
+    """The collector may come when the server has gone, and end the process with it."""
+
+    class Request(SimpleNamespace):
+        pass
+
+    request = Request(get_response_sender=lambda: Client(1))
+    gone = weakref.ref(request)
+    channel = ServerChannel(PB_UTILS, request)
+    channel.itself = channel
+    del request
+    channel.send({}, final=False)
+    assert gone()
+    channel.send({}, final=True)
+    assert not gone()

@@ -1,0 +1,344 @@
+"""The wire: one schema in three places, and what becomes of every input."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client import wire as client_wire
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import TokenLogprob
+from paged_backend.server import wire
+from tests.support.wire_requests import flag, read, refusal, strings, text
+
+CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
+
+
+def tensors_of(section):
+    """name -> (data type, dims) from config.pbtxt."""
+    body = re.search(rf"^{section} \[(.*?)^\]", CONFIG.read_text(), re.M | re.S).group(1)
+    rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
+    assert len(rows) == body.count("name:")
+    return {name: (kind, (int(dims),)) for name, kind, dims in rows}
+
+
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_config_backend_and_client_name_the_same_tensors(section):
+    specs = {"input": wire.INPUTS, "output": wire.OUTPUTS}[section]
+    assert tensors_of(section) == {name: (spec.data_type, spec.dims) for name, spec in specs.items()}
+    assert tensors_of(section) == {"input": client_wire.INPUTS, "output": client_wire.OUTPUTS}[section]
+
+
+def test_the_tensors_are_those_of_the_vllm_backend():
+    """As its documentation lists them; the others are ours."""
+    theirs = {
+        "text_input": ("TYPE_STRING", (1,)),
+        "image": ("TYPE_STRING", (-1,)),
+        "stream": ("TYPE_BOOL", (1,)),
+        "sampling_parameters": ("TYPE_STRING", (1,)),
+        "exclude_input_in_output": ("TYPE_BOOL", (1,)),
+        "return_finish_reason": ("TYPE_BOOL", (1,)),
+        "return_cumulative_logprob": ("TYPE_BOOL", (1,)),
+        "return_logprobs": ("TYPE_BOOL", (1,)),
+        "return_num_input_tokens": ("TYPE_BOOL", (1,)),
+        "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+        "embedding_request": ("TYPE_STRING", (1,)),
+    }
+    assert theirs.items() <= tensors_of("input").items()
+    assert tensors_of("output").keys() >= {
+        "text_output", "finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens",
+    }  # fmt: skip
+
+
+def test_a_plain_prompt():
+    call = read(text_input=text("Grüße"))
+    assert (call.prompt, call.messages, call.stream, call.echo) == ("Grüße", None, False, True)
+    assert not (call.return_finish_reason or call.return_num_input_tokens or call.return_num_output_tokens)
+
+
+def test_lists_may_come_as_tensors():
+    call = read(
+        {"n": 2},
+        text_input=text("x"),
+        sampling_parameters=text('{"max_tokens": 3}'),
+        stop=strings("Ä", "b"),
+        bad_words=strings("c"),
+        choice=strings("yes", "no"),
+        stop_token_ids=np.array([5, 6], dtype=np.int32),
+        allowed_token_ids=np.array([[7]], dtype=np.int32),
+    )
+    assert call.sampling == {
+        "n": 2, "max_tokens": 3, "stop": ["Ä", "b"], "bad_words": ["c"], "choice": ["yes", "no"],
+        "stop_token_ids": [5, 6], "allowed_token_ids": [7],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", wire.LISTS)
+def test_a_list_given_twice_is_refused(name):
+    value = strings("5") if wire.LISTS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
+    expected = f"{name}: is both a tensor and a sampling parameter"
+    assert refusal(text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}).startswith(
+        expected
+    )
+
+
+def test_a_list_given_twice_in_a_parameter_is_refused():
+    assert refusal({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
+
+
+def test_token_ids_are_a_prompt_that_does_not_come_back_unasked():
+    ids = np.array([5, 6], dtype=np.int32)
+    call = read(input_ids=ids)
+    assert (call.prompt, call.messages, call.input_ids.tolist(), call.echo) == (None, None, [5, 6], False)
+    assert read(input_ids=ids, exclude_input_in_output=flag(False)).echo
+
+
+def test_a_conversation():
+    turns = [{"role": "user", "content": "hi"}]
+    call = read(messages=text(json.dumps(turns)), stream=flag(True))
+    assert (call.prompt, call.messages, call.echo) == (None, turns, False)
+
+
+def test_the_tensor_wins_over_the_parameter():
+    call = read(
+        {"max_tokens": 3, "temperature": 0}, text_input=text("x"), sampling_parameters=text('{"max_tokens": 5}')
+    )
+    assert call.sampling == {"max_tokens": 5, "temperature": 0}
+
+
+@pytest.mark.parametrize("name", ["max-tokens", "top-p", "temprature", "Stop-Token-Ids"])
+def test_a_name_that_looks_like_ours_is_no_header(name):
+    assert refusal({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "own", "control"),
+    [
+        ({}, (7, 0), (7, False, False)),
+        ({}, ("talk", 1), ("talk", True, False)),
+        ({}, (7, 3), (7, True, True)),
+        ({"sequence_id": 7, "sequence_start": True}, (0, 0), (7, True, False)),
+        ({"sequence_id": "talk", "sequence_end": True, "sequence_start": False}, (0, 0), ("talk", False, True)),
+        ({"sequence_id": 0}, (0, 0), None),
+        ({}, ("", 0), None),
+    ],
+)
+def test_a_sequence_comes_with_the_request_or_among_its_parameters(parameters, own, control):
+    assert wire.read({"text_input": text("x")}, parameters, 0, *own).sequence == control
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"sequence_id": -1}, "sequence_id=-1: must be a whole number above 0 or a string"),
+        ({"sequence_id": 1.5}, "sequence_id=1.5: must be"),
+        ({"sequence_id": True}, "sequence_id=true: must be"),
+        ({"sequence_id": False}, "sequence_id=false: must be"),
+        ({"sequence_id": "x" * 129}, "must be at most 128 bytes"),
+        ({"sequence_id": 1, "sequence_start": 1}, "sequence_start=1: must be true or false"),
+        ({"sequence_start": True}, "sequence_start=true: needs a sequence_id"),
+        ({"sequence_end": True}, "sequence_end=true: needs a sequence_id"),
+        ({"sequence-id": 1}, "sequence-id=1: unknown parameter; did you mean sequence_id?"),
+    ],
+)
+def test_a_sequence_that_makes_no_sense(parameters, reason):
+    assert reason in refusal(parameters, text_input=text("x"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "own", "found"), [({}, "", ""), ({}, "a", "a"), ({"id": "b"}, "", "b"), ({"id": ""}, "a", "a")]
+)
+def test_an_id_comes_with_the_request_or_among_its_parameters(parameters, own, found):
+    assert wire.read({"text_input": text("x")}, parameters, own_id=own).request_id == found
+
+
+@pytest.mark.parametrize("name", [5, True, None, "é" * 129])
+def test_an_id_that_is_none(name):
+    assert "must be a" in refusal({"id": name}, text_input=text("x"))
+
+
+def test_half_a_character_anywhere_in_messages_is_refused():
+    turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
+    assert "messages: hold half a character" in refusal({}, messages=turns)
+
+
+def test_only_an_end_may_come_without_a_prompt():
+    assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
+    assert read({"sequence_id": 7, "sequence_end": True}).only_ends
+    assert "none is given" in refusal({"sequence_id": 7})
+
+
+def test_headers_that_the_server_forwards_are_none_of_our_business():
+    parameters = {
+        "x-tenant": "a",
+        "traceparent": "00-1",
+        "Authorization": "b",
+        "triton_enable_empty_final_response": True,
+    }
+    assert read(parameters, text_input=text("x")).sampling == {}
+
+
+@pytest.mark.parametrize("parameters", [{"timeout": 500}, {}])
+def test_a_time_limit_as_parameter_or_from_the_server(parameters):
+    assert read(parameters, timeout_us=500, text_input=text("x")).timeout_us == 500
+
+
+@pytest.mark.parametrize(
+    ("echo", "stream", "expected"),
+    [(None, False, True), (True, False, False), (False, False, True), (True, True, False)],
+)
+def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expected):
+    tensors = {} if echo is None else {"exclude_input_in_output": flag(echo)}
+    assert read(text_input=text("x"), stream=flag(stream), **tensors).echo is expected
+
+
+def test_what_a_client_reads_of_an_error():
+    """That of the vLLM backend, to the letter, where its clients compare all of it."""
+    with pytest.raises(RequestError) as caught:
+        read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
+    letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    assert (caught.value.code, wire.error_text(caught.value)) == (ErrorCode.INVALID_ARGUMENT, letter)
+    told = {code: wire.error_text(RequestError(code, "no")) for code in ErrorCode}
+    assert told.pop(ErrorCode.CANCELLED) == "CANCELLED: no"
+    assert told == {code: f"Error generating stream: {code.value}: no" for code in told}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"text_input": text("")}, "text_input: the prompt is empty"),
+        ({}, "text_input, messages, input_ids: none is given; give exactly one"),
+        (
+            {"text_input": text("x"), "messages": text("[]")},
+            "text_input, messages, input_ids: text_input and messages are given; give exactly one",
+        ),
+        ({"input_ids": np.array([1]), "text_input": text("")}, "text_input, messages, input_ids: text_input and inp"),
+        ({"input_ids": np.array([], dtype=np.int32)}, "input_ids: the prompt is empty; give at least one token"),
+        ({"text_input": text(b"\xff")}, "text_input: byte 0 is not valid UTF-8"),
+        ({"text_input": np.array([b"a", b"b"], dtype=object)}, "text_input: has 2 elements; must have 1"),
+        ({"text_input": np.array([], dtype=object)}, "text_input: has 0 elements; must have 1"),
+        ({"messages": text("{")}, "messages: not valid JSON"),
+        ({"messages": text("[" * 100_000)}, "messages: not valid JSON"),
+        ({"messages": text("{}")}, "messages: must be a JSON list"),
+        ({"messages": text("[]")}, "messages: must be a JSON list"),
+        ({"messages": text('[{"role": "user"}]')}, "messages[0]: must have a `role` and a `content`"),
+        (
+            {"messages": text('[{"role": "user", "content": "\\ud800"}]')},
+            "messages[0]: must have a `role` and a `content`",
+        ),
+        ({"messages": text('[{"role": "user", "content": 3}]')}, "messages[0]: must have a `role` and a `content`"),
+        ({"messages": text('[{"role": "user", "content": "x"}]'), "exclude_input_in_output": flag(False)}, "exclude_"),
+        ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
+        ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
+        ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
+        ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
+        ({"text_input": text("x"), "embedding_request": text("{}")}, "text_input: means nothing beside"),
+        ({"embedding_request": text("{")}, "embedding_request: not valid JSON"),
+        ({"embedding_request": text("[]")}, "embedding_request=[]: must be a JSON object"),
+        ({"embedding_request": text('{"input": "x"}'), "stream": flag(True)}, "stream=true: must be false beside"),
+    ],
+)
+def test_bad_tensors(tensors, reason):
+    assert refusal(**tensors).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"temprature": 1}, "temprature=1: unknown parameter"),
+        ({"timeout": -1}, "timeout=-1: must be"),
+        ({"timeout": "soon"}, 'timeout="soon": must be'),
+    ],
+)
+def test_bad_parameters(parameters, reason):
+    assert refusal(parameters, text_input=text("x")).startswith(reason)
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
+    counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
+    call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
+    part = wire.SampleOutput("é", finish, [4, 5])
+    outputs = wire.write(call, [part], prompt_token_ids=[1, 2, 3])
+    assert {name: value.tolist() for name, value in outputs.items()} == {
+        "text_output": ["é".encode()],
+        "finish_reason": [str(finish).encode()],
+        "num_input_tokens": [3],
+        "num_output_tokens": [2],
+    }
+    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    assert list(wire.write(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
+
+
+def test_token_ids_and_offsets_of_all_samples_stand_one_after_another():
+    call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
+    parts = [wire.SampleOutput("ab", None, [4, 5], [0, 1]), wire.SampleOutput("", None, [], [])]
+    found = [wire.write(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
+    told = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
+    assert told == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
+    assert {value.dtype for name, value in found[0].items() if name != "text_output"} == {np.dtype(np.int32)}
+    assert "prompt_token_ids" not in found[1]
+
+
+ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
+
+
+def logprobs_of(call, told, sums, **options):
+    parts = [
+        wire.SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
+        for one, total in zip(told, sums, strict=True)
+    ]
+    outputs = wire.write(call, parts, prompt_token_ids=[1], **options)
+    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
+
+
+def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
+    tokens = [(TokenLogprob(7, -2.5, 3), TokenLogprob(300, -0.5, 1)), (TokenLogprob(8, -0.25, 1),)]
+    spelled, sums = logprobs_of(read(**ASKED), [tokens, []], [-2.75, 0.0], token_text=lambda token: f"é{token}")
+    assert spelled == [
+        [
+            {
+                "7": {"logprob": -2.5, "rank": 3, "decoded_token": "é7"},
+                "300": {"logprob": -0.5, "rank": 1, "decoded_token": "é300"},
+            },
+            {"8": {"logprob": -0.25, "rank": 1, "decoded_token": "é8"}},
+        ],
+        [],
+    ]
+    assert list(spelled[0][0]) == ["7", "300"]
+    assert sums == [-2.75, 0.0]
+
+
+def test_without_the_sampling_parameter_log_probabilities_are_null():
+    assert logprobs_of(read(**ASKED), [None, None], [-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
+
+
+def test_a_question_is_asked_alone():
+    assert wire.question({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0}) == "pool_map"
+    assert wire.question({"stop_request": flag(True)}, {}) == "stop_request"
+    assert wire.question({"pool_map": flag(False), "text_input": text("x")}, {}) is None
+    assert wire.question({"text_input": text("x")}, {"max_tokens": 3}) is None
+
+
+@pytest.mark.parametrize("asked", wire.QUESTIONS)
+@pytest.mark.parametrize(
+    ("tensors", "parameters", "others", "named"),
+    [
+        ({"text_input": text("x")}, {}, (), "text_input"),
+        ({"messages": text("[]")}, {}, (), "messages"),
+        ({"stream": flag(True)}, {}, (), "stream"),
+        ({"image": text("")}, {}, (), "image"),
+        ({}, {"max_tokens": 3}, (), "max_tokens"),
+        ({}, {"timeout": 3}, (), "timeout"),
+        ({}, {}, (3,), "timeout"),
+        ({}, {}, (0, 7), "sequence_id"),
+    ],
+)
+def test_what_stands_beside_a_question_is_refused_by_name(asked, tensors, parameters, others, named):
+    with pytest.raises(RequestError, match=f"{named}: means nothing beside {asked}; leave it out"):
+        wire.question({asked: flag(True)} | tensors, parameters, *others)
+    with pytest.raises(RequestError, match="sequence_end=true: needs a sequence_id"):
+        wire.question({asked: flag(True)}, {"sequence_end": True})

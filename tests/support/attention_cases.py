@@ -1,0 +1,170 @@
+"""Random packed batches over a shuffled pool, and the grid of cases the kernels are tested on."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import torch
+from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
+from paged_kernels.paging import Paging
+from torch import Tensor
+
+# (query_len, context_len) of each sequence of a batch
+BATCHES = {
+    "decode": ((1, 1), (1, 5), (1, 64), (1, 77), (1, 130)),
+    "decode_similar": tuple((1, 40 + i) for i in range(6)),
+    "prefill": ((1, 1), (33, 33), (70, 70)),
+    "chunks": ((16, 90), (5, 69)),
+    "mixed": ((1, 90), (40, 40), (1, 1), (7, 70), (33, 100)),
+    "padded": ((1, 20), (0, 0), (1, 0), (3, 9), (0, 17), (4, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid."""
+
+    batch: str = "mixed"
+    num_kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    block_size: int = 16
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    strided: bool = False  # query is a slice of wider rows; each pool is half of a joint tensor
+    format: str | None = None  # of the pools; None: query's type
+
+
+AXES = {
+    "batch": list(BATCHES),
+    "num_kv_heads": [1, 2, 3],
+    "group": [1, 2, 3, 4, 8],
+    "head_dim": [8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256],
+    "block_size": [1, 2, 8, 16, 32, 64, 256],
+    "sliding_window": [None, 1, 13, 64],
+    "softcap": [None, 5.0],
+    "sinks": [False, True],
+    "strided": [False, True],
+    "format": [None, *FORMATS.values()],
+}
+# Small on every axis but one, and the corners that a random sample could miss.
+CHOSEN = (
+    Case(group=8, num_kv_heads=1),
+    Case(group=71, num_kv_heads=1, head_dim=32),  # more heads than a tile of fp32 takes
+    Case(batch="decode", group=20, head_dim=32),
+    Case(batch="padded", sinks=True),
+    Case(batch="prefill", head_dim=8, block_size=256),
+    *(Case(batch, head_dim=72, sinks=True, format=name) for batch in ("padded", "chunks") for name in FORMATS.values()),
+)
+
+
+def sample(count: int, seed: int = 0) -> list[Case]:
+    """`count` seeded cases in which every value of every axis comes up about equally often."""
+    shuffled = random.Random(seed)
+    columns = {}
+    for name, values in AXES.items():
+        column = list(itertools.islice(itertools.cycle(values), count))
+        shuffled.shuffle(column)
+        columns[name] = column
+    rows = zip(*columns.values(), strict=True)
+    return [*CHOSEN, *(Case(**dict(zip(columns, row, strict=True))) for row in rows)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of paged_attention: `attend(*inputs.arrays, **inputs.settings)`."""
+
+    arrays: tuple[Tensor, LayerCache, Paging]
+    settings: dict[str, object]
+    keys: list[Tensor] = field(default_factory=list)  # of each sequence [context_len, num_kv_heads, head_dim]
+    values: list[Tensor] = field(default_factory=list)
+
+
+def _shuffled_tables(context_lens: list[int], block_size: int, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Block tables over a pool with a few spare blocks; entries past a context point at the first spare."""
+    counts = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(counts) + 3
+    free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
+    tables = free[-1].repeat(len(counts), max(counts) + 1)
+    for table, blocks in zip(tables, free.split([*counts, 3]), strict=False):
+        table[: len(blocks)] = blocks
+    return tables, num_blocks
+
+
+def _slots(tables: Tensor, spans: tuple[tuple[int, int], ...], block_size: int) -> Iterator[Tensor]:
+    for table, (query_len, context_len) in zip(tables, spans, strict=True):
+        position = torch.arange(max(0, context_len - query_len), max(context_len, query_len))
+        block = table.long()[(position // block_size).clamp(max=len(table) - 1)]
+        slot = block * block_size + position % block_size
+        yield slot if context_len else torch.full_like(slot, -1)
+
+
+def make_paging(spans: tuple[tuple[int, int], ...], block_size: int, seed: int = 0) -> tuple[Paging, int]:
+    """The addresses of a batch of (query_len, context_len), and the number of blocks of its pool."""
+    generator = torch.Generator().manual_seed(seed)
+    query_lens, context_lens = (list(x) for x in zip(*spans, strict=True))
+    tables, num_blocks = _shuffled_tables(context_lens, block_size, generator)
+    paging = Paging(
+        slots=torch.cat(list(_slots(tables, spans, block_size))),
+        block_tables=tables,
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        query_starts=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+    return paging, num_blocks
+
+
+def move_paging(paging: Paging, device: str) -> Paging:
+    return Paging(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in _fields(paging).items()})
+
+
+def _fields(paging: Paging) -> dict[str, object]:
+    return {field.name: getattr(paging, field.name) for field in fields(Paging)}
+
+
+def replace_paging(paging: Paging, **changes: object) -> Paging:
+    """With nothing of what the old one had derived."""
+    return Paging(**{**_fields(paging), **changes})
+
+
+def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache:
+    """From keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+    joint = [pool]
+    for dtype in (dtype for dtype, name in FORMATS.items() if name == format):
+        joint = list(quantize(pool, dtype))
+    parts = [half if strided else half.contiguous() for tensor in joint for half in (tensor[:, 0], tensor[:, 1])]
+    return LayerCache(*parts)
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
+    """Whatever no sequence has written in the pool is NaN, as another request may have left it; its scale, where there
+    is one."""
+    generator = torch.Generator().manual_seed(seed)
+    spans, heads = BATCHES[case.batch], case.num_kv_heads * case.group
+    paging, num_blocks = make_paging(spans, case.block_size, seed)
+    shape = (num_blocks, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    pool = torch.full(shape, float("nan"))
+    contexts = []
+    for table, (_, context_len) in zip(paging.block_tables.long(), spans, strict=True):
+        position = torch.arange(context_len)
+        context = torch.randn((context_len, 2, case.num_kv_heads, case.head_dim), generator=generator)
+        pool[table[position // case.block_size], :, :, position % case.block_size] = context
+        contexts.append(context)
+    query = torch.randn((len(paging.slots), heads + 2, case.head_dim), generator=generator).to(device, dtype)
+    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided)
+    query = query if case.strided else query.contiguous()
+    sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
+    return Inputs(
+        (query, cache, move_paging(paging, device)),
+        {
+            "scale": case.head_dim**-0.5,
+            "sliding_window": case.sliding_window,
+            "softcap": case.softcap,
+            "sinks": sinks,
+        },
+        [context[:, 0] for context in contexts],
+        [context[:, 1] for context in contexts],
+    )

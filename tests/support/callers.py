@@ -1,0 +1,89 @@
+"""A service without a server: what Triton hands to a Python model, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.server.service import Service
+from tests.support.in_process import TINY, WAIT
+from tests.support.pb_utils import PB_UTILS, Error
+
+
+class AnyError(Error):
+    INVALID_ARG, UNAVAILABLE = "INVALID_ARG", "UNAVAILABLE"
+
+
+class Caller(SimpleQueue):
+    """A request of the server's, and its responses: (outputs by name, the error's text or None, whether it is the
+    last)."""
+
+    def __init__(self, **inputs: Any):
+        self.tensors = [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: value)
+            for name, value in ((name, _array(value)) for name, value in inputs.items())
+        ]
+        self.inputs, self.get_response_sender = lambda: self.tensors, lambda: self
+        self.parameters, self.is_cancelled = lambda: "", lambda: False
+        self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.request_id = lambda: ""
+
+    def send(self, response: Any, flags: int) -> None:
+        tensors, error = response
+        outputs = {name: value.tolist() for name, value in tensors or []}
+        self.put((outputs, error and error.text, flags == 1))
+
+    def all(self) -> list[dict[str, list[Any]]]:
+        """The outputs of every response. Fails the test where one is an error."""
+        responses, last = [], False
+        while not last:
+            outputs, error, last = self.get(timeout=WAIT)
+            assert error is None, error
+            responses.append(outputs)
+        return responses
+
+    def refusal(self) -> str:
+        """The error that it got at once."""
+        _, error, last = self.get(timeout=WAIT)
+        assert error and last
+        return error
+
+
+def _array(value: Any) -> np.ndarray:
+    if isinstance(value, list):
+        return np.array(value, np.int32)
+    return np.array([value.encode() if isinstance(value, str) else value])
+
+
+class Serving:
+    def __init__(self, service: Service):
+        self.service = service
+
+    def call(self, **inputs: Any) -> Caller:
+        caller = Caller(**inputs)
+        self.service.submit(caller)
+        return caller
+
+    def ask(self, **inputs: Any) -> dict[str, list[Any]]:
+        """The outputs of a request that does not stream."""
+        (outputs,) = self.call(**inputs).all()
+        return outputs
+
+
+@contextmanager
+def serving(directory: Path, **options: Any) -> Iterator[Serving]:
+    pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": AnyError})
+    service = Service(
+        EngineConfig.from_options({"model": str(directory)} | TINY | options), pb_utils, {"model": "tiny"}
+    )
+    try:
+        yield Serving(service)
+    finally:
+        service.stop()

@@ -1,0 +1,209 @@
+"""The two endpoints that the client speaks to, without a model: they do what sampling_parameters tell them.
+
+`say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason, `reason`, and
+perhaps a `receipt`), `fail`: an error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing
+more comes until the client is gone, `vanish`: the connection breaks. Who asks for a map of the pool gets the next one
+of `Seen.maps`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor
+
+WAIT = 30  # seconds after which something that never comes fails the test
+
+
+@dataclass
+class Seen:
+    """What a fake server was asked, and whether the client of a held stream left."""
+
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    asked: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+    maps: list[str] = field(default_factory=list)  # the last one stays
+    adapters: str = "[]"
+    asked_for: Any = field(default_factory=dict)  # what a recording server does (tests/support/gateway.py)
+    sampling: list[dict[str, Any]] = field(default_factory=list)  # and its requests' sampling parameters
+
+    def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
+        self.requests.append({**inputs, "request_id": request_id})
+        self.asked.set()
+        if "pool_map" in inputs:
+            text = self.maps.pop(0) if len(self.maps) > 1 else self.maps[0]
+            return {"fail": text, "say": []} if text.startswith("UNAVAILABLE") else {"map": text}
+        if "adapters" in inputs:
+            return {"adapters": self.adapters}
+        if "stop_request" in inputs:
+            return {"stopped": len(self.requests)}
+        return json.loads(inputs["sampling_parameters"])
+
+
+def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The responses that carry text, as outputs by name."""
+    if "map" in script:
+        yield {"pool_map": script["map"]}
+        return
+    if "adapters" in script:
+        yield {"adapters": script["adapters"]}
+        return
+    if "stopped" in script:
+        yield {"num_stopped": script["stopped"]}
+        return
+    say = script.get("say", ["ok"])
+    ends = not script.keys() & {"fail", "cut", "hold", "vanish"}
+    for number, text in enumerate(say, 1):
+        last = ends and number == len(say)
+        reason = script.get("reason", "stop") if last else "None"
+        receipt = {"receipt": script["receipt"]} if last and "receipt" in script else {}
+        yield {"text_output": text, "finish_reason": reason, "num_input_tokens": 7, "num_output_tokens": 2, **receipt}
+
+
+class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self.server: grpc.Server | None = None
+
+    def ModelStreamInfer(self, request_iterator, context):
+        request = next(request_iterator)
+        if request.model_name != "paged_llm":
+            yield refusal(f"Request for unknown model: '{request.model_name}' is not found")
+            return
+        script = self.seen.script(grpc_inputs(request), request.id)
+        # Before the first piece: a call that is cancelled during one does not come back to this function.
+        if "hold" in script and not context.add_callback(self.seen.left.set):
+            self.seen.left.set()
+        for outputs in pieces(script):
+            yield service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
+        if "fail" in script:
+            yield refusal(script["fail"])
+        if "hold" in script:
+            self.seen.left.wait(WAIT)
+        if "vanish" in script:
+            self.server.stop(grace=0).wait(WAIT)
+
+
+def refusal(message: str) -> Any:
+    return service_pb2.ModelStreamInferResponse(error_message=message)
+
+
+_DECODE = {
+    "BYTES": lambda raw: deserialize_bytes_tensor(raw)[0].decode(),
+    "BOOL": lambda raw: struct.unpack("?", raw)[0],
+    "INT32": lambda raw: np.frombuffer(raw, np.int32).tolist(),
+}
+
+
+def grpc_inputs(request: Any) -> dict[str, Any]:
+    inputs = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+        inputs[tensor.name] = _DECODE[tensor.datatype](raw)
+        assert list(tensor.shape) == [len(inputs[tensor.name]) if tensor.datatype == "INT32" else 1]
+    return inputs
+
+
+def grpc_response(outputs: dict[str, Any]) -> Any:
+    response = service_pb2.ModelInferResponse(model_name="paged_llm")
+    for name, value in outputs.items():
+        is_text = isinstance(value, str)
+        kind = "BYTES" if is_text else "FP32" if isinstance(value, float) else "UINT32"
+        response.outputs.add(name=name, datatype=kind, shape=[1])
+        data = value.encode() if is_text else np.array(value, np.float32 if kind == "FP32" else np.uint32).tobytes()
+        response.raw_output_contents.append(struct.pack("<I", len(data)) + data if is_text else data)
+    return response
+
+
+class HttpHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    seen: Seen  # of the subclass that `http_server` makes
+
+    def do_POST(self) -> None:
+        inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v2/models/paged_llm/generate_stream":
+            return self.whole(404, "application/json", '{"error":"Request for unknown model: is not found"}')
+        script = self.seen.script(inputs, inputs.pop("id", ""))
+        if "fail" in script and not script.get("say", ["ok"]):
+            return self.whole(400, "text/event-stream", f"data: {json.dumps({'error': script['fail']})}\n\n")
+        try:
+            self.stream(script)
+        except ConnectionError:
+            self.close_connection = True
+            self.seen.left.set()
+
+    def whole(self, status: int, kind: str, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def stream(self, script: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for outputs in pieces(script):
+            self.event(outputs)
+        if "fail" in script:
+            self.event({"error": script["fail"]})
+        if "hold" in script:
+            self.connection.settimeout(WAIT)
+            if not self.connection.recv(1):
+                self.seen.left.set()
+        if script.keys() & {"hold", "vanish"}:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, data: dict[str, Any]) -> None:
+        body = f"data: {json.dumps(data)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+
+    def log_message(self, *args: Any) -> None:
+        """Keep the test output clean."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    request_queue_size = 256  # connections that come in the same moment
+
+
+@contextmanager
+def grpc_server() -> Iterator[Seen]:
+    seen = Seen()
+    service = GrpcService(seen)
+    unlimited = [("grpc.max_receive_message_length", -1)]
+    service.server = server = grpc.server(ThreadPoolExecutor(32), options=unlimited)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    seen.url = f"localhost:{server.add_insecure_port('localhost:0')}"
+    server.start()
+    yield seen
+    server.stop(grace=0).wait(WAIT)
+
+
+@contextmanager
+def http_server() -> Iterator[Seen]:
+    seen = Seen()
+    server = HttpServer(("localhost", 0), type("Handler", (HttpHandler,), {"seen": seen}))
+    seen.url = f"localhost:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield seen
+    server.shutdown()
+    thread.join(WAIT)
+    server.server_close()
+
+
+SERVERS = {"grpc": grpc_server, "http": http_server}

@@ -1,0 +1,90 @@
+"""Tiny configurations of the model architectures that tests serve."""
+
+import transformers as hf
+
+from paged_backend.models import fusion
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [2.0 + index for index in range(8)],
+}
+
+
+FAMILIES = {
+    "llama": lambda: hf.LlamaConfig(**COMMON),
+    "llama_mha_odd_head": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 4, "head_dim": 40}),
+    "llama_mqa": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 1}),
+    "qwen2": lambda: hf.Qwen2Config(**COMMON),
+    "qwen2_window": lambda: hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=32),
+    "mistral_window": lambda: hf.MistralConfig(**COMMON, sliding_window=7),
+    "smollm3": lambda: hf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
+    "gemma2": lambda: hf.Gemma2Config(
+        **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=5.0
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, layer_types=MIXED
+    ),
+    "llama_dynamic_rope": lambda: hf.LlamaConfig(
+        **COMMON | {"max_position_embeddings": 56}, rope_parameters=dict(DYNAMIC)
+    ),
+    "gemma3_dynamic_rope": lambda: hf.Gemma3TextConfig(
+        **COMMON | {"max_position_embeddings": 56},
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=7,
+        layer_types=MIXED,
+        rope_parameters={kind: dict(DYNAMIC) for kind in set(MIXED)},
+    ),
+    "phi3_longrope": lambda: hf.Phi3Config(
+        **COMMON, original_max_position_embeddings=56, rope_parameters=dict(LONGROPE)
+    ),
+    "phi3": lambda: hf.Phi3Config(**COMMON),
+    "phi3_window": lambda: hf.Phi3Config(**COMMON, sliding_window=7),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=320, n_positions=256, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
+    ),
+    "opt": lambda: hf.OPTConfig(
+        **{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, ffn_dim=96, word_embed_proj_dim=64
+    ),
+    "olmo2": lambda: hf.Olmo2Config(**COMMON),
+    "starcoder2": lambda: hf.Starcoder2Config(**COMMON, sliding_window=7),
+    "granite": lambda: hf.GraniteConfig(**COMMON, attention_multiplier=0.2, logits_scaling=2.0),
+    "cohere2": lambda: hf.Cohere2Config(**COMMON, sliding_window=7, layer_types=MIXED),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, layer_types=MIXED
+    ),
+}
+
+
+def is_fused(model):
+    """All of its layers, or none."""
+    (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
+    return answer

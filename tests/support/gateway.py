@@ -1,0 +1,121 @@
+"""`paged openai` as a process of its own, and plain HTTP to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from client.serving.tritonserver import choose_ports
+from tests.support.fake_servers import SERVERS, Seen
+
+ROOT = Path(__file__).parents[2]
+WAIT = 120  # seconds after which an answer that never comes fails the test
+
+
+@dataclass
+class Gateway:
+    port: int
+    process: subprocess.Popen[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, path: str, body: dict[str, Any] | bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """(status, what the body's JSON holds) of a POST, or without a body of a GET."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers or {})
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """What the events of a stream hold, but its end."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=WAIT) as reply:
+            *events, end = reply.read().decode().split("\n\n")[:-1]
+        assert end == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def metrics(self) -> dict[str, float]:
+        """By name and labels, as they are written."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=WAIT) as reply:
+            return {name: float(value) for name, value in re.findall(r"^(\w\S*) (\S+)$", reply.read().decode(), re.M)}
+
+
+@contextmanager
+def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
+    """errors: takes its standard error."""
+    (port,) = choose_ports(port=0)
+    command = [sys.executable, "-m", "client", "openai", "--url", server_url, "--port", str(port), *flags]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
+        assert process.stdout
+        try:
+            line = process.stdout.readline()
+            assert f":{port}/v1" in line, "it listens once it has said where"
+            yield Gateway(port, process)
+        finally:
+            process.terminate()
+            process.wait(WAIT)
+
+
+@contextmanager
+def recording_server() -> Iterator[Seen]:
+    """A server without a model that says what `asked_for` has, and keeps each request and its sampling parameters."""
+    with SERVERS["grpc"]() as seen:
+        seen.asked_for = {"say": ["Hello", " there"]}
+        own = seen.script
+
+        def script(inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
+            if inputs.keys() & {"pool_map", "adapters"}:
+                return own(inputs, request_id)
+            seen.requests.append({**inputs, "request_id": request_id})
+            seen.sampling.append(json.loads(inputs["sampling_parameters"]))
+            seen.asked.set()
+            return seen.asked_for(inputs) if callable(seen.asked_for) else seen.asked_for
+
+        seen.script = script
+        yield seen
+
+
+@contextmanager
+def saying(
+    fake: Seen, by_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None, **script: Any
+) -> Iterator[None]:
+    """Lets a recording server answer by a script of tests/support/fake_servers.py, or by a function of the inputs."""
+    before, fake.asked_for = fake.asked_for, by_inputs or script
+    try:
+        yield
+    finally:
+        fake.asked_for = before
+
+
+PROMPT = {"model": "paged_llm", "prompt": "x"}
+CHAT = {"model": "paged_llm", "messages": [{"role": "user", "content": "x"}]}
+BODIES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+
+
+def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Checks the shape that OpenAI's errors have."""
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return body["error"]

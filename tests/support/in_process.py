@@ -1,0 +1,162 @@
+"""The engine without a server, and tiny models with random weights to put into it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import RequestError
+from paged_backend.api.guide import Guide
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.server.embedding import parse_sampling
+
+WAIT = 60  # seconds after which a step that never comes fails the test
+
+
+@dataclass
+class Output:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+    hidden: HiddenState | None = None
+
+
+@dataclass
+class InProcess:
+    """Requests in, tokens out, through the real loop on its own thread."""
+
+    assembly: Assembly
+    engine: Engine
+    steps: SimpleQueue[StepOutput | PoolMap | EngineDied]
+    outputs: dict[int, Output] = field(default_factory=dict)
+    history: list[StepOutput] = field(default_factory=list)
+    next_key: int = 0
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        guides: Sequence[Guide] = (),
+        **sampling: Any,
+    ) -> int:
+        """bad_words: as tokens. guides: of each sample."""
+        params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
+        key, self.next_key = self.next_key, self.next_key + 1
+        eos = self.assembly.loaded.spec.eos_ids
+        limits = self.assembly.limits
+        request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
+        self.outputs[key] = Output()
+        self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides)))
+        return key
+
+    def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
+        params = parse_sampling(sampling, self.assembly.limits)
+        key, self.next_key = self.next_key, self.next_key + 1
+        request = GenerateRequest.admit(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
+        self.outputs[key] = Output()
+        self.engine.submit(replace(request, embeds=True))
+        return key
+
+    def step(self) -> StepOutput:
+        """Wait for the engine's next turn, and book it."""
+        output = self.steps.get(timeout=WAIT)
+        assert isinstance(output, StepOutput), output
+        for delta in output.deltas:
+            booked = self.outputs[delta.key]
+            assert booked.finish is None and booked.error is None, "a token after the last"
+            booked.tokens += delta.token_ids
+            booked.logprobs += delta.logprobs
+            booked.prompt_logprobs = delta.prompt_logprobs or booked.prompt_logprobs
+            booked.finish, booked.error, booked.hidden = delta.finish, delta.error, delta.hidden
+        self.history.append(output)
+        return output
+
+    def wait(self, *keys: int) -> list[Output]:
+        while any(self.outputs[key].finish is None and self.outputs[key].error is None for key in keys):
+            self.step()
+        return [self.outputs[key] for key in keys]
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+        return [one.tokens for one in self.wait(*[self.submit(prompt, **sampling) for prompt in prompts])]
+
+
+@contextmanager
+def running(assembly: Assembly) -> Iterator[InProcess]:
+    """An engine over `assembly`; at the end every block must be free and every invariant hold."""
+    steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
+    engine = assembly.engine(steps.put)
+    engine.start()
+    try:
+        yield InProcess(assembly, engine, steps)
+    finally:
+        engine.stop()
+    assembly.scheduler.check()
+    if not assembly.scheduler.has_work:
+        assert assembly.scheduler.blocks.num_used == 0
+
+
+def save_tiny(config: PretrainedConfig, directory: Path, tokenizer: Path | None = None) -> PreTrainedModel:
+    """A model of this configuration with random weights large enough that its logits are far apart, in fp32, as a
+    Hugging Face directory with a byte-level tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+        elif "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return model
+
+
+def byte_tokenizer():
+    """A tokenizer of single bytes: 256 ids, then the end-of-sequence token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+TINY = {
+    "dtype": "float32",
+    "device": os.environ.get("PAGED_TEST_DEVICE", "cpu"),
+    "block_size": 4,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "first_response_ms": -1,  # a machine may be slow: no empty response where a test counts them
+}
+
+
+def tiny_assembly(directory: Path, *, adapters: Path | None = None, **options: Any) -> Assembly:
+    """adapters: the file that lists them."""
+    return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options), adapters)
+
+
+def generate_alone(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers itself generates for one prompt, greedily, past any end of sequence."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,270 @@
+"""What a pool's machine knows: the block manager, the model of it, who holds which blocks, and what their slots hold.
+
+    requests    tables of blocks, the tokens that are in them, and those that are being written
+    pending     moves, copies and writes of the step that is being planned
+    flights     steps on the device, at most two; they do what is asked for in order, and are retired in order
+
+A slot holds a digest of all tokens up to its own, so that whoever reads another's, an old one or one that never arrived
+is found out.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paged_backend.api.request import Origin
+from paged_backend.scheduling.block_manager import BlockManager, Copy, Hit, Move, Place
+from paged_backend.scheduling.content import Chain, Contents
+from tests.support.pool_model import Content, PoolModel
+
+FULL_CHECK_EVERY = 16  # steps; states, counts and what is known are compared after each
+BYTES_EVERY = 4  # refusals; after the others only what `check` looks at is compared
+MOST_REQUESTS = 8
+PART = 16  # bytes that a step may read
+SALTS = ("", "tenant")
+
+
+class Choices:
+    """Numbers from bytes; zeros once they are used up."""
+
+    def __init__(self, content: bytes):
+        self._left = iter(content)
+
+    def next_byte(self) -> int:
+        return next(self._left, 0)
+
+    def below(self, count: int) -> int:
+        return self.next_byte() % count
+
+
+@dataclass(eq=False)
+class Request:
+    salt: int
+    tokens: list[int]
+    digests: list[int]  # what its slots must hold
+    chain: Chain
+    contents: list[Content] = field(default_factory=list)  # of full blocks, as far as asked for
+    table: list[int] = field(default_factory=list)
+    swapped: list[int] = field(default_factory=list)
+    computed: int = 0  # planned
+    committed: int = 0  # and retired
+    wrong: int = 0  # of those planned, guesses that will turn out to be wrong
+    ended: bool = False
+
+
+@dataclass
+class Flight:
+    outs: list[Move]
+    ins: list[tuple[Move, Known]]
+    copies: list[Copy]
+    ends: dict[Request, int]  # how far each is computed once it is retired
+    targets: set[int]  # blocks of the device that it writes
+
+
+Known = tuple[Content, list[int]] | None  # what a block that arrives is to be known by, and what it must hold
+OnDisk = tuple[Origin, list[int], Content, list[int]]  # whose tokens, all up to the block's end, and what it must hold
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the entries that nobody keeps."""
+
+    dispatch_table = copyreg.dispatch_table | {Contents: lambda _: (Contents, ())}
+
+
+def everything(blocks: BlockManager) -> bytes:
+    """All that a block manager knows: who is refused has changed nothing of it."""
+    file = io.BytesIO()
+    _Pickler(file).dump(blocks)
+    return file.getvalue()
+
+
+class State:
+    """A block manager, the model of it, and who uses it."""
+
+    def __init__(self, choices: Choices, seen: Counter[str]):
+        below = choices.below
+        size, count, host = 1 + below(4), 8 + below(25), (0, 3, 8, 32)[below(4)]
+        self.choices, self.seen, self.size = choices, seen, size
+        caching = below(8) > 0
+        behind = BlockManager(host, size, caching=caching) if host else None
+        self.blocks = BlockManager(count, size, caching=caching, host=behind)
+        self.device = PoolModel(count, caching=caching)
+        self.host = PoolModel(host, caching=caching)
+        self.slots = [[0] * size for _ in range(count)]
+        self.host_slots = [[0] * size for _ in range(host)]
+        self.disk: dict[bytes, OnDisk] = {}
+        self.requests: list[Request] = []
+        self.hogs: list[list[int]] = []
+        self.past: list[list[int]] = [[0]]  # prompts that there have been
+        self.fresh: dict[int, None] = {}
+        self.outs: list[Move] = []  # this and the next three: pending
+        self.ins: list[tuple[list[Request], list[tuple[Move, Known]]]] = []
+        self.copies: list[tuple[Request, Copy]] = []
+        self.writes: dict[Request, tuple[int, int]] = {}
+        self.flights: deque[Flight] = deque()
+        self.new_outs: deque[Move] = deque()  # that the model has not accounted for
+        self.steps = 0
+
+    # --- what must be true after each step -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        assert not self.new_outs, "a move that the model knows nothing of"
+        pools = [(self.blocks, self.device), (self.blocks.host, self.host)] if self.blocks.host else [
+            (self.blocks, self.device)]  # fmt: skip
+        for blocks, model in pools:
+            assert blocks.states() == model.states
+            assert blocks.index.blocks == model.known.keys()
+            assert (blocks.num_free, blocks.num_cached) == (len(model.free), len(model.cached))
+        if self.steps % FULL_CHECK_EVERY == 0:
+            self.check_all()
+
+    def check_all(self) -> None:
+        self.blocks.check([*(one.table for one in self.requests), *self.hogs])
+        if self.blocks.host:
+            self.blocks.host.check([one.swapped for one in self.requests])
+        coming = {move.target for move in self.outs}
+        for pool, slots, unknown in ((self.device, self.slots, set()), (self.host, self.host_slots, coming)):
+            for block in pool.known.keys() - unknown:
+                assert slots[block] == pool.digests[block], f"block {block} does not hold what it is known by"
+        for request in self.requests:
+            if request.table and not self._is_pending(request):
+                self._read(request, request.computed - request.wrong)
+
+    def _read(self, request: Request, length: int) -> None:
+        """Its first `length` tokens, through its block table."""
+        size, slots = self.size, self.slots
+        for index, block in enumerate(request.table[: self._blocks_for(length)]):
+            here = min(size, length - index * size)
+            assert slots[block][:here] == request.digests[index * size : index * size + here]
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def _pick(self, able: Callable[[Request], object]) -> Request | None:
+        found = [one for one in self.requests if able(one)]
+        return found[self.choices.below(len(found))] if found else None
+
+    def _is_pending(self, request: Request) -> bool:
+        return (
+            request in self.writes
+            or any(request in group for group, _ in self.ins)
+            or any(request is one for one, _ in self.copies)
+        )
+
+    def _digest(self, request: Request) -> None:
+        for position in range(len(request.digests), len(request.tokens)):
+            before = request.digests[-1] if request.digests else 1 + request.salt
+            token = request.tokens[position]
+            request.digests.append(hash((before, token)))
+
+    def _content(self, request: Request, index: int) -> Content:
+        size = self.size
+        while len(request.contents) <= index:
+            start = len(request.contents) * size
+            known = request.salt, tuple(request.tokens[: start + size])
+            parent = request.salt, tuple(request.tokens[:start])
+            request.contents.append(Content(known, parent, tuple(request.tokens[start : start + size])))
+        return request.contents[index]
+
+    def _check_hit(self, request: Request, hit: Hit) -> None:
+        """The longest that there is, by looking at every block; at least one token is left to compute."""
+        size, most = self.size, len(request.tokens) - 1
+        if not self.device.caching:
+            assert hit == Hit(())
+            return
+        places: list[Place] = []
+        while (len(places) + 1) * size <= most:
+            content = self._content(request, len(places))
+            block, there = self.device.find(content), self.host.find(content)
+            if block is None and there is None:
+                break
+            places.append(Place(there, True) if block is None else Place(block, False))
+        assert hit.blocks == tuple(places)
+        start = len(places) * size
+        parent = request.salt, tuple(request.tokens[:start])
+        rest = tuple(request.tokens[start : min(start + size, most)])
+        here, there = self.device.most_common(parent, rest), self.host.most_common(parent, rest)
+        assert hit.partial_tokens == max(here, there)
+        if hit.partial:
+            pool = self.host if hit.partial.on_host else self.device
+            content = pool.known[hit.partial.block]
+            assert content.parent == parent and content.tokens[: hit.partial_tokens] == rest[: hit.partial_tokens]
+            assert hit.partial.on_host == (there > here)
+        other = 1 - request.salt, tuple(request.tokens[:size])
+        if not hit.blocks and any(one.key == other for one in self.device.known.values()):
+            self.seen["another salt has it"] += 1
+
+    def _grow(self, request: Request, tokens: int) -> None:
+        before = list(request.table)
+        assert self.blocks.grow(request.table, tokens)
+        self._collect()
+        assert request.table[: len(before)] == before
+        assert len(request.table) == max(len(before), self._blocks_for(tokens))
+        for block in request.table[len(before) :]:
+            self._take(block)
+
+    def _plan(self, request: Request, end: int, wrong: int = 0) -> None:
+        self.writes[request] = request.computed, end
+        request.computed, request.wrong = end + wrong, wrong
+
+    def _collect(self) -> None:
+        self.new_outs.extend(self.blocks.take_outs())
+
+    def _take(self, block: int) -> None:
+        if self.device.take(block):
+            self._forget(block)
+            self.seen["eviction"] += 1
+
+    def _forget(self, block: int) -> None:
+        """Its content is known on the host, goes there, or is lost."""
+        self.fresh.pop(block, None)
+        content, digests = self.device.forget(block)
+        if self.host.find(content) is not None or self.host.num_available:
+            self.host.drop(self._out(block, (content, digests)))
+            self.seen["eviction to the host"] += 1
+
+    def _out(self, block: int, known: Known) -> int:
+        there = self.host.find(known[0]) if known else None
+        if there is not None:
+            self.host.hold(there)
+            return there
+        move = self.new_outs.popleft()
+        assert move.source == block
+        self._take_on_host(move.target)
+        if known and self.host.caching:
+            self.host.know(move.target, *known)
+        self.host.lock(move.target)
+        self.outs.append(move)
+        return move.target
+
+    def _take_on_host(self, block: int) -> None:
+        if self.host.take(block):
+            self.host.forget(block)
+            self.seen["eviction on the host"] += 1
+
+    def _arrival(self, move: Move, source: int, target: int, *, known: bool) -> tuple[Move, Known]:
+        assert (move.source, move.target) == (source, target)
+        self._take(target)
+        self.device.lock(target)
+        content = self.host.known.get(source) if known else None
+        assert (move.entry and move.entry.tokens) == (content and content.tokens)
+        return move, content and (content, self.host.digests[source])
+
+    def _drop_all(self, pool: PoolModel, table: list[int]) -> None:
+        for block in reversed(table):
+            pool.drop(block)
+
+    def _refused(self, call: Callable[[], object], name: str) -> None:
+        """Whoever is refused has changed nothing: byte for byte."""
+        self.seen[f"{name} is refused"] += 1
+        if self.seen[f"{name} is refused"] % BYTES_EVERY:
+            assert not call()
+            return
+        before = everything(self.blocks)
+        assert not call()
+        assert everything(self.blocks) == before, f"{name} was refused, but has changed something"

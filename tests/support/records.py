@@ -1,0 +1,17 @@
+"""Read the records that a benchmark wrote."""
+
+import json
+import math
+
+
+def records_of(file):
+    """By name; every one in the same form, and a picture beside them."""
+    records = json.loads(file.read_text())
+    assert all(list(record) == ["name", "value", "unit", "target", "limit", "peers"] for record in records)
+    for record in records:
+        figures = [record[key] for key in ("value", "target", "limit") if record[key] is not None]
+        assert all(math.isfinite(figure) for figure in (*figures, *record["peers"].values())), record
+    assert all((record["value"] is None) == record["unit"].startswith("not measured: ") for record in records)
+    assert len({record["name"] for record in records}) == len(records)
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return {record["name"]: record for record in records}

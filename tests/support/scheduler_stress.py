@@ -1,0 +1,330 @@
+"""Requests of every kind on a scheduler at random, each of which must get the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import Adapter, GenerateRequest, blocks_at_most
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.block_manager import PINNED, BlockManager
+from paged_backend.scheduling.plan import Costs, Drawn, Plan
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.speculation import PromptLookup
+from tests.support.pool_state import everything
+from tests.support.shadow import ShadowStore, alone, alone_with_beams
+
+WEATHER = {  # of each storm one of each
+    "blocks": range(3, 25),
+    "size": (1, 2, 4),
+    "seqs": range(1, 7),
+    "extra": range(21),
+    "caching": (False, True, True),
+    "vocab": (2, 3, 5),
+    "host": (0, 0, 1, 5, 30),
+    "disk": (False, True),
+    "swap": (False, True),
+    "pinned": (0, 0, 4, 100),
+    "overlap": (False, True),
+    "guesses": (0, 0, 1, 4),
+    "loras": (0, 0, 1, 2),
+    "fair": (False, False, False, True),
+}
+ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
+
+
+def weather(seed: int) -> dict:
+    """A seed's own."""
+    rnd = random.Random(seed)
+    return {"seed": seed} | {name: rnd.choice(values) for name, values in WEATHER.items()}
+
+
+def scheduler(
+    num_blocks=32,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    caching=True,
+    host=0,
+    costs: Costs | None = None,
+    session_blocks=0,
+    preemption="auto",
+    guesses=0,
+    loras=0,
+    fair=False,
+) -> Scheduler:
+    behind = BlockManager(host, block_size, caching=caching) if host else None
+    blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
+    return Scheduler(
+        blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        costs=costs,
+        session_blocks=session_blocks,
+        preemption=preemption,
+        guess=PromptLookup(shortest=1, longest=3),
+        max_guesses=guesses,
+        max_loras=loras,
+        fair_tenants=fair,
+    )
+
+
+def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=None, adapter=None, **sampling):
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids), session=session, adapter=adapter)
+
+
+def storm(seen: Counter[str] | None = None, **conditions) -> None:
+    """seen: what has happened is counted there."""
+    Storm(Counter() if seen is None else seen, **conditions).run()
+
+
+class Storm:
+    """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between.
+    overlap: a step is planned, and runs, before the one before is committed."""
+
+    def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
+                 guesses, loras, fair):  # fmt: skip
+        self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
+        self.disk, self.pinned, self.overlap, self.loras = disk and host, pinned, overlap, loras
+        self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
+                               preemption="swap" if swap else "recompute", guesses=guesses, loras=loras,
+                               fair=fair)  # fmt: skip
+        self.store = ShadowStore(self.sched, vocab)
+        self.requests: dict[int, GenerateRequest] = {}
+        self.outputs: dict[tuple[int, int], list[int]] = {}  # of those that go on
+        self.past: list[list[int]] = []  # prompts
+        self.gone: list[tuple[int, int]] = []
+        self.left = 25
+        self.flights: list[tuple[Plan, list[Drawn] | None]] = []
+
+    def run(self, steps=5000) -> None:
+        for _ in range(steps):
+            while self.left and self.rnd.random() < 0.4:
+                self.arrive()
+            self.disturb()
+            if not self.step():
+                break
+        assert not self.left
+        self.drain()
+
+    def did(self, name: str) -> None:
+        self.seen[name] += 1
+        self.sched.check()
+
+    def arrive(self) -> None:
+        self.left -= 1
+        prompt, n = self.prompt(), self.rnd.randint(1, min(3, self.sched.max_num_seqs))
+        longest = max(0, self.num_blocks * self.size - len(prompt) + 1)
+        while longest and blocks_at_most(len(prompt), longest, n, self.size) > self.num_blocks:
+            longest -= 1
+        if not longest:
+            return
+        one = request(25 - self.left, prompt, **self.options(n, longest))
+        self.requests[one.key] = one
+        self.outputs |= {(one.key, index): [] for index in range(one.sampling.n)}
+        if self.disk:
+            self.seen["blocks from disk"] += self.store.fetch(one)
+        self.sched.add(one)
+        self.did("add")
+
+    def prompt(self) -> list[int]:
+        """Half of them begin as one that was there before."""
+        rnd, most = self.rnd, self.num_blocks * self.size
+        prompt = [rnd.randrange(2) for _ in range(rnd.randint(1, rnd.choice([most, 1 + most // 3])))]
+        if self.past and rnd.random() < 0.5:
+            known = rnd.choice(self.past)[: len(prompt) - 1]
+            prompt[: len(known)] = known
+        self.past.append(prompt)
+        return prompt
+
+    def options(self, n: int, longest: int) -> dict:
+        rnd = self.rnd
+        choice = {
+            "n": n,
+            "max_tokens": rnd.randint(1, rnd.choice([longest, min(longest, 6)])),
+            "stop_ids": {self.vocab - 1} if rnd.random() < 0.3 else set(),
+            "seed": rnd.randrange(100),
+            "cache_salt": rnd.choice(["", "tenant"]),
+            "priority": rnd.choice([0, 0, 0, -1, 5]),
+        }
+        if n > 1 and rnd.random() < 0.5:
+            choice |= {"beam_width": n, "n": rnd.randint(1, n), "early_stopping": rnd.choice([True, False])}
+        if n == 1 and self.pinned:
+            choice["session"] = rnd.choice([None, "a", "b"])
+        if self.loras:
+            choice["adapter"] = rnd.choice([None, *ADAPTERS])
+        return choice
+
+    def disturb(self) -> None:
+        rnd = self.rnd
+        if self.requests and rnd.random() < 0.05:
+            self.abort(rnd.choice(sorted(self.requests)))
+        if self.outputs and rnd.random() < 0.05:
+            self.end(rnd.choice(sorted(self.outputs)))
+        if rnd.random() < 0.02:
+            self.nobody_twice()
+        if self.pinned and rnd.random() < 0.02:
+            self.sched.pins.drop(rnd.choice("ab"))
+            self.did("end of a session")
+        if rnd.random() < 0.02:
+            empty(self.sched.blocks)
+            self.did("reset")
+        if self.disk and not self.flights and rnd.random() < 0.3:
+            self.seen["blocks to disk"] += self.store.spill(most=rnd.randint(1, 4))
+            self.did("spill")
+
+    def abort(self, key: int) -> None:
+        flying = {chunk.sequence.key for plan, _ in self.flights for chunk in plan.chunks}
+        runs = any(group.key == key for group in self.sched.running)
+        assert self.sched.abort(key)
+        self.did("abort of one that runs" if runs else "abort of one that waits")
+        self.seen["abort in flight"] += key in flying
+        self.forget(key)
+
+    def end(self, owner: tuple[int, int]) -> None:
+        assert self.sched.end(*owner)
+        self.did("end of a sample")
+        del self.outputs[owner]
+        self.gone.append(owner)
+        if not any(key == owner[0] for key, _ in self.outputs):
+            del self.requests[owner[0]]
+
+    def nobody_twice(self) -> None:
+        """Who has ended, or never was, cannot be ended."""
+        key, index = self.rnd.choice([*self.gone, (99, 0)])
+        before = everything(self.sched.blocks)
+        if key not in self.requests:
+            assert not self.sched.abort(key)
+            assert not self.sched.end(key, index)
+        assert everything(self.sched.blocks) == before
+        self.did("abort of nobody")
+
+    def step(self) -> bool:
+        """False: nothing is left to do."""
+        plan = self.sched.schedule()
+        self.did("step")
+        if plan is None:
+            self.nothing_changes()
+            if not self.flights:
+                assert not self.sched.has_work
+                return self.left > 0
+        fails = self.rnd.choice(["at once", "later"]) if plan and self.rnd.random() < 0.02 else None
+        if plan is not None:
+            assert plan.num_tokens <= self.sched.max_num_batched_tokens
+            self.launch(plan, fails)
+        kept = 1 if self.overlap and plan is not None and fails != "at once" else 0
+        while len(self.flights) > kept or (self.flights and self.sched.wants_results):
+            self.settle()
+        if not self.flights:
+            self.count_blocks()
+        return True
+
+    def nothing_changes(self) -> None:
+        """Whoever waits and finds no room leaves the pool as it is, byte for byte."""
+        before = everything(self.sched.blocks)
+        assert self.sched.schedule() is None
+        assert everything(self.sched.blocks) == before
+        self.seen["nobody finds room"] += self.sched.has_work
+
+    def launch(self, plan: Plan, fails: str | None) -> None:
+        drawn = None if fails == "at once" else self.store.run(plan)
+        if drawn and self.rnd.random() < 0.01:
+            drawn = self.lose(plan, drawn)
+        self.flights.append((plan, None if fails else drawn))
+
+    def count_blocks(self) -> None:
+        """Between steps tables are as long as their tokens need, and the pool holds nothing else."""
+        sched, fits = self.sched, self.sched.blocks.blocks_for
+        held = [one for group in sched.running for one in group.sequences]
+        assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
+        only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
+        assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
+
+    def lose(self, plan: Plan, drawn: list[Drawn]) -> list[Drawn]:
+        """The same, but for the logits of one row, which are no numbers."""
+        first, rows = 0, []
+        for chunk in plan.chunks:
+            if chunk.draws:
+                rows.append(first)
+            first += len(chunk.draws) + len(chunk.guesses)
+        changed = list(drawn)
+        if rows:
+            changed[self.rnd.choice(rows)] = RequestError(ErrorCode.INTERNAL, "not a number")
+        return changed
+
+    def settle(self) -> None:
+        """The oldest step is committed, or it and the one that has built on it fail."""
+        plan, drawn = self.flights.pop(0)
+        if drawn is None:
+            for failed in (plan, *(later for later, _ in self.flights)):
+                for delta in self.sched.fail(failed, "out of order"):
+                    self.forget(delta.key)
+                self.seen["moves that never arrived"] += bool(failed.outs or failed.ins)
+                self.did("a step that fails")
+            self.flights.clear()
+            return
+        for delta in self.sched.commit(plan, drawn):
+            if delta.error:
+                self.seen["a row that is lost"] += 1
+                self.forget(delta.key)
+                continue
+            owner = delta.key, delta.sample
+            self.outputs[owner] += delta.token_ids
+            if delta.finish:
+                self.judge(owner)
+        self.sched.check()
+
+    def judge(self, owner: tuple[int, int]) -> None:
+        found, one = self.outputs.pop(owner), self.requests[owner[0]]
+        if one.sampling.beam_width > 1:
+            assert tuple(found) == alone_with_beams(one, self.vocab)[owner[1]]
+            self.seen["an output of beams"] += 1
+        else:
+            assert found == alone(one, owner[1], self.vocab)
+        self.seen["an output of an adapter"] += one.adapter is not None
+        self.seen["an output of a session"] += one.session is not None
+        self.gone.append(owner)
+        if not any(key == owner[0] for key, _ in self.outputs):
+            del self.requests[owner[0]]
+
+    def forget(self, key: int) -> None:
+        self.requests.pop(key, None)
+        for owner in [owner for owner in self.outputs if owner[0] == key]:
+            del self.outputs[owner]
+            self.gone.append(owner)
+
+    def drain(self) -> None:
+        blocks, stats = self.sched.blocks, self.sched.stats
+        assert blocks.num_used == stats.blocks_pinned <= self.pinned
+        for name in ("recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out",
+                     "moves_in", "guessed_tokens", "accepted_tokens", "blocks_pinned"):  # fmt: skip
+            self.seen[name] += getattr(stats, name)
+        while self.sched.pins.drop_oldest():
+            self.sched.check()
+        assert blocks.num_used == 0
+        empty(blocks)
+        assert blocks.num_free == self.num_blocks
+        blocks.finish_outs(blocks.take_outs())  # what a next step would have moved
+        assert blocks.host is None or blocks.host.num_used == 0
+
+
+def empty(blocks: BlockManager) -> None:
+    """All that is cached makes way for somebody who wants nothing."""
+    table = blocks.allocate(blocks.num_available)
+    assert table is not None
+    blocks.release(table)
+
+
+def tokens_held(sched: Scheduler) -> int:
+    """Slots of the pool that hold a token of a sequence, counted one by one."""
+    size = sched.blocks.block_size
+    return len(
+        {
+            (one.blocks[position // size], position % size)
+            for group in sched.running
+            for one in group.sequences
+            for position in range(one.computed)
+        }
+    )

@@ -1,0 +1,163 @@
+"""A model without numbers: what a slot holds is a digest of every token up to it, so that any wrong block is seen.
+
+The next token is drawn from the digest that was read through the block table; whoever reads another sequence's slot,
+a stale one or one that was never written, gets other tokens, or fails at once.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from paged_backend.api.request import GenerateRequest, Origin
+from paged_backend.scheduling.beam_search import BeamSearch, Candidate
+from paged_backend.scheduling.content import Chain, Key
+from paged_backend.scheduling.plan import Drawn, Plan, reached
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
+
+
+def extend(digest: bytes, token: int) -> bytes:
+    return blake2b(digest + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def draw(digest: bytes, seed: int, vocab: int) -> int:
+    return blake2b(digest + seed.to_bytes(8, "little"), digest_size=2).digest()[0] % vocab
+
+
+def candidates(digest: bytes, vocab: int) -> list[Candidate]:
+    """For a live beam: how likely each token is, the likeliest first."""
+    chances = [(-float(1 + extend(digest, token)[0]) / 64, token) for token in range(vocab)]
+    return [Candidate(token, chance) for chance, token in sorted(chances, reverse=True)]
+
+
+def start(request: GenerateRequest) -> bytes:
+    """What the keys and values of a request's first token depend on, beside that token."""
+    return repr((request.sampling.cache_salt, request.adapter and request.adapter.digest)).encode()
+
+
+def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
+    """What a sample must be, whatever else runs."""
+    digest = start(request)
+    for token in request.prompt_token_ids:
+        digest = extend(digest, token)
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens:
+        tokens.append(draw(digest, request.seed + index, vocab))
+        if tokens[-1] in request.stop_ids:
+            break
+        digest = extend(digest, tokens[-1])
+    return tokens
+
+
+def alone_with_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ...]]:
+    """What the outputs of a beam search must be."""
+    digest = start(request)
+    for token in request.prompt_token_ids:
+        digest = extend(digest, token)
+    search, live = BeamSearch(request.sampling, request.stop_ids), [((), digest)]
+    while live:
+        steps = search.advance([output for output, _ in live], [candidates(one, vocab) for _, one in live])
+        live = [((*live[beam][0], token), extend(live[beam][1], token)) for beam, token in steps]
+    return [one.tokens for one in search.best]
+
+
+class ShadowStore:
+    """The pool's slots, and a step on them in place of the model's."""
+
+    def __init__(self, scheduler: Scheduler, vocab: int):
+        self._blocks = scheduler.blocks
+        self._vocab = vocab
+        self._last: list[Drawn] = []  # what the step before drew
+        self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
+        host = scheduler.blocks.host
+        self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
+        self.strangers = 0  # times that a file of this key was of others
+        self.disk: dict[Key, tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}  # whose tokens, and the slots
+
+    def run(self, plan: Plan) -> list[Drawn]:
+        self._copy(plan)
+        drawn: list[Drawn] = []
+        for chunk in plan.chunks:
+            digest, checked = self._read(chunk.sequence, chunk.start), []
+            for position in range(chunk.start, chunk.start + chunk.length):
+                if position >= chunk.first_draw:
+                    checked.append(draw(digest, chunk.sequence.seed, self._vocab))
+                digest = extend(digest, self._token(chunk.sequence, position))
+                self.slots[self._slot(chunk.sequence, position)] = digest
+            if chunk.sequence.request.sampling.beam_width > 1:
+                drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
+            else:
+                last = [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
+                drawn += reached(checked + last, chunk.guesses) if chunk.guesses else last
+        # Only now: a row may not read what another row of the same step has overwritten.
+        for chunk in plan.chunks:
+            self._read(chunk.sequence, chunk.start + chunk.length)
+        self._last = drawn
+        return drawn
+
+    def spill(self, most: int) -> int:
+        """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
+        plan = Plan((), outs=self._blocks.spill(lambda entry: entry.key not in self.disk, most))
+        self._copy(plan)
+        for move in plan.outs:
+            if move.entry and move.entry.key not in self.disk:  # two of one plan may have one key
+                self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
+        self._blocks.finish_outs(plan.outs)
+        return len(plan.outs)
+
+    def fetch(self, request: GenerateRequest) -> int:
+        """As the engine does before a request comes to the scheduler: what the disk has of its prefix, and nobody else,
+        goes to the host. How many blocks."""
+        blocks, host = self._blocks, self._blocks.host
+        assert host
+        tokens, chain, found = request.prompt_token_ids, Chain(request.origin), 0
+        for index in range((len(tokens) - 1) // blocks.block_size):
+            entry = blocks.entry(chain, tokens, index)
+            if blocks.find(entry) is None:
+                prefix, content = self.disk.get(entry.key, (None, []))
+                if prefix != entry.prefix:
+                    self.strangers += prefix is not None
+                    break
+                block = host.keep(entry)
+                if block is None:
+                    break
+                self.host[self._span(block)] = content
+                found += 1
+        return found
+
+    def _token(self, sequence: Sequence, position: int) -> int:
+        """A token, or what stands for one that is not committed yet."""
+        token = sequence.tokens[position]
+        if token < 0:
+            last = self._last[-1 - token]
+            assert isinstance(last, int)
+            return last
+        return token
+
+    def _copy(self, plan: Plan) -> None:
+        for moves, source, target in (
+            (plan.outs, self.slots, self.host),
+            (plan.ins, self.host, self.slots),
+            (plan.copies, self.slots, self.slots),
+        ):
+            targets = [move.target for move in moves]
+            assert len(set(targets)) == len(targets)
+            assert source is not target or not set(targets) & {move.source for move in moves}
+            for move in moves:
+                target[self._span(move.target)] = source[self._span(move.source)]
+
+    def _span(self, block: int) -> slice:
+        size = self._blocks.block_size
+        return slice(block * size, (block + 1) * size)
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        size = self._blocks.block_size
+        return sequence.blocks[position // size] * size + position % size
+
+    def _read(self, sequence: Sequence, length: int) -> bytes:
+        """Read the first `length` tokens through the block table, and be sure that they are this sequence's."""
+        digest = start(sequence.request)
+        for position in range(length):
+            digest = extend(digest, self._token(sequence, position))
+            assert self.slots[self._slot(sequence, position)] == digest, (sequence.key, sequence.index, position)
+        return digest

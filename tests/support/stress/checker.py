@@ -1,0 +1,255 @@
+"""Reads a history and finds what must not be in it. Knows no server."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.support.stress.history import Event
+from tests.support.stress.plans import LEAVES
+
+CLASSES = re.compile(r"(?:Error generating stream: )?(INVALID_ARGUMENT|UNAVAILABLE|CANCELLED|INTERNAL): ")
+# What tritonserver says by itself, of a model that is not loaded and of a body that is no JSON.
+SERVERS_OWN = re.compile(r"Request for unknown model|is not ready|has no available versions|parse the request JSON")
+
+
+class Problem(NamedTuple):
+    kind: str
+    id: str
+    text: str
+
+
+@dataclass
+class Request:
+    """What one client asked and got."""
+
+    invoke: Event
+    tokens: list[list[int]]
+    texts: list[str]
+    terminal: Event | None = None
+    begun: bool = False
+
+
+@dataclass
+class Verdict:
+    """What a history comes to."""
+
+    problems: list[Problem] = field(default_factory=list)
+    requests: int = 0
+    responses: int = 0
+    tokens: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by way and phase, of those that had not ended
+    most_open: int = 0  # requests at once
+    most_begun: int = 0  # of them such as had tokens
+    freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a client's leaving to free blocks
+    idle_seconds: float | None = None  # the longest
+    stopped_seconds: float | None = None
+
+    @property
+    def kinds(self) -> set[str]:
+        return {problem.kind for problem in self.problems}
+
+    def __str__(self) -> str:
+        lines = [f"{self.requests} requests, {self.responses} responses, {self.tokens} tokens"]
+        lines.append("ended by " + ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items())))
+        if self.killed:
+            by_way = ", ".join(f"{way} in {phase} {count}" for (way, phase), count in sorted(self.killed.items()))
+            lines.append(f"{self.killed.total()} streams killed: {by_way}")
+        if self.idle_seconds is not None:
+            lines.append(f"idle after {self.idle_seconds:.2f} s at the most")
+        if self.stopped_seconds is not None:
+            lines.append(f"stopped in {self.stopped_seconds:.2f} s at the most")
+        lines.append(f"{len(self.problems)} problems")
+        lines += [f"  {problem.kind}: {problem.id}: {problem.text}" for problem in self.problems[:20]]
+        return "\n".join(lines)
+
+
+def check(events: Iterable[Event], *, idle_within: float = 2.0, stopped_within: float = 5.0) -> Verdict:
+    """idle_within, stopped_within: seconds."""
+    return _Check(idle_within, stopped_within).run(events)
+
+
+def error_class(text: str) -> str | None:
+    """None: of no class that a client could know."""
+    if ours := CLASSES.match(text):
+        return ours.group(1)
+    return "SERVER" if SERVERS_OWN.search(text) else None
+
+
+class _Check:
+    def __init__(self, idle_within: float, stopped_within: float):
+        self._idle_within, self._stopped_within = idle_within, stopped_within
+        self._requests: dict[str, Request] = {}
+        self._probes: list[str] = []
+        self._open = self._begun = 0
+        self._verdict = Verdict()
+
+    def run(self, events: Iterable[Event]) -> Verdict:
+        for event in events:
+            getattr(self, f"_{event['kind']}")(event)
+        for id, request in self._requests.items():
+            if request.terminal is None:
+                self._problem("lost", id, "the history has no end of it")
+        for id in self._probes:
+            if id not in self._requests or self._outcome(self._requests[id]) != "finish":
+                self._problem("no probe", id, "the server did not answer after the storm")
+        return self._verdict
+
+    def _problem(self, kind: str, id: str, text: str) -> None:
+        self._verdict.problems.append(Problem(kind, id, text))
+
+    def _invoke(self, event: Event) -> None:
+        id, samples = event["id"], len(event["expect"])
+        if id in self._requests:
+            self._problem("double invoke", id, "the same id twice")
+        self._requests[id] = Request(event, [[] for _ in range(samples)], [""] * samples)
+        self._verdict.requests += 1
+        self._open += 1
+        self._verdict.most_open = max(self._verdict.most_open, self._open)
+
+    def _tokens(self, event: Event) -> None:
+        id, request = event["id"], self._requests[event["id"]]
+        self._verdict.responses += 1
+        self._verdict.tokens += sum(map(len, event["tokens"]))
+        if request.terminal:
+            self._problem("after terminal", id, f"{event['tokens']} after its end")
+        if len(event["tokens"]) != len(request.tokens):
+            self._problem("samples", id, f"{len(event['tokens'])} in a response, {len(request.tokens)} were asked for")
+            return
+        if event["at"] is not None and event["at"] != len(request.texts[0]):
+            self._problem("gap", id, f"text from {event['at']} on, after {len(request.texts[0])} characters")
+        if not request.begun and not request.terminal:
+            request.begun = True
+            self._begun += 1
+            self._verdict.most_begun = max(self._verdict.most_begun, self._begun)
+        for index, (tokens, text) in enumerate(zip(event["tokens"], event["texts"], strict=True)):
+            request.tokens[index] += tokens
+            request.texts[index] += text
+            self._hold_against_the_oracle(request, index)
+
+    def _hold_against_the_oracle(self, request: Request, index: int) -> None:
+        got, expected = request.tokens[index], request.invoke["expect"][index]
+        if got != expected[: len(got)]:
+            wrong = next(at for at, token in enumerate(got) if at >= len(expected) or token != expected[at])
+            self._problem(
+                "wrong token", request.invoke["id"], f"sample {index}: {got} differs from {expected} at {wrong}"
+            )
+            request.invoke["expect"][index] = got + expected[len(got) :]  # once is enough
+        elif not request.invoke["texts"][index].startswith(request.texts[index]):
+            text = request.invoke["texts"][index]
+            self._problem(
+                "wrong text", request.invoke["id"], f"sample {index}: {request.texts[index]!r} is not {text!r}"
+            )
+
+    def _terminal(self, event: Event) -> None:
+        id, request = event["id"], self._requests[event["id"]]
+        self._verdict.responses += event.get("bare", False)
+        if request.terminal:
+            self._problem("double terminal", id, f"{_told(request.terminal)}, then {_told(event)}")
+            return
+        request.terminal = event
+        self._open -= 1
+        self._begun -= request.begun
+        outcome = self._outcome(request)
+        self._verdict.outcomes[outcome] += 1
+        invoke = request.invoke
+        if invoke["way"] and outcome != "finish":
+            # Who was killed from outside was where its tokens were.
+            phase = invoke["phase"] or ("decode" if any(request.tokens) else "queued")
+            self._verdict.killed[invoke["way"], phase] += 1
+        if event["how"] == "lost":
+            self._problem("lost", id, event["why"])
+        elif event["how"] == "finish":
+            self._check_finish(request, event["finish"])
+        elif event["how"] == "error" and error_class(event["error"]) is None:
+            self._problem("unknown error", id, event["error"])
+        if outcome not in ("lost", "unknown error") and outcome not in ("finish", *invoke["may"]):
+            self._problem("unexpected end", id, _told(event))
+
+    def _outcome(self, request: Request) -> str:
+        event: Any = request.terminal
+        if event is None:
+            return "lost"
+        if event["how"] == "error":
+            return error_class(event["error"]) or "unknown error"
+        if event["how"] == "finish" and "timeout" in event["finish"]:
+            return "timeout"
+        return event["how"]
+
+    def _check_finish(self, request: Request, finish: list[str]) -> None:
+        id, invoke = request.invoke["id"], request.invoke
+        if "timeout" in finish:
+            return  # with a part of the tokens
+        if finish != invoke["finish"]:
+            self._problem("wrong finish", id, f"{finish} is not {invoke['finish']}")
+        for index, expected in enumerate(invoke["expect"]):
+            if len(request.tokens[index]) < len(expected):
+                count = len(request.tokens[index])
+                self._problem("missing tokens", id, f"sample {index}: {count} of {len(expected)} came")
+            elif request.texts[index] != invoke["texts"][index]:
+                self._problem("wrong text", id, f"sample {index}: {request.texts[index]!r}")
+
+    def _probe(self, event: Event) -> None:
+        self._probes.append(event["id"])
+
+    def _freed(self, event: Event) -> None:
+        """Of clients that left by themselves. A server notices one that left over HTTP with its next response only."""
+        request = self._requests.get(event["id"])
+        if request and request.terminal and request.terminal.get("way") in LEAVES:
+            noticed = request.begun or request.invoke["face"] == "grpc"
+            name = "noticed" if noticed else "over HTTP before a token"
+            self._verdict.freed.setdefault(name, []).append(event["at"] - request.terminal["t"])
+
+    def _raised(self, event: Event) -> None:
+        self._problem("exception", "server", event["what"])
+
+    def _cycle(self, event: Event) -> None:
+        if event["stubs"] != 1 or event["shm"] != event["before"]:
+            what = f"{event['stubs']} processes, {event['shm']} regions, of which there were {event['before']}"
+            self._problem("leak", f"cycle {event['number']}", what)
+
+    def _grows(self, event: Event) -> None:
+        if event["by"] > event["most"]:
+            self._problem("leak", "server", f"grows by {event['by']:.2g} MiB a cycle, more than {event['most']}")
+
+    def _knocked(self, event: Event) -> None:
+        if not event["refused"]:
+            self._problem("bad stop", "server", "lets connections in until its last stream has ended")
+
+    def _idle(self, event: Event) -> None:
+        before, after, verdict = event["before"], event["after"], self._verdict
+        verdict.idle_seconds = max(verdict.idle_seconds or 0, event["seconds"])
+        if after["free"] + after["cached"] != after["total"] or after["used"]:
+            self._problem("leak", "blocks", f"of {after['total']} {after['used']} are in use, {after['free']} free and"
+                          f" {after['cached']} cached")  # fmt: skip
+        for name in ("running", "waiting"):
+            if after[name]:
+                self._problem("leak", name, f"{after[name]} requests")
+        for process, held in before["processes"].items():
+            now = after["processes"].get(process, {})
+            for name in held:
+                if held[name] != now.get(name):
+                    self._problem("leak", f"{name} of {process}", f"{held[name]} before, {now.get(name)} after")
+        if before["shm"] != after["shm"]:
+            self._problem("leak", "shared memory", f"{before['shm']} before, {after['shm']} after")
+        if event["seconds"] > self._idle_within:
+            self._problem("slow", "idle", f"only after {event['seconds']:.1f} s")
+
+    def _stopped(self, event: Event) -> None:
+        verdict = self._verdict
+        verdict.stopped_seconds = max(verdict.stopped_seconds or 0, event["seconds"])
+        if event["code"] != 0:
+            self._problem("bad stop", "server", f"exits with {event['code']}")
+        if event["left"]:
+            self._problem("bad stop", "server", f"leaves {event['left']} regions of shared memory")
+        if event["seconds"] > self._stopped_within:
+            self._problem("slow", "stop", f"only after {event['seconds']:.1f} s")
+
+
+def _told(terminal: Event) -> str:
+    how = terminal["how"]
+    return f"{how} {terminal.get({'left': 'way', 'lost': 'why'}.get(how, how))}"

@@ -1,0 +1,182 @@
+"""A server to storm: a random model of printable characters, and what the server tells of itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import LlamaConfig, PreTrainedModel
+
+from client.serving.server_files import REPOSITORY_ROOT
+from tests.support.in_process import save_tiny
+from tests.support.stress.asks import LETTERS, MODEL
+from tests.support.stress.footprint import footprint
+
+FLOOR = "floor"
+FLOOR_FILES = Path(__file__).with_name(FLOOR)
+OPTIONS = {
+    "dtype": "float32",
+    "block_size": 4,
+    "num_gpu_blocks_override": 256,  # what 32 sequences of the longest kind do not fit into
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 64,  # longer prompts come in chunks
+    "max_queue_size": 0,  # thousands wait
+}
+ROOMY = OPTIONS | {
+    "max_num_seqs": 8192,
+    "max_num_batched_tokens": 8192,
+    "num_gpu_blocks_override": 1_000_000,
+    "enable_prefix_caching": False,  # to let go of a million blocks that are known takes seconds at the end
+}
+
+
+class Log:
+    """What a server's log tells: of requests that its engine has dropped, by PAGED_FAULTS tell_drops, and of
+    exceptions. It is given each line."""
+
+    DROPPED = re.compile(r"dropped (\S+) at (\d+\.\d+)$")
+    TRACE = "Traceback (most recent call last):"
+
+    def __init__(self) -> None:
+        self._drops: list[tuple[str, float]] = []
+        self._raised: list[str] = []
+        self._before = ""
+        self._tracing: str | None = None  # the line before a trace whose end has not come
+
+    def __call__(self, line: str) -> None:
+        line = line.rstrip()
+        if found := self.DROPPED.search(line):
+            self._drops.append((found[1], float(found[2])))
+        elif line.endswith(self.TRACE):
+            self._tracing = self._before
+        elif self._tracing is not None and line and not line[0].isspace():
+            self._raised.append(f"{self._tracing}: {line}")
+            self._tracing = None
+        self._before = line
+
+    def drops(self) -> list[tuple[str, float]]:
+        """Ids, and times by the monotonic clock, since it was asked last."""
+        seen, self._drops = self._drops, []
+        return seen
+
+    def raised(self) -> list[str]:
+        """Each exception, after the line before it, since it was asked last."""
+        seen, self._raised = self._raised, []
+        return seen
+
+
+class Server(Protocol):
+    """As TritonServer is one."""
+
+    http_port: int
+    shm_prefix: str
+
+    @property
+    def http_url(self) -> str: ...
+
+    @property
+    def grpc_url(self) -> str: ...
+
+    @property
+    def metrics_url(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def save_printable(directory: Path, positions: int = 256) -> PreTrainedModel:
+    """Two layers with random weights, whose 94 tokens are a printable character each: the position of a character is
+    that of its token."""
+    config = LlamaConfig(
+        vocab_size=len(LETTERS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=positions,
+    )  # fmt: skip
+    return save_tiny(config, directory)
+
+
+def engine_alone(directory: Path) -> Path:
+    """A model repository with the engine and none of the models in front of it: it is loaded in half the time."""
+    source = REPOSITORY_ROOT / "model_repository" / MODEL
+    shutil.copytree(source, directory / MODEL, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+def with_floor(directory: Path) -> Path:
+    """And with a model that only holds requests, to be measured the same way."""
+    shutil.copytree(FLOOR_FILES, engine_alone(directory) / FLOOR, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+def held(server: Server, model: str) -> int:
+    """Requests that a model has, the engine's or the floor's, as of some tenths of a second ago."""
+    name = "floor_requests" if model == FLOOR else "paged_requests"
+    return sum(int(float(value)) for value in re.findall(rf"^{name}\{{.*?\}} (\S+)$", _metrics(server), re.M))
+
+
+def counters(server: Server) -> dict[str, float]:
+    """Of the engine: blocks by state, requests by state, preemptions."""
+    found = {state: 0.0 for state in ("total", "used", "free", "cached", "running", "waiting", "preemptions")}
+    for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", _metrics(server), re.M):
+        label = re.search(r'(?:state|kind)="(.*?)"', labels)
+        if name in ("paged_kv_blocks", "paged_requests") and label:
+            found[label.group(1)] = float(value)
+        elif name == "paged_preemptions_total":
+            found["preemptions"] += float(value)
+    return found
+
+
+def _metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+        return reply.read().decode()
+
+
+def _held(server: Server) -> dict[str, Any]:
+    """All that has to be as it was once nobody asks for anything."""
+    return counters(server) | footprint(server.pid, server.shm_prefix)
+
+
+def settled(server: Server, before: dict[str, Any] | None = None, *, patience: float = 20.0) -> tuple[float, dict]:
+    """Wait until nothing runs and what `before` held is what it holds now, or patience ends; the seconds that took, and
+    what it holds. Without `before` until what it holds no longer changes."""
+    begun, latest = time.monotonic(), None
+    while True:
+        now = _held(server)
+        took = time.monotonic() - begun
+        same = before or latest
+        if took > patience or (_idle(now) and same and _same(same, now)):
+            return took, now
+        latest = now
+        time.sleep(0.02 if before else 1.0)  # the server's own processes run on the same cores
+
+
+def _idle(now: dict[str, Any]) -> bool:
+    return not (now["used"] or now["running"] or now["waiting"]) and now["free"] + now["cached"] == now["total"] > 0
+
+
+def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """In what was noted before."""
+    if before["shm"] != now["shm"]:
+        return False
+    return all(
+        now["processes"].get(process, {}).get(name) == count
+        for process, held in before["processes"].items()
+        for name, count in held.items()
+    )
+
+
+def until(condition: Callable[[], bool], what: str, *, patience: float = 60.0) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)

@@ -1,0 +1,245 @@
+"""A real Triton server with the real demo model behind it, one for all tests here, and raw clients to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from client.serving.server_files import find_server
+from client.serving.tritonserver import TritonServer, choose_ports, resolve_model, server_environment
+
+MODEL = "paged_llm"
+WAIT = 120  # seconds after which an answer that never comes fails the test
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return Path(resolve_model("demo"))
+
+
+@pytest.fixture(scope="session")
+def server(demo_model) -> Iterator[TritonServer]:
+    """fp32, so that tokens are those of `generate`; a pool that one prompt near max_model_len almost fills, so that
+    the next one has to wait. The first response is the first token's, however busy the machine."""
+    options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
+    with TritonServer(demo_model, options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny) -> Iterator[TritonServer]:
+    """A random model whose steps take milliseconds, with a pool of 24 blocks. Streams begin with an empty response."""
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
+    options |= {"first_response_ms": 0, "structured_outputs_timeout": 2}
+    with TritonServer(tiny[0], options) as running:
+        yield running
+
+
+@dataclass
+class PlainServer:
+    """A tritonserver that was started as an operator starts one."""
+
+    http_url: str
+    grpc_url: str
+    metrics_url: str
+    log: list[str]  # its lines, up to where it was ready
+    backends: Path | None
+    process: subprocess.Popen[str]
+    shm_prefix: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def http_port(self) -> int:
+        return int(self.http_url.rpartition(":")[2])
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def plain_server(
+    repository: Path, *flags: str, backends: Path | None = None, without: Path | None = None, **variables: str
+) -> Iterator[PlainServer]:
+    """tritonserver on a model repository, with no wrapper and no variable but those that the wheel's server itself
+    needs, and those that are given. `without` is taken from the paths where Python looks for modules."""
+    files = find_server()
+    ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
+    backends = backends or files.backend_directory
+    command = [files.binary, f"--model-repository={repository}", *flags]
+    command += [f"--{name}-port={port}" for name, port in ports.items()]
+    command += [f"--backend-directory={backends}"] if backends else []
+    shm_prefix = f"plain_{ports['http']}_"
+    command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
+    needed = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+    environment = {name: value for name, value in server_environment(files).items() if name in needed}
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if without is None or Path(path) != without)
+    environment |= variables
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        log = [""]
+        while "Started HTTPService" not in log[-1]:
+            log.append(process.stdout.readline())
+            assert log[-1], "".join(log)  # it ended
+        # What it prints later is read, too: a full pipe would hold it up.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        until(lambda: listens(ports["http"]), "an open port, which the server promises before it is")
+        urls = (f"localhost:{port}" for port in ports.values())
+        yield PlainServer(*urls, log, backends, process, shm_prefix)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, "".join(log)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@dataclass
+class Response:
+    text: str | None
+    outputs: dict[str, list[Any]]
+    error: InferenceServerException | None
+    final: bool
+
+
+@dataclass
+class RawStream:
+    """One gRPC stream of tritonclient, as its own users write it."""
+
+    client: grpcclient.InferenceServerClient
+    responses: queue.Queue[Response] = field(default_factory=queue.Queue)
+
+    def send(self, request_id: str = "", **inputs: Any) -> None:
+        self.client.async_stream_infer(MODEL, tensors(inputs), request_id=request_id, enable_empty_final_response=True)
+
+    def next(self) -> Response:
+        return self.responses.get(timeout=WAIT)
+
+    def all(self) -> list[Response]:
+        """Everything up to and including the final response."""
+        responses = [self.next()]
+        while not responses[-1].final and not responses[-1].error:
+            responses.append(self.next())
+        return responses
+
+    def close(self) -> None:
+        """End it as a client does that has all it asked for."""
+        self.client.stop_stream()
+
+    def cancel(self) -> None:
+        self.client.stop_stream(cancel_requests=True)
+
+
+@contextmanager
+def raw_stream(server: TritonServer, *, strict: bool = False) -> Iterator[RawStream]:
+    """`strict` asks for gRPC status codes, at the price that an error ends the stream."""
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        stream = RawStream(client)
+        headers = {"triton_grpc_error": "true"} if strict else None
+        client.start_stream(lambda result, error: stream.responses.put(read(result, error)), headers=headers)
+        yield stream
+
+
+@contextmanager
+def raw_streams(server: TritonServer, count: int) -> Iterator[list[RawStream]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(raw_stream(server)) for _ in range(count)]
+
+
+def read(result: Any, error: InferenceServerException | None) -> Response:
+    if error is not None:
+        return Response(None, {}, error, False)
+    message = result.get_response()
+    final = message.parameters.get("triton_final_response")
+    outputs = {output.name: result.as_numpy(output.name).tolist() for output in message.outputs}
+    text = outputs["text_output"][0].decode() if "text_output" in outputs else None
+    return Response(text, outputs, None, final is not None and final.bool_param)
+
+
+def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
+    """str -> BYTES, bool -> BOOL; a dict or list travels as JSON, an array as it is."""
+    made = []
+    for name, value in inputs.items():
+        if isinstance(value, dict | list):
+            value = json.dumps(value)
+        if isinstance(value, np.ndarray):
+            tensor, kind = value, np_to_triton_dtype(value.dtype)
+        elif isinstance(value, bool):
+            tensor, kind = np.array([value]), "BOOL"
+        else:
+            tensor, kind = np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_), "BYTES"
+        made.append(grpcclient.InferInput(name, list(tensor.shape), kind))
+        made[-1].set_data_from_numpy(tensor)
+    return made
+
+
+def post(
+    server: TritonServer | PlainServer, body: dict[str, Any] | bytes, endpoint: str = "generate", *, model: str = MODEL
+) -> tuple[int, str]:
+    """(HTTP status, body) of the generate extension."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"http://{server.http_url}/v2/models/{model}/{endpoint}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=WAIT) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metrics(server: TritonServer) -> dict[str, float]:
+    """Our samples at /metrics, by `name{label}` with the state, reason, kind or direction as the label."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
+        text = reply.read().decode()
+    found = {}
+    for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", text, re.M):
+        label = re.search(r'(?:state|reason|le|kind|direction)="(.*?)"', labels)
+        found[f"{name}{{{label.group(1)}}}" if label else name] = float(value)
+    return found
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Ask again until it holds: for what only /metrics can tell, where there is no event to wait for."""
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+
+
+def idle(server: TritonServer) -> None:
+    """Wait until nothing runs or waits, and nobody holds a block. A map of the pool brings the metrics up to date,
+    which else are some tenths of a second late."""
+
+    def quiet() -> bool:
+        post(server, {"pool_map": True})
+        now = metrics(server)
+        busy = now["paged_kv_blocks{used}"] + now["paged_requests{running}"] + now["paged_requests{waiting}"]
+        available = now["paged_kv_blocks{free}"] + now["paged_kv_blocks{cached}"]
+        return busy == 0 and available == now["paged_kv_blocks{total}"]
+
+    until(quiet, "an idle server with every block free or cached")

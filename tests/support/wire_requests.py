@@ -1,0 +1,30 @@
+"""Requests as Triton hands them to a Python model, built from plain values."""
+
+import numpy as np
+import pytest
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.server import wire
+
+
+def text(value):
+    return np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
+
+
+def flag(value):
+    return np.array([value])
+
+
+def read(parameters=None, timeout_us=0, **tensors):
+    return wire.read(tensors, parameters or {}, timeout_us)
+
+
+def refusal(parameters=None, **tensors):
+    with pytest.raises(RequestError) as caught:
+        read(parameters, **tensors)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    return str(caught.value).removeprefix("INVALID_ARGUMENT: ")
+
+
+def strings(*values):
+    return np.array([value.encode() for value in values], dtype=np.object_)

@@ -1,0 +1,125 @@
+"""What a container's limits leave of the machine, in both versions of cgroups."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_backend.utils import machine
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cgroups(monkeypatch, tmp_path):
+    """Has /proc/self/cgroup say this, and lays these files out as the kernel would."""
+
+    def lay(of_process, files):
+        monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+        read = Path.read_text
+        proc = "MemAvailable: 104857600 kB\n"
+        fake = {"/proc/self/cgroup": of_process, "/proc/meminfo": proc}
+        monkeypatch.setattr(Path, "read_text", lambda path: fake[str(path)] if str(path) in fake else read(path))
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content + "\n")
+
+    return lay
+
+
+def test_without_limits_it_is_the_machine(cgroups):
+    cgroups("0::/user.slice/a.scope\n", {"user.slice/a.scope/cpu.max": "max 100000", "memory.max": "max"})
+    assert machine.usable_cores() == 64
+    assert machine.available_memory() == 100 * GIB
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("200000", 2), ("250000", 2), ("50000", 1), ("9900000", 64)])
+def test_a_containers_quota_of_cores_holds(cgroups, quota, cores):
+    cgroups("0::/\n", {"cpu.max": f"{quota} 100000"})
+    assert machine.usable_cores() == cores
+
+
+def test_the_narrowest_of_the_cgroups_around_holds(cgroups):
+    files = {
+        "pod/box/cpu.max": "800000 100000",
+        "pod/cpu.max": "300000 100000",
+        "pod/box/memory.max": str(4 * GIB),
+        "pod/box/memory.current": str(GIB),
+        "pod/memory.max": str(3 * GIB),
+        "pod/memory.current": str(2 * GIB),
+    }
+    cgroups("0::/pod/box\n", files)
+    assert machine.usable_cores() == 3
+    assert machine.available_memory() == GIB
+
+
+def test_the_first_version_of_cgroups(cgroups):
+    files = {
+        "cpu/docker/box/cpu.cfs_quota_us": "400000",
+        "cpu/docker/box/cpu.cfs_period_us": "100000",
+        "cpu/cpu.cfs_quota_us": "-1",
+        "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": str(6 * GIB),
+        "memory/memory.usage_in_bytes": str(GIB),
+    }
+    cgroups("5:memory:/docker/not-mounted-here\n4:cpu,cpuacct:/docker/box\n0::/\n", files)
+    assert machine.usable_cores() == 4
+    assert machine.available_memory() == 5 * GIB
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(None, "2"), ("1", "1")])
+def test_pytorch_computes_with_the_cores_there_are_unless_told(asked, threads):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    code = (
+        "import torch; from paged_backend import machine; machine.usable_cores = lambda: 5;"
+        " machine.use_cores(2); print(torch.get_num_threads())"
+    )
+    asked_for = {"OMP_NUM_THREADS": asked} if asked else {}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment | asked_for, capture_output=True, text=True)
+    assert ran.stdout.strip() == threads, ran.stderr
+
+
+def test_threads_that_computed_for_another_one_end():
+    code = """
+import os, torch
+from paged_backend.utils.machine import release_threads
+def count(): return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+before = count()
+torch.ones(1 << 20).sum()
+computing = count()
+release_threads()
+print(before, computing, count(), torch.ones(1 << 20).sum().item())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    before, computing, after, total = ran.stdout.split()
+    assert int(computing) == int(before) + 1, ran.stderr
+    assert after == before
+    assert float(total) == 1 << 20
+
+
+def test_a_thread_that_computes_alone_gets_no_team_and_the_others_keep_theirs():
+    code = """
+import os, threading, torch
+from paged_backend.utils.machine import compute_alone
+torch.set_num_threads(2)
+def copy():
+    compute_alone()
+    before = len(os.listdir("/proc/self/task"))
+    torch.ones(1 << 20).sum()
+    print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    pass  # it has ended for Python, and not yet for the system
+before = len(os.listdir("/proc/self/task"))
+torch.ones(1 << 20).sum()
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.split() == ["0", "1", "1", "2"], ran.stderr

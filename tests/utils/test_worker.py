@@ -1,0 +1,37 @@
+"""Calls beside the threads that must not wait."""
+
+import subprocess
+import sys
+from queue import SimpleQueue
+from threading import Event
+
+from paged_backend.utils.worker import Worker
+from tests.support.in_process import WAIT
+
+
+def test_calls_are_made_in_order_and_one_that_fails_ends_none_after_it():
+    done, worker = SimpleQueue(), Worker("beside")
+    for number in range(3):
+        worker.submit(done.put, number)
+        worker.submit(lambda: 1 / 0)
+    assert [done.get(timeout=WAIT) for _ in range(3)] == [0, 1, 2]
+    worker.stop(WAIT)
+
+
+def test_what_waits_when_it_is_stopped_is_dropped():
+    begun, go_on, done, worker = Event(), Event(), SimpleQueue(), Worker("beside")
+    worker.submit(lambda: (begun.set(), go_on.wait(WAIT)))
+    worker.submit(done.put, 1)
+    assert begun.wait(WAIT)
+    worker.stop(0)
+    go_on.set()
+    worker.stop(WAIT)
+    assert done.empty()
+
+
+def test_a_call_without_end_does_not_keep_the_process():
+    code = (
+        "from threading import Event; from paged_backend.utils.worker import Worker; begun = Event();"
+        " worker = Worker('beside'); worker.submit(lambda: (begun.set(), Event().wait())); begun.wait(); worker.stop(0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT, check=False).returncode == 0
