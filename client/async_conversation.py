@@ -9,7 +9,7 @@ from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from client.conversation import GONE, POLL, ConversationBase
+from client.conversation import RETRY_INTERVAL, SESSION_NOT_FOUND, ConversationBase
 from client.types import Completion, PagedError
 from client.wire import Fields, Message, Prompt, Values
 
@@ -23,14 +23,14 @@ class AsyncConversation(ConversationBase):
     def __init__(self, client: AsyncClient, sampling: Mapping[str, Any]) -> None:
         super().__init__(sampling)
         self._client = copy(client)
-        self._client._transport = _Patient(client._transport, self._again)
+        self._client._transport = _Patient(client._transport, self._should_retry)
 
     async def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
         """The whole answer to the next turn. Arguments and errors are those of `AsyncClient.generate`."""
         turn = self._turn(sampling)
-        with self._awaiting():
+        with self._track_turn():
             return await self._client.generate(prompt, messages=messages, **turn)
 
     def stream(
@@ -47,7 +47,7 @@ class AsyncConversation(ConversationBase):
             try:
                 await self._client.generate("", **end)
             except PagedError as error:
-                if GONE not in error.message:  # it has expired
+                if SESSION_NOT_FOUND not in error.message:  # it has expired
                     raise
 
     async def __aenter__(self) -> AsyncConversation:
@@ -70,16 +70,16 @@ class _Patient:
         self.must_stream = transport.must_stream
         self.close = transport.close
         self._transport = transport
-        self._again = again
+        self._should_retry = again
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> AsyncResponses:
-        return _PatientResponses(lambda: self._transport.open(values, request_id, timeout), self._again)
+        return _PatientResponses(lambda: self._transport.open(values, request_id, timeout), self._should_retry)
 
 
 class _PatientResponses:
     def __init__(self, ask: Callable[[], AsyncResponses], again: Callable[[PagedError], bool]) -> None:
         self._ask = ask
-        self._again = again
+        self._should_retry = again
         self._responses = ask()
         self._cancelled = False
 
@@ -88,9 +88,9 @@ class _PatientResponses:
             try:
                 return await self._responses.next()
             except PagedError as error:
-                if not self._again(error):
+                if not self._should_retry(error):
                     raise
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(RETRY_INTERVAL)
             if not self._cancelled:
                 self._responses.cancel()
                 self._responses = self._ask()

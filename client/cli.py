@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from client.session import Session, UsageError, read_standard_input
+from client.session import TerminalSession, UsageError, read_stdin
 from client.sync_client import DEFAULT_URLS, Client
 from client.types import PagedError
 from client.wire import check_timeout
@@ -365,7 +365,7 @@ def perf_analyzer(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     session = _session(args)
-    prompt = read_standard_input() if args.prompt in (None, "-") else args.prompt
+    prompt = read_stdin() if args.prompt in (None, "-") else args.prompt
     session.generate(prompt, whole=args.no_stream)
     return 0
 
@@ -378,7 +378,7 @@ def chat(args: argparse.Namespace) -> int:
 
         session.chat(history)
     else:
-        session.chat_once(history, read_standard_input())
+        session.chat_once(history, read_stdin())
     return 0
 
 
@@ -419,9 +419,9 @@ def pool_map(args: argparse.Namespace) -> int:
     )
 
 
-def _session(args: argparse.Namespace) -> Session:
+def _session(args: argparse.Namespace) -> TerminalSession:
     sampling = sampling_of(args)
-    return Session(_client(args), sampling, timeout=args.timeout, stats=args.stats)
+    return TerminalSession(_client(args), sampling, timeout=args.timeout, stats=args.stats)
 
 
 def _client(args: argparse.Namespace) -> Client:

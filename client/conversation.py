@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from client.sync_client import Client, Stream
 
 Answer = TypeVar("Answer")
-PATIENCE, POLL = 10.0, 0.02  # seconds
-BUSY, GONE = "its last turn is not answered yet", "no such session"  # in the server's words
+PATIENCE, RETRY_INTERVAL = 10.0, 0.02  # seconds
+BUSY, SESSION_NOT_FOUND = "its last turn is not answered yet", "no such session"  # in the server's words
 
 
 class ConversationBase:
@@ -47,7 +47,7 @@ class ConversationBase:
         }
 
     @contextmanager
-    def _awaiting(self) -> Iterator[None]:
+    def _track_turn(self) -> Iterator[None]:
         """Around a turn without a stream, which may be broken off by a time limit or with its task."""
         try:
             yield
@@ -64,7 +64,7 @@ class ConversationBase:
         self._begun = False
         return {name: turn[name] for name in ("sequence_id", "cache_salt") if name in turn} | {"sequence_end": True}
 
-    def _again(self, error: PagedError) -> bool:
+    def _should_retry(self, error: PagedError) -> bool:
         """Whether the server has not seen yet that the last turn was cancelled, and is to be asked again."""
         return self._cancelled and BUSY in error.message and time.monotonic() < self._deadline
 
@@ -84,7 +84,7 @@ class Conversation(ConversationBase):
     ) -> Completion:
         """The whole answer to the next turn. Arguments and errors are those of `Client.generate`."""
         turn = self._turn(sampling)
-        with self._awaiting():
+        with self._track_turn():
             return self._patiently(lambda: self._client.generate(prompt, messages=messages, **turn))
 
     def stream(
@@ -109,7 +109,7 @@ class Conversation(ConversationBase):
             try:
                 self._patiently(lambda: self._client.generate("", **end))
             except PagedError as error:
-                if GONE not in error.message:  # it has expired
+                if SESSION_NOT_FOUND not in error.message:  # it has expired
                     raise
 
     def _patiently(self, ask: Callable[[], Answer]) -> Answer:
@@ -117,9 +117,9 @@ class Conversation(ConversationBase):
             try:
                 return ask()
             except PagedError as error:
-                if not self._again(error):
+                if not self._should_retry(error):
                     raise
-            time.sleep(POLL)
+            time.sleep(RETRY_INTERVAL)
 
     def __enter__(self) -> Conversation:
         return self

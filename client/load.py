@@ -27,7 +27,7 @@ CALLS = 4  # gRPC calls, each with a reader thread; one carries about 12,000 res
 
 
 @dataclass
-class Answer:
+class ResponseTimes:
     """Times of one request, by time.perf_counter()."""
 
     sent: float
@@ -75,7 +75,7 @@ class _Load:
 
     def __init__(self, url: str, model: str, asks: Sequence[Any], request: Request):
         self._requests = [request(model, ask, str(index)) for index, ask in enumerate(asks)]
-        self.answers = [Answer(0.0) for _ in asks]
+        self.answers = [ResponseTimes(0.0) for _ in asks]
         self._channels = [
             # Calls of one channel would share a connection, and a channel with equal options, too.
             grpc.insecure_channel(url, (*grpc_wire.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
@@ -124,7 +124,7 @@ class _Load:
         self._error = self._error or error
         self._done.set()
 
-    def wait(self) -> list[Answer]:
+    def wait(self) -> list[ResponseTimes]:
         """Raises PagedError, or what else ended a call."""
         self._done.wait()
         if self._error:
@@ -151,7 +151,7 @@ def _load(url: str, model: str, asks: Sequence[Any], request: Request) -> Iterat
 
 def closed_loop(
     url: str, model: str, asks: Sequence[Any], concurrency: int, request: Request = grpc_wire.infer_request
-) -> list[Answer]:
+) -> list[ResponseTimes]:
     """Send every request, `concurrency` of them open at any time. `request` makes one for the wire of each of `asks`,
     by default of Values. Raises PagedError where one fails."""
     with _load(url, model, asks, request) as load:
@@ -159,7 +159,7 @@ def closed_loop(
         return load.wait()
 
 
-def open_loop(url: str, model: str, asks: Sequence[Values], arrivals: Sequence[float]) -> list[Answer]:
+def open_loop(url: str, model: str, asks: Sequence[Values], arrivals: Sequence[float]) -> list[ResponseTimes]:
     """Send every request at its time, in seconds. Raises PagedError where one fails."""
     assert len(arrivals) == len(asks)
     with _load(url, model, asks, grpc_wire.infer_request) as load:

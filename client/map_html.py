@@ -13,10 +13,10 @@ from client.map_view import (
     Recording,
     colour_of,
     columns_for,
-    counted,
-    moment,
+    count_label,
+    time_label,
     title,
-    utilised,
+    utilisation_label,
 )
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 180, 44, 24  # of the curve, in pixels, and what its axes take of that
@@ -35,9 +35,10 @@ def page(recording: Recording, subtitle: str) -> str:
     values = {
         "TITLE": escape(f"Key/value pool: {title(pool)}"),
         "SUBTITLE": escape(
-            f"{pool.running} requests running, {pool.waiting} waiting; {utilised(pool)}; since the server started"
+            f"{pool.running} requests running, {pool.waiting} waiting; {utilisation_label(pool)};"
+            f" since the server started"
             f" {pool.cached_tokens_hit:,} prompt tokens were found in the cache and {pool.preemptions:,} requests sent"
-            f" back to the queue ({subtitle}, {moment(pool)})"
+            f" back to the queue ({subtitle}, {time_label(pool)})"
         ),
         "LEGEND": "".join(_legend_entry(recording, number) for number in range(len(KINDS))),
         "CURVE": _curve(recording) if len(recording.points) > 1 else "",
@@ -59,7 +60,7 @@ def _legend_entry(recording: Recording, number: int) -> str:
         f"{state if state in SHARED_COLOURS else ''}</i>"
         for state in kind.states
     )
-    return f"<li>{swatches} <b>{escape(counted(kind, recording.latest))}</b>: {escape(kind.meaning)}</li>"
+    return f"<li>{swatches} <b>{escape(count_label(kind, recording.latest))}</b>: {escape(kind.meaning)}</li>"
 
 
 def _curve(recording: Recording) -> str:

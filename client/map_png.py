@@ -14,10 +14,10 @@ from client.map_view import (
     Recording,
     colour_of,
     columns_for,
-    counted,
-    moment,
+    count_label,
+    time_label,
     title,
-    utilised,
+    utilisation_label,
 )
 
 WIDTH, MARGIN, LARGEST_CELL, CURVE = 10.0, 0.7, 0.3, 1.9
@@ -44,9 +44,9 @@ def draw(recording: Recording, file: Path, subtitle: str) -> None:
     def write(text: str, from_top: float, **style: Any) -> None:
         figure.text(MARGIN / WIDTH, 1 - from_top / height, text, va="top", **style)
 
-    requests = f"{pool.running} requests running, {pool.waiting} waiting; {utilised(pool)}"
+    requests = f"{pool.running} requests running, {pool.waiting} waiting; {utilisation_label(pool)}"
     write(f"Key/value pool: {title(pool)}", 0.15, fontsize=13, weight="bold")
-    write(f"{requests}  ({subtitle}, {moment(pool)})", 0.45, fontsize=9, color=_GREY, parse_math=False)
+    write(f"{requests}  ({subtitle}, {time_label(pool)})", 0.45, fontsize=9, color=_GREY, parse_math=False)
     _grid(place(MARGIN, top, columns * cell, rows * cell), recording, columns, cell)
     _legend(place(MARGIN, top + rows * cell + 0.1, room, legend - 0.1), recording)
     if curve:
@@ -99,7 +99,7 @@ def _legend(axes: Any, recording: Recording) -> None:
                 colour = "black" if state in "23456" else "white"
                 axes.text(left + 0.08, top + 0.12, state, fontsize=6.5, ha="center", va="center", color=colour)
             left += 0.18
-        text = f"{counted(kind, recording.latest)}: {kind.meaning}"
+        text = f"{count_label(kind, recording.latest)}: {kind.meaning}"
         axes.text(left + 0.04, top + 0.12, text, fontsize=8.5, va="center")
 
 

@@ -18,11 +18,11 @@ from client.map_view import (
     SHARED,
     SHARED_ANSI,
     Recording,
-    counted,
+    count_label,
     kind_of,
     percent,
     title,
-    utilised,
+    utilisation_label,
 )
 from client.types import PoolMap
 
@@ -66,10 +66,10 @@ def _compose(recording: Recording, width: int, height: int, style: Style, blocks
 
 
 def _head(pool: PoolMap, blocks: int) -> list[str]:
-    counts = [counted(kind, pool) for kind in KINDS]
+    counts = [count_label(kind, pool) for kind in KINDS]
     requests = f"{pool.running} running, {pool.waiting} waiting"
     each = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
-    return [title(pool), *counts, requests, utilised(pool), *each]
+    return [title(pool), *counts, requests, utilisation_label(pool), *each]
 
 
 def _legend(style: Style, blocks: int) -> list[Line]:

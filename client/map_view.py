@@ -48,7 +48,7 @@ def colour_of(state: str) -> str:
     return SHARED_COLOURS.get(state) or kind_of(state).colour
 
 
-def counted(kind: Kind, pool: PoolMap) -> str:
+def count_label(kind: Kind, pool: PoolMap) -> str:
     """ "12 cached (4.7%)" """
     count = kind.count(pool.states)
     return f"{count:,} {kind.name} ({percent(count / pool.num_blocks)})"
@@ -58,11 +58,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def moment(pool: PoolMap) -> str:
+def time_label(pool: PoolMap) -> str:
     return datetime.fromtimestamp(pool.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def utilised(pool: PoolMap) -> str:
+def utilisation_label(pool: PoolMap) -> str:
     return "no slots held" if pool.utilisation is None else f"{percent(pool.utilisation)} of the slots held are filled"
 
 

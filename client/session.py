@@ -39,7 +39,7 @@ class Timing:
         )
 
 
-class Session:
+class TerminalSession:
     """A server, and what every request of one command line has in common.
 
     Args:
@@ -148,7 +148,7 @@ def _read_line() -> str | None:
         return None
 
 
-def read_standard_input() -> str:
+def read_stdin() -> str:
     """All of standard input but the line end that closes it, which `echo` adds unasked."""
     try:
         return sys.stdin.read().removesuffix("\n")

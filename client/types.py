@@ -30,7 +30,7 @@ Logprobs = tuple[TokenLogprob, ...]  # of a generated token, then of the likelie
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTold:
+class PromptInfo:
     """What is told of a prompt's tokens: with the first piece of an answer, and with its first sample as a whole."""
 
     prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
@@ -43,7 +43,7 @@ class PromptTold:
 
 
 @dataclass(frozen=True)
-class Delta(PromptTold):
+class Delta(PromptInfo):
     """One streamed piece of one sample. A piece may hold several tokens, or none that are printable yet."""
 
     text: str
@@ -59,7 +59,7 @@ class Delta(PromptTold):
 
 
 @dataclass(frozen=True)
-class Completion(PromptTold):
+class Completion(PromptInfo):
     """A whole answer. `finish_reason` is "stop", "length", "timeout", or "cancelled" where the caller ended it."""
 
     text: str

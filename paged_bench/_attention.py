@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from paged_kernels.cascade import gain
+from paged_kernels.cascade import read_ratio
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as in_pytorch
 from paged_kernels.layer_cache import LayerCache, dequantize
@@ -26,7 +26,7 @@ from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 from torch import Tensor
 
-from paged_backend.execution.batch import Stage, shared_prefixes
+from paged_backend.execution.batch import DeviceUpload, shared_prefixes
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._race import Call, rotations
 
@@ -34,7 +34,7 @@ OURS = "paged"
 CHECKED = 64  # queries of a sequence whose output is held against fp32, evenly spread
 
 
-class Missing(Exception):
+class Unavailable(Exception):
     """Why a contestant does not compute a cell."""
 
 
@@ -103,7 +103,7 @@ def _short(dtype: torch.dtype) -> str:
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-class Prepared:
+class AttentionInputs:
     """A cell's inputs, as often as it takes to be out of the caches, in blocks that lie anywhere."""
 
     def __init__(self, cell: Cell, device: torch.device, most_bytes: int):
@@ -160,7 +160,7 @@ class Prepared:
             block_size=cell.block_size,
             group=cell.heads // cell.kv_heads,
         )
-        return replace(paging, shared=Stage(self.device)(shared)) if shared else paging
+        return replace(paging, shared=DeviceUpload(self.device)(shared)) if shared else paging
 
     def gathered(self, rotation: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values as [batch, kv_heads, width * block_size, head_dim], of the query's type or this one."""
@@ -198,7 +198,7 @@ def _gather(cache: LayerCache, table: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return found[0], found[1]
 
 
-def error(prepared: Prepared, output: Tensor) -> float:
+def error(prepared: AttentionInputs, output: Tensor) -> float:
     """Relative error (root mean square) against attention in fp32, over a few of the sequences and of their queries."""
     cell = prepared.cell
     sequences = sorted({0, cell.batch // 2, cell.batch - 1})
@@ -208,7 +208,7 @@ def error(prepared: Prepared, output: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
-def _in_fp32(prepared: Prepared, sequence: int, rows: Tensor) -> Tensor:  # [rows, heads, head_dim]
+def _in_fp32(prepared: AttentionInputs, sequence: int, rows: Tensor) -> Tensor:  # [rows, heads, head_dim]
     cell = prepared.cell
     context = cell.contexts[sequence]
     keys, values = _gather(prepared.cache, prepared.tables[0, sequence : sequence + 1], torch.float32)
@@ -221,44 +221,44 @@ def _in_fp32(prepared: Prepared, sequence: int, rows: Tensor) -> Tensor:  # [row
 # --- who computes it -------------------------------------------------------------------------------------------------
 
 
-def paged(prepared: Prepared) -> Call:
+def paged(prepared: AttentionInputs) -> Call:
     """Our kernel, on a GPU or a CPU. What one step's layers share is prepared by the first call, as in the engine."""
     return _paged(prepared, [prepared.sharing(index) for index in range(prepared.count)])
 
 
-def paged_by_each(prepared: Prepared) -> Call:
+def paged_by_each(prepared: AttentionInputs) -> Call:
     """Our kernel, where every sequence reads the prefix that all share."""
     return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)])
 
 
-def paged_wide(prepared: Prepared) -> Call:
+def paged_wide(prepared: AttentionInputs) -> Call:
     """Our kernel over a pool of the query's type, in place of one of one byte an element."""
     cell = prepared.cell
-    wide = Prepared(replace(cell, pool=cell.dtype), prepared.device, 0)
+    wide = AttentionInputs(replace(cell, pool=cell.dtype), prepared.device, 0)
     return _paged(wide, [wide.paging(index) for index in range(wide.count)])
 
 
-def paged_by(prepared: Prepared, attend: Callable[..., Tensor]) -> Call:
+def paged_by(prepared: AttentionInputs, attend: Callable[..., Tensor]) -> Call:
     """Another implementation of ours."""
     return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)], attend)
 
 
-def _paged(prepared: Prepared, pagings: list[Paging], attend: Callable[..., Tensor] = paged_attention) -> Call:
+def _paged(prepared: AttentionInputs, pagings: list[Paging], attend: Callable[..., Tensor] = paged_attention) -> Call:
     return lambda index: attend(prepared.query, prepared.cache, pagings[index % len(pagings)], scale=prepared.scale)
 
 
-def sdpa(prepared: Prepared) -> Call:
+def sdpa(prepared: AttentionInputs) -> Call:
     """On contiguous keys and values: what it would cost without pages."""
     cell = prepared.cell
     if cell.pool != cell.dtype:
-        raise Missing("keys and values of one byte")
+        raise Unavailable("keys and values of one byte")
     kept = [
         tuple(one[:, :, : cell.context].contiguous() for one in prepared.gathered(i)) for i in range(prepared.count)
     ]
     return lambda index: prepared.rows(_attend(prepared, *kept[index]))
 
 
-def gather_sdpa(prepared: Prepared) -> Call:
+def gather_sdpa(prepared: AttentionInputs) -> Call:
     """The pages are copied together first."""
 
     def call(index: int) -> Tensor:
@@ -268,7 +268,7 @@ def gather_sdpa(prepared: Prepared) -> Call:
     return call
 
 
-def _attend(prepared: Prepared, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(prepared: AttentionInputs, keys: Tensor, values: Tensor) -> Tensor:
     """A decode step's group of heads as rows, which reads each key once."""
     cell, query = prepared.cell, prepared.batched_query
     if cell.query > 1:
@@ -281,13 +281,13 @@ def _attend(prepared: Prepared, keys: Tensor, values: Tensor) -> Tensor:
     return out.reshape(query.shape)
 
 
-def flex(prepared: Prepared) -> Call:
+def flex(prepared: AttentionInputs) -> Call:
     """flex_attention, compiled, on contiguous keys and values with a block mask of the lengths."""
     cell = prepared.cell
     if prepared.device.type != "cuda":
-        raise Missing("no GPU")
+        raise Unavailable("no GPU")
     if cell.pool != cell.dtype:
-        raise Missing("keys and values of one byte")
+        raise Unavailable("keys and values of one byte")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     lens, query = prepared.lens, cell.query
@@ -305,11 +305,11 @@ def flex(prepared: Prepared) -> Call:
     )
 
 
-def flashinfer(prepared: Prepared) -> Call:
+def flashinfer(prepared: AttentionInputs) -> Call:
     """Its paged wrappers on our own pool: [num_blocks, kv_heads, block_size, head_dim] is its HND. Planned once."""
     module, cell = _installed("flashinfer"), prepared.cell
     if cell.pool != cell.dtype:
-        raise Missing("a scale for each token and head")
+        raise Unavailable("a scale for each token and head")
     size = cell.block_size
     pages = [-(-one // size) for one in cell.contexts]
     indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device=prepared.device)
@@ -333,12 +333,12 @@ def flashinfer(prepared: Prepared) -> Call:
     return lambda index: wrappers[index].run(prepared.query, pool)
 
 
-def vllm(prepared: Prepared) -> Call:
+def vllm(prepared: AttentionInputs) -> Call:
     """Its Triton kernel, on a pool in its own order: [num_blocks, block_size, kv_heads, head_dim]."""
     _installed("vllm")
     cell = prepared.cell
     if cell.pool != cell.dtype:
-        raise Missing("a scale for each token and head")
+        raise Unavailable("a scale for each token and head")
     for place in ("vllm.v1.attention.ops", "vllm.attention.ops"):  # it has moved
         try:
             attend = import_module(f"{place}.triton_unified_attention").unified_attention
@@ -346,7 +346,7 @@ def vllm(prepared: Prepared) -> Call:
         except ImportError:
             continue
     else:
-        raise Missing("this vllm has no unified_attention")
+        raise Unavailable("this vllm has no unified_attention")
     keys, values = (one.transpose(1, 2).contiguous() for one in (prepared.cache.keys, prepared.cache.values))
     out = torch.empty_like(prepared.query)
 
@@ -366,10 +366,10 @@ def _installed(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise Missing("not installed") from None
+        raise Unavailable("not installed") from None
 
 
-def _lower() -> dict[str, Callable[[Prepared], Call]]:
+def _lower() -> dict[str, Callable[[AttentionInputs], Call]]:
     """What would serve on this CPU if it had fewer instructions, and what if nothing was compiled."""
     if not native.levels():
         return {}  # it serves
@@ -379,11 +379,11 @@ def _lower() -> dict[str, Callable[[Prepared], Call]]:
     return {f"paged, {name}": partial(paged_by, attend=one) for name, one in every.items()}
 
 
-WIDE, BY_EACH = "paged, pool as the query", "paged, prefix read by each"
-CONTESTANTS: dict[str, Callable[[Prepared], Call]] = {
+UNQUANTIZED, NO_SHARED_PREFIX = "paged, pool as the query", "paged, prefix read by each"
+CONTESTANTS: dict[str, Callable[[AttentionInputs], Call]] = {
     OURS: paged,
-    WIDE: paged_wide,
-    BY_EACH: paged_by_each,
+    UNQUANTIZED: paged_wide,
+    NO_SHARED_PREFIX: paged_by_each,
     "SDPA, contiguous": sdpa,
     "gather + SDPA": gather_sdpa,
     "flex_attention, contiguous": flex,
@@ -392,11 +392,11 @@ CONTESTANTS: dict[str, Callable[[Prepared], Call]] = {
 }
 
 
-def contestants(cell: Cell, device: torch.device) -> dict[str, Callable[[Prepared], Call]]:
+def contestants(cell: Cell, device: torch.device) -> dict[str, Callable[[AttentionInputs], Call]]:
     """Who computes such a cell; where it has a pool of one byte, or a shared prefix, ourselves without, too; on a CPU
     ourselves with fewer instructions."""
-    absent = {WIDE} if cell.pool == cell.dtype else set()
-    absent |= set() if cell.shared else {BY_EACH}
+    absent = {UNQUANTIZED} if cell.pool == cell.dtype else set()
+    absent |= set() if cell.shared else {NO_SHARED_PREFIX}
     lower = _lower() if device.type == "cpu" else {}
     return {who: make for who, make in (CONTESTANTS | lower).items() if who not in absent}
 
@@ -407,7 +407,7 @@ def targets(cell: Cell) -> dict[str, float]:
     if cell.kind == "decode" and cell.batch == 1 and cell.context >= 32768:
         aimed["vLLM"] = 1.15
     if cell.kind == "decode" and cell.pool != cell.dtype:
-        aimed[WIDE] = 1.8
+        aimed[UNQUANTIZED] = 1.8
     if cell.shared:
-        aimed[BY_EACH] = 0.7 * gain(cell.batch, cell.shared, cell.context - cell.shared)
+        aimed[NO_SHARED_PREFIX] = 0.7 * read_ratio(cell.batch, cell.shared, cell.context - cell.shared)
     return aimed

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from client.load import Answer
+from client.load import ResponseTimes
 
 
-def closed_loop(port: int, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
+def closed_loop(port: int, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[ResponseTimes]:
     """POST every body, `concurrency` of them open at any time, each over a connection of its own that stays open.
     Raises RuntimeError where an answer is not 200."""
     return asyncio.run(_closed_loop(port, [_request(path, one) for one in bodies], concurrency))
@@ -24,13 +24,13 @@ def _request(path: str, body: Mapping[str, Any]) -> bytes:
     return f"{head}\r\n\r\n".encode() + data
 
 
-async def _closed_loop(port: int, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
+async def _closed_loop(port: int, requests: Sequence[bytes], concurrency: int) -> list[ResponseTimes]:
     left = iter(requests)
     found = await asyncio.gather(*(_ask_in_turn(port, left) for _ in range(min(concurrency, len(requests)))))
     return [answer for answers in found for answer in answers]
 
 
-async def _ask_in_turn(port: int, left: Iterator[bytes]) -> list[Answer]:
+async def _ask_in_turn(port: int, left: Iterator[bytes]) -> list[ResponseTimes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         return [await _ask(request, reader, writer) for request in left]
@@ -38,8 +38,8 @@ async def _ask_in_turn(port: int, left: Iterator[bytes]) -> list[Answer]:
         writer.close()
 
 
-async def _ask(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
-    answer = Answer(time.perf_counter())
+async def _ask(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ResponseTimes:
+    answer = ResponseTimes(time.perf_counter())
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if b" 200 " not in head[:20]:
@@ -52,7 +52,7 @@ async def _ask(request: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
     return answer
 
 
-async def _read_events(reader: asyncio.StreamReader, answer: Answer) -> None:
+async def _read_events(reader: asyncio.StreamReader, answer: ResponseTimes) -> None:
     """The gateway sends each as a chunk. The last one, which says that there are no more, is not stamped."""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         event = await reader.readexactly(size + 2)

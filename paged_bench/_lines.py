@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from paged_kernels import ops
 from paged_kernels.block_pair import BlockPair
-from paged_kernels.draws import Draws, Filters
+from paged_kernels.draws import SamplingFilters, SamplingMetadata
 from paged_kernels.layer_cache import LayerCache
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
@@ -71,12 +71,12 @@ def filtered(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Cal
     def full(value: float, kind: torch.dtype) -> torch.Tensor:
         return torch.full((rows,), value, dtype=kind, device=device)
 
-    filters = Filters(full(50, torch.int32), full(0.9, torch.float32), full(math.inf, torch.float32))
+    filters = SamplingFilters(full(50, torch.int32), full(0.9, torch.float32), full(math.inf, torch.float32))
     whole = torch.arange(rows, device=device)
-    return _sampling(device, tokens, Draws(full(1.25, torch.float32), whole, whole, filters))
+    return _sampling(device, tokens, SamplingMetadata(full(1.25, torch.float32), whole, whole, filters))
 
 
-def _sampling(device: torch.device, tokens: int, draws: Draws | None) -> tuple[Call, int, int]:
+def _sampling(device: torch.device, tokens: int, draws: SamplingMetadata | None) -> tuple[Call, int, int]:
     nbytes = 4 * _rows(tokens) * VOCAB
     count = rotations(nbytes, device)
     logits = _random(count, _rows(tokens), VOCAB, device=device, dtype=torch.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paged_backend.execution.graphs import no_waits
+from paged_backend.execution.graphs import forbid_synchronization
 
 Call = Callable[[int], object]  # the kernel, on the inputs of this rotation
 
@@ -53,7 +53,7 @@ def _captured(call: Call, count: int) -> Callable[[], object]:
     with torch.cuda.stream(stream):  # what compiles or allocates at its first call does so here
         for index in range(count):
             call(index)
-        with no_waits():
+        with forbid_synchronization():
             call(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -125,7 +125,7 @@ def ratio(
     return Record(name, statistics.median(paired), "x", target, limit, spread)
 
 
-def added(
+def added_latency(
     name: str, times: Mapping[str, Sequence[Sequence[float]]], own: str, target: float | None = None
 ) -> list[Record]:
     """What each contestant's median takes, and what that is more than `own`'s of the same round. times: the seconds of

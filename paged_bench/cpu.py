@@ -56,7 +56,7 @@ from paged_bench._step_profile import decode_step
 from paged_bench._workload import Contestant, Job, Run, model_options, workload
 from paged_bench.engine import OURS, latencies, run_paged
 from paged_bench.kernels import machine
-from paged_bench.server import compare, texts_of
+from paged_bench.server import compare, text_workload
 
 PEERS = {  # as --peers names them, and the contestants that each of them brings
     "vllm": ("vLLM",),
@@ -70,7 +70,7 @@ DECODE = "decode, batch 16, context 512"  # the step that is also taken apart
 LEAST = ("ms", "s")  # units of which less is better
 
 
-class Unsteady(ValueError):
+class NoSteadyStep(ValueError):
     """A run has no moment of the kind that is to be timed."""
 
 
@@ -92,7 +92,7 @@ def step_ms(run: Run, jobs: Sequence[Job]) -> float:
     last = max(run.stamps, key=lambda one: one[0])
     gaps = [later - earlier for earlier, later in pairwise(last) if begun <= earlier and later <= ended]
     if not gaps:
-        raise Unsteady(f"no step in which all {len(run.stamps)} sequences decode")
+        raise NoSteadyStep(f"no step in which all {len(run.stamps)} sequences decode")
     return 1e3 * statistics.median(gaps)
 
 
@@ -138,7 +138,7 @@ def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list
     ]
 
 
-def with_tokens_of(turn: int, jobs: Sequence[Job], vocab_size: int) -> list[Job]:
+def permute_tokens(turn: int, jobs: Sequence[Job], vocab_size: int) -> list[Job]:
     """The same requests in other tokens: what they shared, they share."""
     other = list(range(vocab_size))
     random.Random(turn).shuffle(other)
@@ -146,7 +146,7 @@ def with_tokens_of(turn: int, jobs: Sequence[Job], vocab_size: int) -> list[Job]
 
 
 @dataclass
-class Field:
+class Contestants:
     """Who is there, and why others are not."""
 
     contestants: dict[str, Contestant]
@@ -180,21 +180,21 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def measure(scenario: Scenario, there: Field, vocab_size: int, rounds: int, exact: bool) -> list[Record]:
+def measure(scenario: Scenario, there: Contestants, vocab_size: int, rounds: int, exact: bool) -> list[Record]:
     """Every contestant once a round. exact: outputs must be the same."""
     who = [OURS, *(one for one in scenario.ratios if one in there.contestants)]
     runs: dict[str, list[Run]] = {one: [] for one in who}
     failed: dict[str, str] = {}
 
     def timed(one: str) -> float:
-        jobs = with_tokens_of(len(runs[one]), scenario.jobs, vocab_size)
+        jobs = permute_tokens(len(runs[one]), scenario.jobs, vocab_size)
         if one in failed:
             return math.nan
         try:
             runs[one].append(there.contestants[one](jobs))
             return scenario.figure(runs[one][-1], jobs)
         except Exception as error:
-            if one == OURS and not isinstance(error, Unsteady):
+            if one == OURS and not isinstance(error, NoSteadyStep):
                 raise
             failed[one] = _reason(error)
             return math.nan
@@ -322,9 +322,9 @@ def unpaced(config: EngineConfig, assembly: Assembly) -> Assembly:
     return replace(assembly, scheduler=scheduler)
 
 
-def gather(args: Any, config: EngineConfig, assembly: Assembly, at: ExitStack) -> Field:
+def gather(args: Any, config: EngineConfig, assembly: Assembly, at: ExitStack) -> Contestants:
     """All that --peers asks for and that can be had; those of another environment end with `at`."""
-    there = Field({OURS: partial(run_paged, assembly)})
+    there = Contestants({OURS: partial(run_paged, assembly)})
     asked = [peer for peer in PEERS if peer in args.peers]
     for peer in PEERS.keys() - asked:
         there.leave_out(PEERS[peer], f"not among --peers ({', '.join(asked)})")
@@ -354,7 +354,7 @@ def _tell_ours(config: EngineConfig, assembly: Assembly) -> None:
 def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, quick: bool) -> Iterator[Record]:
     """Parts of our decode step, and what the bytes that it must read take at the bandwidth measured here."""
     try:
-        parts = decode_step(lambda: run_paged(assembly, with_tokens_of(-2, jobs, vocab_size)), len(jobs))
+        parts = decode_step(lambda: run_paged(assembly, permute_tokens(-2, jobs, vocab_size)), len(jobs))
     except ValueError as error:
         yield not_measured(f"{DECODE}: parts", str(error))
     else:
@@ -382,7 +382,7 @@ def through_server(options: Mapping[str, Any], rounds: int) -> Iterator[Record]:
     name, limit, options = "even lengths", 0.95, dict(options) | {"enable_prefix_caching": False}
     assembly = assemble(EngineConfig.from_options(options))
     tokenizer = assembly.loaded.tokenizer
-    work = texts_of(workload("even", 32, len(tokenizer), assembly.limits.max_model_len - 8), tokenizer)
+    work = text_workload(workload("even", 32, len(tokenizer), assembly.limits.max_model_len - 8), tokenizer)
     with TritonServer(options.pop("model"), options) as server:
         yield from compare(f"{name} served", assembly, server, work, rounds, None, limit)
     assembly.close()
@@ -408,7 +408,7 @@ def standing(record: Record) -> float | None:
     return record.target / record.value if record.unit in LEAST else record.value / record.target
 
 
-def verdicts(records: Sequence[Record]) -> Iterator[str]:
+def target_report(records: Sequence[Record]) -> Iterator[str]:
     """A line for each target."""
     for record in records:
         if record.target is None:
@@ -438,7 +438,7 @@ def main(argv: Sequence[str]) -> int:
         records += through_server(options, args.rounds)
         records.append(load_seconds(options["model"], args.rounds))
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
-    print("\n".join(verdicts(records)))
+    print("\n".join(target_report(records)))
     return 0
 
 

@@ -55,7 +55,7 @@ def requests_of(jobs: Sequence[Job], assembly: Assembly) -> list[GenerateRequest
         sampling = SamplingParams(
             max_tokens=job.output, temperature=greedy, n=job.n, beam_width=job.beams, ignore_eos=True
         )
-        made.append(GenerateRequest.admit(key, job.prompt, sampling, key, frozenset(), assembly.limits))
+        made.append(GenerateRequest.from_prompt(key, job.prompt, sampling, key, frozenset(), assembly.limits))
     return made
 
 

@@ -21,9 +21,9 @@ from client import load
 from client.serving.tritonserver import MODEL_NAME, TritonServer, choose_ports
 from client.wire import request_values
 from paged_bench import _http_load
-from paged_bench._report import Record, added, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio
 from paged_bench._workload import NULL, model_names, model_options
-from paged_bench.server import WORDS, Load, cpu_seconds
+from paged_bench.server import WORDS, LoadResult, cpu_seconds
 
 GRPC, GATEWAY = "gRPC", "gateway"
 PATH = "/v1/completions"
@@ -43,7 +43,7 @@ class Contest:
         self.used = 0.0  # seconds of a processor
         self.answers = 0  # or events, of the gateway
 
-    def run(self, who: str, requests: int, streams: int, tokens: int, *, stream: bool) -> Load:
+    def run(self, who: str, requests: int, streams: int, tokens: int, *, stream: bool) -> LoadResult:
         sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         prompts = [f"{index} {PROMPT}" for index in range(requests)]
         if who == GRPC:  # what the gateway asks for
@@ -55,7 +55,7 @@ class Contest:
             answers = _http_load.closed_loop(self._port, PATH, bodies, streams)
             self.used += cpu_seconds([self._pid]) - before
             self.answers += sum(len(one.stamps) for one in answers)
-        return Load.of([one.sent for one in answers], [one.stamps for one in answers], requests * tokens)
+        return LoadResult.of([one.sent for one in answers], [one.stamps for one in answers], requests * tokens)
 
 
 @contextmanager
@@ -84,15 +84,15 @@ def latencies(found: Contest, streams: int, tokens: int, rounds: int) -> list[Re
     firsts = {who: [one.first for one in runs] for who, runs in loads.items()}
     between = {who: [one.between for one in runs] for who, runs in loads.items()}
     return [
-        *added(f"time to first response p50, {streams} streams", firsts, GRPC),
-        *added(f"time between responses p50, {streams} streams", between, GRPC),
+        *added_latency(f"time to first response p50, {streams} streams", firsts, GRPC),
+        *added_latency(f"time between responses p50, {streams} streams", between, GRPC),
     ]
 
 
 def in_turn(
     what: str, found: Contest, rounds: int, *, requests: int, streams: int, tokens: int, stream: bool = True
-) -> dict[str, list[Load]]:
-    loads: dict[str, list[Load]] = {GRPC: [], GATEWAY: []}
+) -> dict[str, list[LoadResult]]:
+    loads: dict[str, list[LoadResult]] = {GRPC: [], GATEWAY: []}
 
     def timed(who: str) -> float:
         loads[who].append(found.run(who, requests, streams, tokens, stream=stream))

@@ -19,10 +19,10 @@ import torch
 
 from paged_bench._attention import (
     OURS,
-    WIDE,
+    UNQUANTIZED,
+    AttentionInputs,
     Cell,
-    Missing,
-    Prepared,
+    Unavailable,
     contestants,
     error,
     targets,
@@ -117,17 +117,17 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
         return [
             not_measured(cell.name, f"{4 * cell.pool_bytes / 2**30:.3g} GiB with all copies, {free / 2**30:.3g} free")
         ], []
-    prepared = Prepared(cell, on.device, free // 8)
+    prepared = AttentionInputs(cell, on.device, free // 8)
     timers: dict[str, Callable[[], float]] = {}
     errors: dict[str, float] = {}
     records: list[Record] = []
     for who, make in contestants(cell, on.device).items():
         try:
             call = make(prepared)
-            if who != WIDE:  # which has keys and values of its own
+            if who != UNQUANTIZED:  # which has keys and values of its own
                 errors[who] = error(prepared, call(0))
             timers[who] = timer(call, prepared.count, on.device)
-        except Missing as missing:
+        except Unavailable as missing:
             records.append(not_measured(f"{cell.name}: {who}", str(missing)))
         except Exception as failed:  # another's trouble must not cost our figures
             if who == OURS:

@@ -25,7 +25,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.rank import ROOT
-from paged_backend.execution.batch import Stage, pack
+from paged_backend.execution.batch import DeviceUpload, pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.loading.model_loader import pick_kv_dtype
 from paged_backend.memory import kv_cache
@@ -76,7 +76,7 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
     sequence = Group.of(request).leader
     sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
     packed = pack(Plan((Chunk(sequence, 0, len(window), draws=()),)), block_size=BLOCK_SIZE)
-    batch = Stage(assembly.device)(packed)
+    batch = DeviceUpload(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)
     return paged_logits(assembly.loaded.model, replace(batch, sample_rows=every), pool).float().log_softmax(-1)
 

@@ -39,7 +39,7 @@ def adapters_of(assembly: Assembly) -> list[Adapter]:
             for name, (inputs, outputs) in lora.shapes.items()
         }
         made.append(Adapter(str(slot), bytes([slot]), lora.rank, factors))
-        lora.put(slot, made[-1])
+        lora.load_slot(slot, made[-1])
     return made
 
 

@@ -270,7 +270,7 @@ def system_prompt(model: str, count: int) -> list[Record]:
             total += len(prompt)
             started = time.perf_counter()
             sampling = SamplingParams(max_tokens=1, temperature=0)
-            request = GenerateRequest.admit(key, prompt, sampling, 0, frozenset(), assembly.limits)
+            request = GenerateRequest.from_prompt(key, prompt, sampling, 0, frozenset(), assembly.limits)
             for _ in serve(assembly, [request]):
                 pass
             first[caching].append(time.perf_counter() - started)

@@ -18,7 +18,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.execution.batch import Stage, pack
+from paged_backend.execution.batch import DeviceUpload, pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
@@ -38,7 +38,9 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
     request = GenerateRequest(0, (0,) * rows, SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group.of(request).leader
     sequence.blocks = list(range(-(-rows // BLOCK_SIZE)))
-    batch = Stage(assembly.device)(pack(Plan((Chunk(sequence, 0, rows, draws=(sequence,)),)), block_size=BLOCK_SIZE))
+    batch = DeviceUpload(assembly.device)(
+        pack(Plan((Chunk(sequence, 0, rows, draws=(sequence,)),)), block_size=BLOCK_SIZE)
+    )
 
     def once() -> float:
         started = time.perf_counter()

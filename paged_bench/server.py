@@ -63,7 +63,7 @@ class AnalyzerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     """What a client saw. Times in seconds."""
 
     tokens: int
@@ -73,7 +73,7 @@ class Load:
     between: list[float]  # responses of a request
 
     @classmethod
-    def of(cls, sent: Sequence[float], stamps: Sequence[Sequence[float]], tokens: int) -> Load:
+    def of(cls, sent: Sequence[float], stamps: Sequence[Sequence[float]], tokens: int) -> LoadResult:
         return cls(
             tokens,
             max(one[-1] for one in stamps) - min(sent),
@@ -91,7 +91,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Work:
+class TextWorkload:
     """The same requests, for an engine and for a server."""
 
     jobs: list[Job]
@@ -118,7 +118,7 @@ class Work:
         return json.dumps({"max_tokens": job.output, "temperature": 0, "ignore_eos": True})
 
 
-def texts_of(jobs: Sequence[Job], tokenizer: Any) -> Work:
+def text_workload(jobs: Sequence[Job], tokenizer: Any) -> TextWorkload:
     """Words in place of random tokens, about as many: a server takes text, and both are to compute the same."""
     rnd = random.Random(0)
     texts, made = [], []
@@ -126,15 +126,15 @@ def texts_of(jobs: Sequence[Job], tokenizer: Any) -> Work:
         ids = tokenizer.encode(" ".join(rnd.choices(WORDS, k=len(job.prompt))), add_special_tokens=False)
         texts.append(tokenizer.decode(ids[: len(job.prompt)]))
         made.append(replace(job, prompt=tokenizer.encode(texts[-1])))
-    return Work(made, texts)
+    return TextWorkload(made, texts)
 
 
-def by_lean_client(server: TritonServer, work: Work, concurrency: int) -> Load:
+def run_lean_client(server: TritonServer, work: TextWorkload, concurrency: int) -> LoadResult:
     answers = load.closed_loop(server.grpc_url, MODEL_NAME, work.asks, concurrency)
-    return Load.of([one.sent for one in answers], [one.stamps for one in answers], work.tokens)
+    return LoadResult.of([one.sent for one in answers], [one.stamps for one in answers], work.tokens)
 
 
-def by_perf_analyzer(server: TritonServer, work: Work, *flags: str) -> Load:
+def run_perf_analyzer(server: TritonServer, work: TextWorkload, *flags: str) -> LoadResult:
     """Every request once. With a number of requests it takes one window and asks of it no stability. Raises
     AnalyzerError."""
     found = perf_analyzer()
@@ -157,31 +157,31 @@ def by_perf_analyzer(server: TritonServer, work: Work, *flags: str) -> Load:
     raise AnalyzerError(f"{ATTEMPTS} exports of perf_analyzer ended before their end")
 
 
-def read_export(export: dict[str, Any]) -> Load:
+def read_export(export: dict[str, Any]) -> LoadResult:
     """Its time stamps are nanoseconds. Every request ignores the end of sequence, so that it has all its tokens."""
     (experiment,) = export["experiments"]
     requests = experiment["requests"]
     assert all(request.get("success", True) for request in requests)
     tokens = sum(json.loads(one["request_inputs"]["sampling_parameters"])["max_tokens"] for one in requests)
     stamps = [[when / 1e9 for when in one["response_timestamps"]] for one in requests]
-    return Load.of([one["timestamp"] / 1e9 for one in requests], stamps, tokens)
+    return LoadResult.of([one["timestamp"] / 1e9 for one in requests], stamps, tokens)
 
 
 def compare(
     what: str,
     assembly: Assembly,
     server: TritonServer,
-    work: Work,
+    work: TextWorkload,
     rounds: int,
     target: float | None,
     ratio_target: float,
 ) -> list[Record]:
     """All requests at once, in process and through the server, in turn."""
-    loads: dict[str, list[Load]] = {LEAN: [], ANALYZER: []}
+    loads: dict[str, list[LoadResult]] = {LEAN: [], ANALYZER: []}
     count = len(work.jobs)
-    runs: dict[str, Callable[[], Load]] = {LEAN: lambda: by_lean_client(server, work, count)}
+    runs: dict[str, Callable[[], LoadResult]] = {LEAN: lambda: run_lean_client(server, work, count)}
     if perf_analyzer():
-        runs[ANALYZER] = lambda: by_perf_analyzer(server, work, "--concurrency-range", str(count))
+        runs[ANALYZER] = lambda: run_perf_analyzer(server, work, "--concurrency-range", str(count))
 
     failed = {} if ANALYZER in runs else {ANALYZER: "no perf_analyzer that runs here"}
 
@@ -210,7 +210,9 @@ def compare(
     return records + [not_measured(f"output_throughput {what} ({name})", why) for name, why in failed.items()]
 
 
-def sweep(server: TritonServer, work: Work, concurrencies: Sequence[int], rates: Sequence[float]) -> Iterator[Record]:
+def sweep(
+    server: TritonServer, work: TextWorkload, concurrencies: Sequence[int], rates: Sequence[float]
+) -> Iterator[Record]:
     if perf_analyzer() is None:
         yield not_measured("sweeps", "no perf_analyzer that runs here")
         return
@@ -220,12 +222,12 @@ def sweep(server: TritonServer, work: Work, concurrencies: Sequence[int], rates:
     for name, flags in points:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            yield from by_perf_analyzer(server, work, *flags).records(name)
+            yield from run_perf_analyzer(server, work, *flags).records(name)
         except AnalyzerError as error:
             yield not_measured(f"output_throughput {name}", str(error))
 
 
-def busy(server: TritonServer, run: Callable[[], Load]) -> dict[str, float]:
+def busy(server: TritonServer, run: Callable[[], LoadResult]) -> dict[str, float]:
     """Cores that each process keeps busy while `run` loads the server: whichever comes to its limit is what limits.
     That of the model is about 1, since Python runs one thread at a time."""
     model = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
@@ -257,13 +259,13 @@ def null_model(tokenizer: str, streams: int, tokens: int, rounds: int) -> Iterat
     options = model_options(NULL) | {"tokenizer": tokenizer, "max_num_seqs": streams, "enable_prefix_caching": False}
     options |= {"max_num_batched_tokens": max(2048, streams), "num_gpu_blocks_override": streams * (tokens // 16 + 4)}
     assembly = assemble(EngineConfig.from_options(options))
-    work = texts_of([Job([0] * 16, tokens)] * streams, assembly.loaded.tokenizer)
+    work = text_workload([Job([0] * 16, tokens)] * streams, assembly.loaded.tokenizer)
     with TritonServer(options.pop("model"), options) as server:
-        by_lean_client(server, work, streams)
+        run_lean_client(server, work, streams)
         yield from compare(NULL, assembly, server, work, rounds, 50_000.0, 0.5)
-        clients = {LEAN: partial(by_lean_client, server, work, streams)}
+        clients = {LEAN: partial(run_lean_client, server, work, streams)}
         if perf_analyzer():
-            clients[ANALYZER] = partial(by_perf_analyzer, server, work, "--concurrency-range", str(streams))
+            clients[ANALYZER] = partial(run_perf_analyzer, server, work, "--concurrency-range", str(streams))
         for name, run in clients.items():
             try:
                 shares = busy(server, run)
@@ -290,10 +292,10 @@ def served(args: Any, count: int) -> Iterator[Record]:
     # Each counts what the other holds: the first may take 40% of a GPU's memory, the second up to 80.
     assembly = assemble(EngineConfig.from_options(options | {"gpu_memory_utilization": 0.4}))
     tokenizer, limit = assembly.loaded.tokenizer, assembly.limits.max_model_len - 8
-    work = texts_of(workload(args.workload, count, len(tokenizer), limit), tokenizer)
+    work = text_workload(workload(args.workload, count, len(tokenizer), limit), tokenizer)
     options |= {"gpu_memory_utilization": 0.8}
     with TritonServer(options.pop("model"), options) as server:
-        by_lean_client(server, work, count)  # the first requests find files and libraries cold
+        run_lean_client(server, work, count)  # the first requests find files and libraries cold
         yield from compare(args.workload, assembly, server, work, args.rounds, None, 0.97)
         yield from sweep(server, work, args.concurrency or _up_to(count), args.rate or ([] if args.quick else [0.5, 1]))
 

@@ -58,7 +58,7 @@ def run(
 ) -> tuple[float, list[list[int]]]:
     """Output tokens per second after the prompts, and the tokens."""
     requests = [
-        GenerateRequest.admit(
+        GenerateRequest.from_prompt(
             key, list(one), SamplingParams(max_tokens=output, temperature=0), 0, frozenset(), assembly.limits
         )
         for key, one in enumerate(asked)
@@ -76,7 +76,7 @@ def run(
         ended = time.perf_counter()
     after = assembly.scheduler.stats
     counts.tokens += sum(len(one) - 1 for one in found)
-    counts.guessed += after.guessed_tokens - before.guessed_tokens
+    counts.guessed += after.draft_tokens - before.draft_tokens
     counts.accepted += after.accepted_tokens - before.accepted_tokens
     return decoded / (ended - began), found
 

@@ -22,9 +22,9 @@ from tritonclient.grpc import service_pb2
 from client import grpc_wire, load
 from client.serving.tritonserver import MODEL_NAME, TritonServer
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
-from paged_bench._report import Record, added, alternate, arguments, count, parser, publish
+from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
 from paged_bench._workload import NULL, model_names, model_options
-from paged_bench.server import WORDS, Load
+from paged_bench.server import WORDS, LoadResult
 
 MODELS = (MODEL_NAME, ENSEMBLE, BLS)
 TARGET_MS = 1.0
@@ -56,21 +56,21 @@ def request(model: str, ask: Ask, request_id: str) -> Any:
     return made
 
 
-def run(server: TritonServer, model: str, streams: int, tokens: int) -> Load:
+def run(server: TritonServer, model: str, streams: int, tokens: int) -> LoadResult:
     asks = [Ask(f"{index} {PROMPT}", tokens) for index in range(streams)]
     answers = load.closed_loop(server.grpc_url, model, asks, streams, request)
-    return Load.of([one.sent for one in answers], [one.stamps for one in answers], streams * tokens)
+    return LoadResult.of([one.sent for one in answers], [one.stamps for one in answers], streams * tokens)
 
 
 def measure(server: TritonServer, streams: int, tokens: int, rounds: int) -> list[Record]:
-    loads: dict[str, list[Load]] = {model: [] for model in MODELS}
+    loads: dict[str, list[LoadResult]] = {model: [] for model in MODELS}
 
     def timed(model: str) -> float:
         loads[model].append(run(server, model, streams, tokens))
         return loads[model][-1].tokens / loads[model][-1].seconds
 
     alternate({f"{model}, {streams} streams, tokens/s": partial(timed, model) for model in MODELS}, rounds)
-    figures: dict[str, Callable[[Load], list[float]]] = {
+    figures: dict[str, Callable[[LoadResult], list[float]]] = {
         "time to first response": lambda one: one.first,
         "time between responses": lambda one: one.between,
     }
@@ -78,7 +78,7 @@ def measure(server: TritonServer, streams: int, tokens: int, rounds: int) -> lis
         f"{what} p50, {streams} streams": {model: [of(one) for one in runs] for model, runs in loads.items()}
         for what, of in figures.items()
     }
-    return [record for name, found in times.items() for record in added(name, found, MODEL_NAME, TARGET_MS)]
+    return [record for name, found in times.items() for record in added_latency(name, found, MODEL_NAME, TARGET_MS)]
 
 
 def main(argv: Sequence[str]) -> int:

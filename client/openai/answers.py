@@ -13,12 +13,12 @@ from typing import Any
 from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
 from client.openai.schema import CompletionRequest, GenerateBody
-from client.openai.tool_calls import Arguments, CallBegun, Content, Piece, Reader
+from client.openai.tool_calls import ArgumentsDelta, CallStart, Content, OutputParser, Piece
 from client.openai.tools import ToolUse
-from client.types import Completion, Delta, Logprobs, PromptTold
+from client.types import Completion, Delta, Logprobs, PromptInfo
 
 
-class Answer(ABC):
+class ResponseBuilder(ABC):
     """One request's answer: whole, or as the chunks of a stream, all with the same id."""
 
     prefix: str
@@ -45,13 +45,13 @@ class Answer(ABC):
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
-    def _of_prompt(self, told: PromptTold) -> dict[str, Any]:
+    def _of_prompt(self, told: PromptInfo) -> dict[str, Any]:
         """Of the prompt's tokens, what was asked for. vLLM has it in choices of completions, beside those of chats."""
         fields: dict[str, Any] = {}
         if told.prompt_token_ids is not None:
             fields["prompt_token_ids"] = told.prompt_token_ids
         if self._tells_prompt and told.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [logprobs.by_id(one) for one in told.prompt_logprobs]
+            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in told.prompt_logprobs]
         return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Answer(ABC):
         """Of one prompt, numbered from `start`."""
         return [self._sample(start + index, one) for index, one in enumerate((completion, *completion.others))]
 
-    def _beside(self, told: PromptTold) -> dict[str, Any]:
+    def _beside(self, told: PromptInfo) -> dict[str, Any]:
         """What stands beside the choices."""
         return {}
 
@@ -72,7 +72,7 @@ class Answer(ABC):
     def _piece(self, delta: Delta) -> dict[str, Any] | None: ...
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseBuilder(ResponseBuilder):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, request: CompletionRequest, request_id: str) -> None:
@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
         choices = [one | self._of_prompt(completion) for one in super()._choices(start, completion)]
         if self._echo_logprobs:
-            echoed = logprobs.of_echo(completion)
+            echoed = logprobs.echo_logprobs(completion)
             for choice in choices:
                 choice["logprobs"] = {name: echoed[name] + told for name, told in choice["logprobs"].items()}
         return choices
@@ -94,21 +94,21 @@ class CompletionAnswer(Answer):
         return self._choice(delta.index, delta) | self._of_prompt(delta) if _tells(delta) else None
 
     def _choice(self, index: int, part: Completion | Delta) -> dict[str, Any]:
-        told = None if part.logprobs is None else logprobs.of_completion(part.logprobs, part.text_offsets or ())
+        told = None if part.logprobs is None else logprobs.completion_logprobs(part.logprobs, part.text_offsets or ())
         return _choice(index, part, part.finish_reason, told, text=part.text)
 
 
-class ChatAnswer(Answer):
+class ChatResponseBuilder(ResponseBuilder):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, request_id: str, use: ToolUse) -> None:
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._no_content = None if use.forced else ""
-        self._readers: defaultdict[int, Reader] = defaultdict(use.reader)
+        self._readers: defaultdict[int, OutputParser] = defaultdict(use.reader)
         self._calling: set[int] = set()  # samples that have called a tool
 
-    def _beside(self, told: PromptTold) -> dict[str, Any]:
+    def _beside(self, told: PromptInfo) -> dict[str, Any]:
         return self._of_prompt(told)
 
     def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ChatAnswer(Answer):
         """What a part of a sample adds to its message."""
         reader = self._readers[index]
         pieces = reader.push(part.text) + (reader.finish() if part.finish_reason else [])
-        if any(isinstance(piece, CallBegun) for piece in pieces):
+        if any(isinstance(piece, CallStart) for piece in pieces):
             self._calling.add(index)
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         calls = _calls(pieces)
@@ -142,18 +142,18 @@ class ChatAnswer(Answer):
         return "tool_calls" if called else part.finish_reason
 
     def _logprobs(self, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
-        return None if tokens is None else logprobs.of_chat(tokens, self._top_logprobs)
+        return None if tokens is None else logprobs.chat_logprobs(tokens, self._top_logprobs)
 
 
 def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        if isinstance(piece, CallBegun):
+        if isinstance(piece, CallStart):
             function = {"name": piece.name, "arguments": ""}
             calls[piece.call] = {
                 "index": piece.call, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function
             }  # fmt: skip
-        elif isinstance(piece, Arguments):
+        elif isinstance(piece, ArgumentsDelta):
             call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
             call["function"]["arguments"] += piece.text
     return list(calls.values())

@@ -18,15 +18,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from client.openai import embeddings, keys, metrics, schema, translation
-from client.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from client.openai.asking import Streams, ask
 from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
-from client.openai.concurrency import ClientGone, while_connected
+from client.openai.concurrency import ClientDisconnected, run_while_connected
 from client.openai.errors import ApiError, from_engine, no_such_model
 from client.openai.servers import Servers
 from client.openai.streaming import EventStream
-from client.openai.tool_calls import Format
+from client.openai.tool_calls import ToolCallFormat
 from client.openai.tools import tool_use
 from client.openai.translation import EngineRequest
 from client.types import PagedError
@@ -38,7 +38,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Caps:
+class GatewayLimits:
     """The most that a request may have. Each is an option of `paged openai`, of this name."""
 
     max_open_requests: int  # of all clients; more are not read
@@ -77,8 +77,8 @@ class Settings:
     model: str
     template: ChatTemplate | None
     api_keys: Sequence[str]
-    caps: Caps
-    tool_format: Format
+    limits: GatewayLimits
+    tool_format: ToolCallFormat
     access_log: Callable[[str], object] | None
 
 
@@ -96,28 +96,28 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
-        self._settings.caps.check("max_prompts", "prompt", len(body.prompts), "prompts")
+        self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
         asked = translation.from_completion(body, self._adapter(body))
-        return await self._answer(request, body, asked, CompletionAnswer(body, _request_id(request)))
+        return await self._answer(request, body, asked, CompletionResponseBuilder(body, _request_id(request)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(ChatRequest, await self._read(request))
         settings = self._settings
         use = tool_use(body, settings.tool_format)
         asked = await translation.from_chat(body, self._adapter(body), use, settings.tool_format, settings.template)
-        return await self._answer(request, body, [asked], ChatAnswer(body, _request_id(request), use))
+        return await self._answer(request, body, [asked], ChatResponseBuilder(body, _request_id(request), use))
 
     async def _answer(
-        self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: Answer
+        self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: ResponseBuilder
     ) -> Response:
         if not body.stream:
             work = ask(self._servers, asked, answer.id)
-            completions = await while_connected(request.receive, work)
+            completions = await run_while_connected(request.receive, work)
             self.metrics.count_tokens(request.url.path, completions)
             return JSONResponse(answer.whole(completions), headers={"X-Request-Id": answer.id})
         streams = Streams(self._servers, asked, answer.id, samples=body.n or 1)
         try:
-            first = await while_connected(request.receive, streams.first())
+            first = await run_while_connected(request.receive, streams.first())
         except BaseException:
             streams.cancel()
             raise
@@ -126,9 +126,9 @@ class Gateway:
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
-        self._settings.caps.check("max_inputs", "input", len(body.inputs), "inputs")
+        self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
         work = embeddings.embed_all(self._servers, body, self._adapter(body))
-        found = await while_connected(request.receive, work)
+        found = await run_while_connected(request.receive, work)
         self.metrics.count_embedded(request.url.path, found)
         return JSONResponse(embeddings.answer(body, found))
 
@@ -173,7 +173,7 @@ class Gateway:
     async def check_key(self, request: Request) -> None:
         if not self._settings.api_keys:
             return
-        if not keys.opens(request.headers.get("Authorization", ""), self._settings.api_keys):
+        if not keys.is_authorized(request.headers.get("Authorization", ""), self._settings.api_keys):
             raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
 
     async def _read(self, request: Request) -> bytes:
@@ -182,14 +182,14 @@ class Gateway:
         if encoding.lower() != "identity":
             raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not served; send the JSON as it is")
         self._check_size(int(request.headers.get("Content-Length", 0)))
-        seconds = self._settings.caps.body_timeout
+        seconds = self._settings.limits.body_timeout
         try:
             return await asyncio.wait_for(self._whole(request), seconds)
         except asyncio.TimeoutError:
             message = f"the body has not come within {seconds:g} s, which is the limit ({flag('body_timeout')})"
             raise ApiError(408, message, code="request_timeout") from None
         except ClientDisconnect:
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     async def _whole(self, request: Request) -> bytes:
         body = bytearray()
@@ -199,7 +199,7 @@ class Gateway:
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
-        most = self._settings.caps.max_request_bytes
+        most = self._settings.limits.max_request_bytes
         if size > most:
             message = f"the body has more than {most} bytes, which is the limit ({flag('max_request_bytes')})"
             raise ApiError(413, message, code="request_too_large")
@@ -240,8 +240,8 @@ def create_app(settings: Settings) -> FastAPI:
     gateway = Gateway(settings)
     # Without a description of the interface: OpenAI's is the one that holds.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Places, most=settings.caps.max_open_requests)
-    app.add_middleware(metrics.Watch, metrics=gateway.metrics, log=settings.access_log)
+    app.add_middleware(Places, most=settings.limits.max_open_requests)
+    app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
     v1.add_api_route("/models", gateway.models, methods=READ)
@@ -266,9 +266,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
-    @app.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=metrics.GONE)
+    @app.exception_handler(ClientDisconnected)
+    async def gone(request: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=metrics.CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

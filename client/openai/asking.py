@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from client.openai.concurrency import cancelled, together
+from client.openai.concurrency import cancel_and_wait, gather_or_cancel
 from client.openai.errors import ApiError, from_engine
 from client.openai.servers import Servers, ServerStream
 from client.openai.translation import EngineRequest
@@ -17,7 +17,7 @@ from client.types import Completion, Delta, PagedError
 
 async def ask(servers: Servers, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
     """The whole answers. Raises ApiError where one fails, which cancels the others."""
-    return await together(_one(servers, request, name) for request, name in _named(requests, request_id))
+    return await gather_or_cancel(_one(servers, request, name) for request, name in _named(requests, request_id))
 
 
 async def _one(servers: Servers, request: EngineRequest, name: str) -> Completion:
@@ -89,7 +89,7 @@ class Streams:
                         yield replace(delta, index=index * self._samples + delta.index)
                         waiting[self._next(index)] = index
         finally:
-            await cancelled(*waiting)
+            await cancel_and_wait(*waiting)
 
     def _next(self, index: int) -> asyncio.Task[Delta | None]:
         return asyncio.ensure_future(self._next_of(index))

@@ -72,7 +72,11 @@ class NamedTool(StrictModel):
 
 
 class ChatRequest(GenerateBody):
-    not_served: ClassVar = {"functions": (None, []), "function_call": (None, "none"), "reasoning_effort": (None,)}
+    unsupported_fields: ClassVar = {
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        "reasoning_effort": (None,),
+    }
 
     messages: ListOf[ChatMessage]
     max_completion_tokens: int | None = None

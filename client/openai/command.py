@@ -14,10 +14,10 @@ from types import FrameType
 import uvicorn
 
 from client.openai import keys
-from client.openai.app import Caps, Settings, create_app
+from client.openai.app import GatewayLimits, Settings, create_app
 from client.openai.chat_template import ChatTemplate
 from client.openai.tool_calls import FORMATS
-from client.openai.tools import format_of
+from client.openai.tools import detect_format
 from client.session import UsageError
 from client.sync_client import DEFAULT_URLS
 
@@ -53,10 +53,10 @@ def run(
         known = keys.collect(api_keys, api_key_file, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    form = FORMATS[tool_parser] if tool_parser != "auto" else format_of(template.text if template else None)
-    caps = Caps(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout)
+    form = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
+    limits = GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout)
     try:
-        settings = Settings(urls or (None,), model, template, known, caps, form, _log_line if access_log else None)
+        settings = Settings(urls or (None,), model, template, known, limits, form, _log_line if access_log else None)
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None

@@ -11,21 +11,21 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns. Cancels it and raises ClientGone where the client goes away before. The request's body must
     have been read."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return task.result()
     finally:
-        await cancelled(task, gone)
+        await cancel_and_wait(task, gone)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -33,16 +33,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """What they return, in their order. The first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await cancelled(*tasks)
+        await cancel_and_wait(*tasks)
 
 
-async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what still runs, and wait for its end."""
     for task in tasks:
         task.cancel()

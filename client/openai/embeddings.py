@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from client.openai.concurrency import together
+from client.openai.concurrency import gather_or_cancel
 from client.openai.errors import ApiError, from_engine
-from client.openai.schema import Body, InertFields, ListOf, StrictModel, one_or_many
+from client.openai.schema import Body, IgnoredFields, ListOf, StrictModel, split_inputs
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
@@ -29,7 +29,7 @@ class SamplingFields(StrictModel):
     add_special_tokens: bool | None = None
 
 
-class EmbeddingRequest(SamplingFields, InertFields, Body):
+class EmbeddingRequest(SamplingFields, IgnoredFields, Body):
     input: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -37,7 +37,7 @@ class EmbeddingRequest(SamplingFields, InertFields, Body):
     @property
     def inputs(self) -> list[str | list[int]]:
         """Text or token ids, one for each embedding."""
-        return one_or_many(self.input)
+        return split_inputs(self.input)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def embed_all(client: Servers, request: EmbeddingRequest, adapter: str | N
 
     inputs = request.inputs
     names = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
-    return await together(embed(*one) for one in zip(names, inputs, strict=True))
+    return await gather_or_cancel(embed(*one) for one in zip(names, inputs, strict=True))
 
 
 def _refusal(error: PagedError, name: str, adapter: str | None) -> ApiError:

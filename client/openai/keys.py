@@ -40,7 +40,7 @@ def _some(source: str, keys: Sequence[str]) -> list[str]:
     return found
 
 
-def opens(authorization: str, keys: Sequence[str]) -> bool:
+def is_authorized(authorization: str, keys: Sequence[str]) -> bool:
     """Whether a header brings one of the keys. Takes as long for any other of the same length."""
     kind, _, given = authorization.partition(" ")
     known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]

@@ -10,7 +10,7 @@ from client.types import Completion, Logprobs, TokenLogprob
 HALF = "\ufffd"  # in the text of a token that holds some bytes of a character
 
 
-def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any]:
     """As /v1/completions has them. The chosen token is among the likeliest in any case.
 
     Args:
@@ -24,12 +24,12 @@ def of_completion(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[st
     }
 
 
-def of_echo(first: Completion) -> dict[str, Any]:
+def echo_logprobs(first: Completion) -> dict[str, Any]:
     """Likewise, of the prompt before an output. Its first token has none, and none of them has where the request ended
     before its prompt was computed. first: the sample that tells of it."""
     offsets, told = first.prompt_text_offsets or (), first.prompt_logprobs or ()
     ends = [*offsets[1:], (first.text_offsets or (len(first.text),))[0]]
-    rest = of_completion([entries for entries in told if entries], offsets[1:])
+    rest = completion_logprobs([entries for entries in told if entries], offsets[1:])
     missing = [None] * (len(offsets) - len(rest["tokens"]))
     tokens = [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
     if first.first_prompt_token is not None:
@@ -42,7 +42,7 @@ def of_echo(first: Completion) -> dict[str, Any]:
     }
 
 
-def of_chat(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
     """As /v1/chat/completions has them: `count` of the likeliest, among which the chosen one need not be."""
     return {
         "content": [
@@ -53,7 +53,7 @@ def of_chat(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
     }
 
 
-def by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:
+def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:
     """As vLLM tells them of a prompt's tokens, of which the first has none."""
     if entries is None:
         return None

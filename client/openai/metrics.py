@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from client.types import Completion, Embedding
 
-GONE = 499  # the status of a request whose client went away before its answer, which nobody receives
+CLIENT_CLOSED_REQUEST = 499  # the status of a request whose client went away before its answer, which nobody receives
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -107,7 +107,7 @@ def _histograms(name: str, help_text: str, found: Mapping[str, Histogram]) -> It
         yield from histogram.lines(name, f'route="{route}"')
 
 
-class Watch:
+class RequestMetricsMiddleware:
     """ASGI middleware that counts each request when it ends, and writes a line of it to the access log.
 
     Args:

@@ -57,7 +57,7 @@ class Body(StrictModel):
     """What every request has."""
 
     # OpenAI's fields that are not served, and the values that ask for nothing.
-    not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str
 
@@ -146,7 +146,7 @@ class GuidedFields(StrictModel):
     guided_grammar: str | None = None
 
 
-class InertFields(StrictModel):
+class IgnoredFields(StrictModel):
     """What clients send that asks for nothing of a server that stores nothing and serves everyone alike."""
 
     user: str | None = None
@@ -157,7 +157,7 @@ class InertFields(StrictModel):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
+class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
     stream: bool | None = None
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
@@ -172,7 +172,7 @@ class GenerateBody(SamplingFields, GuidedFields, InertFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    not_served: ClassVar = {"suffix": (None,)}
+    unsupported_fields: ClassVar = {"suffix": (None,)}
 
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: int | None = None
@@ -181,7 +181,7 @@ class CompletionRequest(GenerateBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each text or token ids."""
-        return one_or_many(self.prompt)
+        return split_inputs(self.prompt)
 
     def check(self) -> None:
         super().check()
@@ -193,7 +193,7 @@ class CompletionRequest(GenerateBody):
                 raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
 
 
-def one_or_many(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def split_inputs(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """Text or token ids, of which a caller may send a list."""
     many = isinstance(given, list) and given and not isinstance(given[0], int)
     return given if many else [given]  # type: ignore[return-value, list-item]
@@ -210,7 +210,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name, inert in kind.not_served.items():
+    for name, inert in kind.unsupported_fields.items():
         value = values.pop(name, None)
         if not any(value is one or (type(value) is type(one) and value == one) for one in inert):
             raise ApiError(400, f"{name}={_shown(value)}: not served; leave it out", param=name)

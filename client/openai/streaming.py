@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from client.openai.answers import Answer, RunningUsage
+from client.openai.answers import ResponseBuilder, RunningUsage
 from client.openai.asking import Streams
-from client.openai.concurrency import ClientGone, while_connected
+from client.openai.concurrency import ClientDisconnected, run_while_connected
 from client.openai.errors import ApiError
 from client.openai.metrics import Metrics
 from client.openai.schema import StreamOptions
@@ -23,7 +23,14 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, streams: Streams, answer: Answer, *, options: StreamOptions, route: str, metrics: Metrics
+        self,
+        first: Delta,
+        streams: Streams,
+        answer: ResponseBuilder,
+        *,
+        options: StreamOptions,
+        route: str,
+        metrics: Metrics,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": answer.id})
         del self.headers["content-length"]
@@ -38,8 +45,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._metrics.open_stream():
-                await while_connected(receive, self._send(send))
-        except ClientGone:
+                await run_while_connected(receive, self._send(send))
+        except ClientDisconnected:
             pass
         finally:
             self._streams.cancel()

@@ -21,22 +21,22 @@ class Content(NamedTuple):
     text: str
 
 
-class CallBegun(NamedTuple):
+class CallStart(NamedTuple):
     call: int
     name: str
 
 
-class Arguments(NamedTuple):
+class ArgumentsDelta(NamedTuple):
     """More of a call's arguments, as JSON text."""
 
     call: int
     text: str
 
 
-Piece = Content | CallBegun | Arguments
+Piece = Content | CallStart | ArgumentsDelta
 
 
-class Reader(Protocol):
+class OutputParser(Protocol):
     """Of one sample's text. The pieces of a text are the same however it is cut."""
 
     @property
@@ -49,7 +49,7 @@ class Reader(Protocol):
         """What was held back. Nothing may be pushed afterwards."""
 
 
-class TextReader:
+class TextParser:
     """Where there are no tools."""
 
     whole = True
@@ -61,11 +61,11 @@ class TextReader:
         return []
 
 
-class ArgumentsReader:
+class ArgumentsParser:
     """Where the whole text is the arguments of one tool."""
 
     def __init__(self, name: str) -> None:
-        self._begin: list[Piece] = [CallBegun(0, name)]
+        self._begin: list[Piece] = [CallStart(0, name)]
         self._texts: list[str] = []
 
     @property
@@ -75,24 +75,24 @@ class ArgumentsReader:
     def push(self, text: str) -> list[Piece]:
         begin, self._begin = self._begin, []
         self._texts.append(text)
-        return [*begin, Arguments(0, text)] if text else begin
+        return [*begin, ArgumentsDelta(0, text)] if text else begin
 
     def finish(self) -> list[Piece]:
         return []
 
 
-class Format(NamedTuple):
+class ToolCallFormat(NamedTuple):
     begin: tuple[str, ...]  # marks before one or several calls
     end: tuple[str, ...] = ()
     bare: bool = False  # calls may begin the text without a mark
     named: bool = False  # a call may be a tool's name before its arguments
 
 
-HERMES = Format(("<tool_call>",), ("</tool_call>",))
-LLAMA3 = Format(("<|python_tag|>",), bare=True)
-MISTRAL = Format(("[TOOL_CALLS]",), bare=True, named=True)
-JSON = Format((), bare=True)
-ANY = Format(HERMES.begin + LLAMA3.begin + MISTRAL.begin, HERMES.end, bare=True, named=True)
+HERMES = ToolCallFormat(("<tool_call>",), ("</tool_call>",))
+LLAMA3 = ToolCallFormat(("<|python_tag|>",), bare=True)
+MISTRAL = ToolCallFormat(("[TOOL_CALLS]",), bare=True, named=True)
+JSON = ToolCallFormat((), bare=True)
+ANY = ToolCallFormat(HERMES.begin + LLAMA3.begin + MISTRAL.begin, HERMES.end, bare=True, named=True)
 FORMATS = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL}
 
 _LONGEST_WORD = 256  # characters of a key, or of a tool's name
@@ -103,7 +103,7 @@ _MAYBE_NAMED = re.compile(r"[\w.-]+(?:\[[A-Z_]*(?:\]\w*)?)*")
 _Steps = Generator[None, None, None]  # a yield waits for more text
 
 
-class CallReader:
+class ToolCallParser:
     """Where the model may call tools.
 
     Args:
@@ -112,7 +112,9 @@ class CallReader:
         forced: whether the text is held to calls. What is none then is the rest of one that was cut, and no content.
     """
 
-    def __init__(self, form: Format, names: Collection[str], *, parallel: bool = True, forced: bool = False) -> None:
+    def __init__(
+        self, form: ToolCallFormat, names: Collection[str], *, parallel: bool = True, forced: bool = False
+    ) -> None:
         self.whole = True
         self._form = form
         self._forced = forced
@@ -248,8 +250,8 @@ class CallReader:
         self._before = ""
         if index and not self._parallel:
             return lambda text: None
-        self._pieces.append(CallBegun(index, name))
-        return lambda text: self._pieces.append(Arguments(index, text)) if text else None
+        self._pieces.append(CallStart(index, name))
+        return lambda text: self._pieces.append(ArgumentsDelta(index, text)) if text else None
 
     def _value(self, take: Callable[[str], None]) -> Generator[None, None, bool]:
         """A JSON value of any kind. Whether it was whole at the end of the text."""

@@ -6,40 +6,49 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from client.openai.chat_schema import ChatRequest, NamedTool, Tool
-from client.openai.tool_calls import ANY, FORMATS, JSON, ArgumentsReader, CallReader, Format, Reader, TextReader
+from client.openai.tool_calls import (
+    ANY,
+    FORMATS,
+    JSON,
+    ArgumentsParser,
+    OutputParser,
+    TextParser,
+    ToolCallFormat,
+    ToolCallParser,
+)
 
 Schema = dict[str, Any]
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolUse(NamedTuple):
-    in_prompt: list[dict[str, Any]] | None
+    prompt_tools: list[dict[str, Any]] | None
     schema: Schema | None  # of the whole answer, where it has to be a call
-    reader: Callable[[], Reader]  # of one sample
+    reader: Callable[[], OutputParser]  # of one sample
     forced: bool = False  # whether the answer is nothing but calls
 
 
-def tool_use(request: ChatRequest, form: Format) -> ToolUse:
+def tool_use(request: ChatRequest, form: ToolCallFormat) -> ToolUse:
     """form: how the model writes calls that it makes by itself."""
     if not request.may_call:
-        return ToolUse(None, None, TextReader)
+        return ToolUse(None, None, TextParser)
     tools, choice = request.tools or [], request.tool_choice
     described = [tool.model_dump(exclude_unset=True) for tool in tools]
     if isinstance(choice, NamedTool):
         name = choice.function.name
         (tool,) = (tool for tool in tools if tool.function.name == name)
-        return ToolUse(described, _parameters(tool), lambda: ArgumentsReader(name), forced=True)
+        return ToolUse(described, _parameters(tool), lambda: ArgumentsParser(name), forced=True)
     parallel = request.parallel_tool_calls is not False
     required = choice == "required"
     names = frozenset(tool.function.name for tool in tools)
     schema = _calls_schema(tools, parallel) if required else None
     written = JSON if required else form
     return ToolUse(
-        described, schema, lambda: CallReader(written, names, parallel=parallel, forced=required), forced=required
+        described, schema, lambda: ToolCallParser(written, names, parallel=parallel, forced=required), forced=required
     )
 
 
-def format_of(template: str | None) -> Format:
+def detect_format(template: str | None) -> ToolCallFormat:
     """How a model with this chat template writes calls; any of the ways where that does not tell."""
     marks = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}
     return next((FORMATS[name] for name, mark in marks.items() if mark in (template or "")), ANY)

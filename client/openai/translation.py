@@ -13,7 +13,7 @@ from client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from client.openai.chat_template import ChatTemplate
 from client.openai.errors import ApiError
 from client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
-from client.openai.tool_calls import MISTRAL, Format
+from client.openai.tool_calls import MISTRAL, ToolCallFormat
 from client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
@@ -53,7 +53,7 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
 
 
 async def from_chat(
-    request: ChatRequest, adapter: str | None, use: ToolUse, form: Format, template: ChatTemplate | None
+    request: ChatRequest, adapter: str | None, use: ToolUse, form: ToolCallFormat, template: ChatTemplate | None
 ) -> EngineRequest:
     """Without a template of the gateway's own the engine applies the model's."""
     sampling, names = _sampling(request, adapter, use.schema)
@@ -69,8 +69,10 @@ async def from_chat(
     sampling.setdefault("max_tokens", None)  # as many as there is room for
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
     if template is None:
-        return EngineRequest(None, messages, sampling | ({"tools": use.in_prompt} if use.in_prompt else {}), names)
-    prompt = await asyncio.to_thread(template.prompt, messages, use.in_prompt)
+        return EngineRequest(
+            None, messages, sampling | ({"tools": use.prompt_tools} if use.prompt_tools else {}), names
+        )
+    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools)
     return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
 
 

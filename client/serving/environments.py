@@ -23,7 +23,7 @@ DONE = "made.json"  # written last: seconds and bytes
 OF_ITSELF = "import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or ()))"
 
 
-class SetUpError(RuntimeError):
+class EnvironmentSetupError(RuntimeError):
     """An environment could not be made; the message says why."""
 
 
@@ -67,7 +67,7 @@ class Environment(ABC):
             venv.create(self.directory, with_pip=True)
             self._fill()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise SetUpError(f"{self.label}: {_reason(error)}") from error
+            raise EnvironmentSetupError(f"{self.label}: {_reason(error)}") from error
         seconds, size = time.monotonic() - started, _bytes(self.directory)
         (self.directory / DONE).write_text(json.dumps({"seconds": seconds, "bytes": size}) + "\n")
         print(f"{self.label}: set up in {seconds:.0f} s, {size / 1e9:.1f} GB", file=sys.stderr)
@@ -84,7 +84,7 @@ class Environment(ABC):
 
 
 @dataclass(frozen=True)
-class Package(Environment):
+class PackageEnvironment(Environment):
     """One package, and what it asks for."""
 
     name: str
@@ -116,7 +116,7 @@ class Package(Environment):
 
 
 @dataclass(frozen=True)
-class Locked(Environment):
+class LockedEnvironment(Environment):
     """Exactly what a file of pinned requirements lists."""
 
     name: str

@@ -42,7 +42,7 @@ class ServerLog:
     def tail(self, lines: int = 20) -> str:
         return "".join(self._lines[-lines:]).rstrip()
 
-    def shows_that_it_unloads(self) -> bool:
+    def unloading_started(self) -> bool:
         """Whether the server was asked to stop, and lets in no more requests."""
         return any("All models are stopped" in line for line in self._lines[-100:])
 

@@ -234,7 +234,7 @@ class TritonServer:
                 self._process.wait(0.1)
             if self._has_open_requests():
                 busy = time.monotonic()
-            elif not unloads and self._log.shows_that_it_unloads():
+            elif not unloads and self._log.unloading_started():
                 busy, unloads = time.monotonic(), True  # all of the time is the models' own
             elif time.monotonic() >= busy + UNLOAD_TIMEOUT:
                 return

@@ -34,11 +34,11 @@ def plan_launch(
     normed: Tensor, total: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, device: Device
 ) -> Launch:
     num_tokens, hidden = x.shape
-    piece = launch.piece(device, "add_rms_norm", width=hidden, rows=num_tokens)
+    row_tile = launch.row_tile(device, "add_rms_norm", width=hidden, rows=num_tokens)
     arguments = dict(
         normed=normed, total=total, x=x, residual=residual, weight=weight, eps=eps,
         stride_x=x.stride(0), stride_residual=residual.stride(0) if residual is not None else 0,
-        HIDDEN=hidden, BLOCK=piece.elements, num_warps=piece.num_warps,
+        HIDDEN=hidden, BLOCK=row_tile.elements, num_warps=row_tile.num_warps,
     )  # fmt: skip
     return Launch(add_rms_norm_kernel, (num_tokens,), arguments)
 

@@ -26,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_kernels import add_rms_norm, block_copy, kv_write, launch, paged_attention, rope_kv_write, sampling, swiglu
-from paged_kernels.draws import Draws, Filters
-from paged_kernels.launch import Device, Launch, RowFacts
+from paged_kernels.draws import SamplingFilters, SamplingMetadata
+from paged_kernels.launch import Device, Launch, RowTuningKey
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.paging import Paging, SharedPrefixes
 
@@ -49,7 +49,7 @@ HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 # Bytes of a thread. ptxas gives up a few values that are set before the loop and read after it, to reach the next
 # step of occupancy; what a loop needs would be many times as much.
-SPILLED_AT_MOST = 32
+MAX_SPILLED_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def full_grid(chip: str) -> Iterator[Case]:
 
 def table_grid(chip: str) -> Iterator[Case]:
     """Every entry of the chip's own table, in the kernels that use it."""
-    table = launch.table_for(chip)
+    table = launch.find_table(chip)
     for facts, _ in table.rows() if table and table.chip == chip else []:
-        if isinstance(facts, RowFacts):
+        if isinstance(facts, RowTuningKey):
             yield from _row_cases(chip, facts)
             continue
         dtype = "fp32" if facts.itemsize == 4 else "bf16"
@@ -121,7 +121,7 @@ def table_grid(chip: str) -> Iterator[Case]:
                 yield Case(chip, kernel, dtype, facts.block_d, group, format=name, length=facts.length)
 
 
-def _row_cases(chip: str, facts: RowFacts) -> Iterator[Case]:
+def _row_cases(chip: str, facts: RowTuningKey) -> Iterator[Case]:
     norm = facts.kind == "norm_rope_kv_write"
     kernels = SAMPLING[1:] if facts.kind == "sampling" else ("rope_kv_write",) if norm else (facts.kind,)
     writes = facts.kind.endswith("kv_write")
@@ -194,8 +194,8 @@ def _launch(case: Case) -> Launch:
         return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
     if case.kernel in SAMPLING:
         floats, whole = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
-        filters = Filters(tensor(case.length, dtype=torch.int32), floats, floats)
-        draws = None if case.kernel == "greedy" else Draws(floats, whole, whole, filters)
+        filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)
+        draws = None if case.kernel == "greedy" else SamplingMetadata(floats, whole, whole, filters)
         launches = sampling.plan_launch(row, draws, whole, device=device)
         return launches[0 if case.kernel in ("least", "greedy") else -2 if case.kernel == "best" else -1]
     rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() > until:
                 break
             cost = compile_case(case)
-            fits = cost.shared <= CHIPS[chip][1] and cost.spilled <= SPILLED_AT_MOST
+            fits = cost.shared <= CHIPS[chip][1] and cost.spilled <= MAX_SPILLED_BYTES
             failures += not fits
             print(json.dumps({**asdict(case), **asdict(cost), "fits": fits}), flush=True)
     return min(failures, 1)

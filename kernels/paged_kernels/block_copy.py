@@ -41,7 +41,7 @@ def plan_launch(
 ) -> Launch:
     """The names are those of `BlockPair` and `block_copy`."""
     num_moves, num_tensors = len(moves), table.shape[1]
-    piece = launch.piece(device, "block_copy", width=largest, rows=num_moves)
+    piece = launch.row_tile(device, "block_copy", width=largest, rows=num_moves)
     word, pieces = 4 if aligned >= 4 else 1, triton.cdiv(largest, piece.elements)
     work = num_moves * num_tensors * pieces
     arguments = dict(

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_SHARED = 256  # tokens of a prefix: no more groups are told apart than by the block that holds the last of them
-LEAST_SAVED = 8192  # tokens not read a second time: 4 KiB each for 8 KV heads of 128 in 16 bits, 8 us at 4.3 TB/s
-LEAST_GAIN = 1.1
+MIN_SHARED_TOKENS = (
+    256  # tokens of a prefix: no more groups are told apart than by the block that holds the last of them
+)
+MIN_SAVED_TOKENS = 8192  # tokens not read a second time: 4 KiB each for 8 KV heads of 128 in 16 bits, 8 us at 4.3 TB/s
+MIN_READ_RATIO = 1.1
 MAX_GROUPS = 16  # the grid has programs for as many, whether they are there or not
 ROWS = 128  # of a tile
 
 
 @dataclass(frozen=True)
-class Groups:
+class PrefixGroups:
     """`paged_kernels.paging.SharedPrefixes` in numpy; its shapes depend on the number of sequences only."""
 
     lens: np.ndarray  # [num_seqs] int32
@@ -29,26 +31,26 @@ class Groups:
     max_len: int  # of lens
 
 
-def gain(rows: int, shared: int, own: int) -> float:
+def read_ratio(rows: int, shared: int, own: int) -> float:
     """How many times fewer keys are read, at most, if `rows` sequences share `shared` tokens and have `own` each."""
     return rows * (shared + own) / (shared + rows * own)
 
 
-def find_groups(
+def find_prefix_groups(
     block_tables: np.ndarray,  # [num_seqs, max_blocks] integers
     context_lens: np.ndarray,  # [num_seqs]: tokens, those of this step included
     query_lens: np.ndarray,  # [num_seqs]
     *,
     block_size: int,
     group: int,  # query heads of a KV head
-) -> Groups | None:
+) -> PrefixGroups | None:
     """The groups of decode rows that share at least LEAST_SHARED leading tokens; None where that does not pay.
 
     Rows with the same block in the column that holds token LEAST_SHARED - 1 are one group if everything before is the
     same too; it shares as many whole blocks as all of its members do, and never a member's newest token. Of more than
     MAX_GROUPS, those that save most. Reads num_seqs * (columns shared) entries.
     """
-    column = -(-LEAST_SHARED // block_size) - 1
+    column = -(-MIN_SHARED_TOKENS // block_size) - 1
     decodes = query_lens == 1
     eligible = (decodes & (context_lens > (column + 1) * block_size)).nonzero()[0]
     if len(eligible) < 2 or column >= block_tables.shape[1]:
@@ -68,12 +70,12 @@ def find_groups(
             whole_blocks = (int(context_lens[rows].min()) - 1) // block_size
             shared = _leading_columns(block_tables, rows, whole_blocks) * block_size
             tiles = -(-len(rows) // max(1, ROWS // group))
-            if shared >= LEAST_SHARED:
+            if shared >= MIN_SHARED_TOKENS:
                 found.append(((len(rows) - tiles) * shared, shared, rows))
     found = sorted(found, key=lambda entry: -entry[0])[:MAX_GROUPS]
     saved = sum(entry[0] for entry in found)
     total = int(context_lens[decodes].sum())
-    if saved < LEAST_SAVED or total < LEAST_GAIN * (total - saved):
+    if saved < MIN_SAVED_TOKENS or total < MIN_READ_RATIO * (total - saved):
         return None
     return _pack(found, len(context_lens))
 
@@ -85,7 +87,7 @@ def _leading_columns(block_tables: np.ndarray, rows: np.ndarray, most: int) -> i
     return most if alike.all() else int(alike.argmin())
 
 
-def _pack(found: list[tuple[int, int, np.ndarray]], num_seqs: int) -> Groups:
+def _pack(found: list[tuple[int, int, np.ndarray]], num_seqs: int) -> PrefixGroups:
     lens, members = np.zeros(num_seqs, np.int32), np.zeros(num_seqs, np.int32)
     group_starts = np.zeros(MAX_GROUPS + 1, np.int32)
     end = 0
@@ -94,4 +96,4 @@ def _pack(found: list[tuple[int, int, np.ndarray]], num_seqs: int) -> Groups:
         start, end = end, end + len(rows)
         members[start:end] = rows
         group_starts[index + 1 :] = end
-    return Groups(lens, members, group_starts, max(shared for _, shared, _ in found))
+    return PrefixGroups(lens, members, group_starts, max(shared for _, shared, _ in found))

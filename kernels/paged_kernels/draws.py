@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Filters:
+class SamplingFilters:
     """Which tokens a row may draw, by their logits: the `top_k` largest; of these as few of the largest as have the
     share `top_p` of their probability; and of these what is at most `margin` below the largest. Equal logits stay or go
     together."""
@@ -18,13 +18,13 @@ class Filters:
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
+class SamplingMetadata:
     """One entry a row; all tensors on one device."""
 
     scales: Tensor  # [num_rows] float32: 1 / temperature; 0: the largest logit, without filters
     seeds: Tensor  # [num_rows] int64: any 64 bits
     positions: Tensor  # [num_rows] int64: tokens that the row's sequence has generated
-    filters: Filters | None  # None: no row has one
+    filters: SamplingFilters | None  # None: no row has one
 
     def __post_init__(self) -> None:
         assert self.scales.dtype == torch.float32 and self.scales.dim() == 1

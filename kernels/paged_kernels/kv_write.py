@@ -9,16 +9,16 @@ from torch import Tensor
 from paged_kernels import launch
 from paged_kernels.arguments import check_kv_write
 from paged_kernels.launch import Device, Launch, device_of, power_of_two
-from paged_kernels.layer_cache import LARGEST, SMALLEST, LayerCache, as_bytes, quantize
+from paged_kernels.layer_cache import MAX_CODE, MIN_ROW_MAX, LayerCache, as_bytes, quantize
 
 
 @triton.jit
-def quantize_rows(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+def quantize_rows(x, FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr):
     """As `paged_kernels.layer_cache.quantize`, bit for bit: codes of rows x, and their scales."""
     x = x.to(tl.float32)
     magnitude = tl.abs(x)
     top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity for NaN, too
-    scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, SMALLEST), LARGEST), float("nan"))
+    scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, MIN_ROW_MAX), MAX_CODE), float("nan"))
     y = tl.where(top[:, None] < float("inf"), tl.div_rn(x, scale[:, None]), 0.0)
     if FORMAT == "int8":  # where 1.5 * 2**23 is added, only whole numbers are left
         return ((y + 12582912.0) - 12582912.0).to(tl.int8), scale
@@ -34,12 +34,12 @@ def quantize_rows(x, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.c
 @triton.jit
 def store_rows(
     x, pool, scales, place, scale_place, mask, is_row,
-    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr,
 ):  # fmt: skip
     """Stores rows x [rows, columns] at `place`, quantized where the pool is, with their scales at `scale_place`
     [rows, 1]. What is masked must be 0."""
     if FORMAT is not None:
-        x, scale = quantize_rows(x, FORMAT, LARGEST, SMALLEST)
+        x, scale = quantize_rows(x, FORMAT, MAX_CODE, MIN_ROW_MAX)
         tl.store(scales + scale_place, scale[:, None], mask=is_row)
     tl.store(pool + place, x, mask=mask)
 
@@ -51,7 +51,7 @@ def kv_write_kernel(
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
-    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +70,8 @@ def kv_write_kernel(
     k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
     v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
     s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
-    store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
-    store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, LARGEST, SMALLEST)
+    store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
+    store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
 
 
 def cache_arguments(cache: LayerCache) -> dict[str, Any]:
@@ -83,23 +83,23 @@ def cache_arguments(cache: LayerCache) -> dict[str, Any]:
         STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
         STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
         STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1],
-        FORMAT=cache.format, LARGEST=LARGEST.get(keys.dtype), SMALLEST=SMALLEST, BLOCK_SIZE=keys.shape[2],
+        FORMAT=cache.format, MAX_CODE=MAX_CODE.get(keys.dtype), MIN_ROW_MAX=MIN_ROW_MAX, BLOCK_SIZE=keys.shape[2],
     )  # fmt: skip
 
 
-def heads_of_a_piece(
+def head_tile(
     device: Device, kind: str, *, num_heads: int, block_d: int, num_tokens: int
 ) -> tuple[int, int]:  # fmt: skip
     """How many heads of `block_d` padded elements a program takes of one token, and its warps."""
     padded = power_of_two(num_heads)
-    piece = launch.piece(device, kind, width=padded * block_d, rows=num_tokens)
-    return min(padded, max(1, piece.elements // block_d)), piece.num_warps
+    row_tile = launch.row_tile(device, kind, width=padded * block_d, rows=num_tokens)
+    return min(padded, max(1, row_tile.elements // block_d)), row_tile.num_warps
 
 
 def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, device: Device) -> Launch:
     num_tokens, num_kv_heads, head_dim = key.shape
     block_d = power_of_two(head_dim)
-    block_h, num_warps = heads_of_a_piece(
+    block_h, num_warps = head_tile(
         device, "kv_write", num_heads=num_kv_heads, block_d=block_d, num_tokens=num_tokens
     )  # fmt: skip
     arguments = dict(

@@ -20,7 +20,7 @@ MAX_SPLITS = 64  # of a sequence: what the merge reads at once
 BALANCED = 16384  # keys: one sequence far longer than the others should not be one program's work
 EFFICIENT = 0.9  # of the best share of busy multiprocessors: fewer splits that reach this are preferred
 DEFAULT_MULTIPROCESSORS = 132  # where there is no device to ask: an H100's and an H200's
-ROWS = (4, 64, 4096)  # up to how many of them pieces may differ; of more they are as of the last
+ROW_BUCKETS = (4, 64, 4096)  # up to how many of them pieces may differ; of more they are as of the last
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Facts:
+class TuningKey:
     """What a tile is chosen by. A table is looked up by the fields in this order, the last as a bucket."""
 
     kind: str  # "decode": a tile holds a sequence's queries, "prefill": it is filled by one long chunk
@@ -77,7 +77,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowTile:
     """What one program takes at a time, of a kernel that cuts all of its rows alike."""
 
     elements: int  # of one row; heads are taken whole, and at least one; block_copy: bytes
@@ -85,7 +85,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class RowFacts:
+class RowTuningKey:
     """What a piece is chosen by; looked up like `Facts`."""
 
     kind: str  # a name of PIECES
@@ -93,18 +93,18 @@ class RowFacts:
     rows: int  # one of ROWS; of ANY_ROWS the last
 
 
-PIECES = {  # where no table says otherwise; of one row at the most
-    "kv_write": Piece(2048, 4),
-    "rope_kv_write": Piece(2048, 4),
-    "norm_rope_kv_write": Piece(2048, 4),  # with an RMSNorm of each head
-    "add_rms_norm": Piece(2**30, 16),  # always a whole row
-    "swiglu": Piece(1024, 4),
-    "sampling": Piece(4096, 8),  # of the pass over all logits
-    "block_copy": Piece(16384, 8),
+DEFAULT_ROW_TILES = {  # where no table says otherwise; of one row at the most
+    "kv_write": RowTile(2048, 4),
+    "rope_kv_write": RowTile(2048, 4),
+    "norm_rope_kv_write": RowTile(2048, 4),  # with an RMSNorm of each head
+    "add_rms_norm": RowTile(2**30, 16),  # always a whole row
+    "swiglu": RowTile(1024, 4),
+    "sampling": RowTile(4096, 8),  # of the pass over all logits
+    "block_copy": RowTile(16384, 8),
 }
 # Warps decide in which order a row is summed: the same for any number of rows, or what is beside a row would change its
 # bits. For block_copy one is enough: a copy of few blocks is many pieces already.
-ANY_ROWS = ("norm_rope_kv_write", "add_rms_norm", "block_copy")
+ROW_COUNT_INVARIANT = ("norm_rope_kv_write", "add_rms_norm", "block_copy")
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def heads_of_a_tile(group: int, itemsize: int) -> int:
+def heads_per_tile(group: int, itemsize: int) -> int:
     return min(group, 16 if itemsize == 4 else 64)
 
 
-def default_tile(chip: str, facts: Facts) -> Tile:
+def default_tile(chip: str, facts: TuningKey) -> Tile:
     """Compiles without spilling on every chip of `paged_kernels.aot`, within the 99 KiB of shared memory that the
     smallest chips have.
 
@@ -153,13 +153,13 @@ def default_tile(chip: str, facts: Facts) -> Tile:
     return Tile(64, block_n, 4 if facts.block_d <= 64 else 8, 2)
 
 
-def default_piece(facts: RowFacts) -> Piece:
-    most = PIECES[facts.kind]
+def default_row_tile(facts: RowTuningKey) -> RowTile:
+    most = DEFAULT_ROW_TILES[facts.kind]
     warps = min(most.num_warps, max(1, facts.width // 512)) if facts.kind == "add_rms_norm" else most.num_warps
-    return Piece(min(most.elements, facts.width), warps)
+    return RowTile(min(most.elements, facts.width), warps)
 
 
-Entry = tuple[Facts, Tile] | tuple[RowFacts, Piece]
+Entry = tuple[TuningKey, Tile] | tuple[RowTuningKey, RowTile]
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,15 @@ class Table:
     def rows(self) -> list[Entry]:
         """In the order of the file."""
         flat = [((*key, most), tile) for key, buckets in self.entries.items() for most, tile in buckets]
-        return [((RowFacts if isinstance(tile, Piece) else Facts)(*fields), tile) for fields, tile in flat]
+        return [((RowTuningKey if isinstance(tile, RowTile) else TuningKey)(*fields), tile) for fields, tile in flat]
 
 
-def _split(facts: Facts | RowFacts) -> tuple[tuple[Any, ...], int]:
+def _split(facts: TuningKey | RowTuningKey) -> tuple[tuple[Any, ...], int]:
     *key, bucket = vars(facts).values()
     return tuple(key), bucket
 
 
-def table_of(chip: str, measured: str | None, rows: Sequence[Entry]) -> Table:
+def make_table(chip: str, measured: str | None, rows: Sequence[Entry]) -> Table:
     """From facts and tiles in any order; the later of two with the same facts counts."""
     entries: dict[tuple[Any, ...], dict[int, Any]] = {}
     for facts, tile in rows:
@@ -201,7 +201,7 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
 
 
 LIMITS: dict[type, dict[str, tuple[Any, ...]]] = {  # what a field of a table may be
-    Facts: {
+    TuningKey: {
         "kind": ("decode", "prefill"), "block_d": _powers(16, 256), "itemsize": (2, 4), "rows": _powers(16, 64),
         "quantized": (False, True), "length": _powers(1, 2**30),
     },
@@ -209,8 +209,8 @@ LIMITS: dict[type, dict[str, tuple[Any, ...]]] = {  # what a field of a table ma
         "block_m": _powers(16, 128), "block_n": _powers(16, 128), "num_warps": _powers(1, 16),
         "num_stages": tuple(range(1, 9)),
     },
-    RowFacts: {"kind": tuple(PIECES), "width": _powers(1, 2**20), "rows": ROWS},
-    Piece: {"elements": _powers(1, 2**20), "num_warps": _powers(1, 16)},
+    RowTuningKey: {"kind": tuple(DEFAULT_ROW_TILES), "width": _powers(1, 2**20), "rows": ROW_BUCKETS},
+    RowTile: {"elements": _powers(1, 2**20), "num_warps": _powers(1, 16)},
 }  # fmt: skip
 
 
@@ -233,17 +233,17 @@ def _only(fields: dict[str, Any], known: tuple[str, ...]) -> None:
 
 def read_entry(entry: dict[str, Any]) -> Entry:
     """Of a table, or of the tuner's journal. Raises ValueError, naming field and value."""
-    kind, kinds = entry["for"].get("kind"), (*LIMITS[Facts]["kind"], *PIECES)
+    kind, kinds = entry["for"].get("kind"), (*LIMITS[TuningKey]["kind"], *DEFAULT_ROW_TILES)
     if kind not in kinds:
         raise ValueError(f"kind={kind!r}: must be one of {kinds}")
-    if kind not in PIECES:
-        facts = _checked(Facts, entry["for"])
+    if kind not in DEFAULT_ROW_TILES:
+        facts = _checked(TuningKey, entry["for"])
         rows = tuple(m for m in LIMITS[Tile]["block_m"] if m >= facts.rows)
         return facts, _checked(Tile, entry["tile"], block_m=rows)
-    facts = _checked(RowFacts, entry["for"], **({"rows": ROWS[-1:]} if kind in ANY_ROWS else {}))
+    facts = _checked(RowTuningKey, entry["for"], **({"rows": ROW_BUCKETS[-1:]} if kind in ROW_COUNT_INVARIANT else {}))
     least = {"add_rms_norm": facts.width, "block_copy": min(4, facts.width)}.get(kind, 1)  # a whole row; a whole word
     within = _powers(least, facts.width)
-    return facts, _checked(Piece, entry["tile"], elements=within)
+    return facts, _checked(RowTile, entry["tile"], elements=within)
 
 
 def read_table(file: Path) -> Table:
@@ -259,7 +259,7 @@ def read_table(file: Path) -> Table:
         entries = content["entries"]
         for entry in entries:
             _only(entry, ("for", "tile"))
-        return table_of(content["chip"], content["measured"], [read_entry(entry) for entry in entries])
+        return make_table(content["chip"], content["measured"], [read_entry(entry) for entry in entries])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
 
@@ -289,7 +289,7 @@ def nearest_chip(chip: str, known: list[str]) -> str | None:
 _tables: dict[str, Table | None] = {}  # by chip; read once in a process
 
 
-def table_for(chip: str) -> Table | None:
+def find_table(chip: str) -> Table | None:
     """The table of the chip or of its nearest."""
     if chip not in _tables:
         found = nearest_chip(chip, [file.stem for file in CONFIGS.glob("*.json")])
@@ -300,31 +300,31 @@ def table_for(chip: str) -> Table | None:
 def use_table(table: Table) -> None:
     """From now on, in this process, instead of its chip's file."""
     _tables[table.chip] = table
-    _piece.cache_clear()
+    _row_tile.cache_clear()
 
 
-def tile_for(chip: str, facts: Facts | RowFacts) -> Any:
+def find_tile(chip: str, facts: TuningKey | RowTuningKey) -> Any:
     """From the chip's table, or the default: a `Piece` for `RowFacts`."""
-    table = table_for(chip)
+    table = find_table(chip)
     found = table.find(facts) if table else None
-    return found or (default_piece(facts) if isinstance(facts, RowFacts) else default_tile(chip, facts))
+    return found or (default_row_tile(facts) if isinstance(facts, RowTuningKey) else default_tile(chip, facts))
 
 
-def piece(device: Device, kind: str, *, width: int, rows: int) -> Piece:
+def row_tile(device: Device, kind: str, *, width: int, rows: int) -> RowTile:
     """Of a launch over `rows` rows of `width` elements (block_copy: bytes, and any number of rows)."""
-    few, some, many = ROWS
-    bucket = many if kind in ANY_ROWS or rows > some else some if rows > few else few
-    return _piece(device.chip, kind, width, bucket)
+    few, some, many = ROW_BUCKETS
+    bucket = many if kind in ROW_COUNT_INVARIANT or rows > some else some if rows > few else few
+    return _row_tile(device.chip, kind, width, bucket)
 
 
 @cache
-def _piece(chip: str, kind: str, width: int, rows: int) -> Piece:
-    found: Piece = tile_for(chip, RowFacts(kind, power_of_two(width), rows))
+def _row_tile(chip: str, kind: str, width: int, rows: int) -> RowTile:
+    found: RowTile = find_tile(chip, RowTuningKey(kind, power_of_two(width), rows))
     return found
 
 
-def _facts(kind: str, head_dim: int, itemsize: int, rows: int, quantized: bool, length: int) -> Facts:
-    return Facts(kind, max(16, power_of_two(head_dim)), itemsize, rows, quantized, power_of_two(length))
+def _facts(kind: str, head_dim: int, itemsize: int, rows: int, quantized: bool, length: int) -> TuningKey:
+    return TuningKey(kind, max(16, power_of_two(head_dim)), itemsize, rows, quantized, power_of_two(length))
 
 
 def launch_shape(
@@ -345,14 +345,14 @@ def launch_shape(
     A decode row in a launch with large tiles keeps a small one: in a tile of 128 rows it would multiply 32 times what
     it needs. What it pays there is the registers and the shared memory of the large tile's program.
     """
-    heads = heads_of_a_tile(group, itemsize)
+    heads = heads_per_tile(group, itemsize)
     rows = max(16, power_of_two(heads))  # a tensor core wants 16
     one_tile = max_query_len * heads <= (16 if itemsize == 4 else 64)
     if one_tile:
         rows = max(rows, power_of_two(max_query_len * heads))
 
     def tile(kind: str, length: int) -> Tile:
-        return tile_for(chip, _facts(kind, head_dim, itemsize, rows, quantized, length))
+        return find_tile(chip, _facts(kind, head_dim, itemsize, rows, quantized, length))
 
     small = tile("decode", max_context_len)
     if one_tile:
@@ -369,10 +369,10 @@ def launch_shape(
 
 def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantized: bool, num_seqs: int) -> Tile:
     """A prefill tile whose rows are the decode rows of many sequences; of 64 rows where those hold them all."""
-    heads = heads_of_a_tile(group, itemsize)
+    heads = heads_per_tile(group, itemsize)
     rows = max(16, power_of_two(heads))
     length = 4096 if num_seqs * heads > 64 else 1  # tokens of a chunk that fills as many rows, or one tile of 64
-    tile = tile_for(chip, _facts("prefill", head_dim, itemsize, rows, quantized, length))
+    tile = find_tile(chip, _facts("prefill", head_dim, itemsize, rows, quantized, length))
     smaller = max(rows, min(tile.block_m, power_of_two(num_seqs * heads)))
     return replace(tile, block_m=max(smaller, 64 if tile.block_m >= 64 else 16))
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # what a pool of this type is called
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a row's largest element
-SMALLEST = 2.0**-100  # a row's largest element counts as no less: its scale is a normal number, that of zeros too
+MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a row's largest element
+MIN_ROW_MAX = 2.0**-100  # a row's largest element counts as no less: its scale is a normal number, that of zeros too
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of `dtype`, one of FORMATS, in the shape of x [..., head_dim], and scales [...] in fp32."""
     x = x.float()
     top = x.abs().amax(dim=-1)  # NaN where an element is
-    scales = top.clamp(min=SMALLEST) / LARGEST[dtype]
+    scales = top.clamp(min=MIN_ROW_MAX) / MAX_CODE[dtype]
     scales = torch.where(top.isinf(), torch.nan, scales)
     codes = (x / scales[..., None]).nan_to_num_(nan=0.0)
     # Not clamped: what the division exceeds the largest code by, rounding takes away.

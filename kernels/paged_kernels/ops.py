@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_kernels.block_pair import BlockPair
 from paged_kernels.cpu import between_attentions, native
-from paged_kernels.draws import Draws
+from paged_kernels.draws import SamplingMetadata
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
@@ -91,7 +91,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+def sample(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
     """Draws a token for every row; see `paged_kernels.sampling.sample`."""
     tokens: Tensor = _of(logits, "sample", "sampling")(logits, draws)
     return tokens

@@ -550,7 +550,7 @@ def merge_partials_kernel(
 
 
 @dataclass(frozen=True)
-class Cut:
+class LaunchPlan:
     """How a step's launches are cut up; alike for all its layers of one kind."""
 
     shape: LaunchShape
@@ -573,7 +573,7 @@ class Cut:
         return self.slots > 1
 
 
-def _cut(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, windowed: bool) -> Cut:
+def _cut(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, windowed: bool) -> LaunchPlan:
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
     group = num_heads // num_kv_heads
@@ -599,7 +599,7 @@ def _cut(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, wi
             head_programs,
             launch.count_splits(tiles * head_programs, paging.shared.max_len, device.multiprocessors),
         )
-    return Cut(
+    return LaunchPlan(
         shape,
         (large_tiles + splits * paging.num_seqs, head_programs),
         splits,
@@ -610,7 +610,7 @@ def _cut(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, wi
 
 
 @dataclass(frozen=True)
-class Template:
+class LaunchTemplate:
     """A launch but for what changes from layer to layer."""
 
     kernel: Any
@@ -623,8 +623,8 @@ class Template:
 
 
 def _templates(
-    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, cut: Cut, flags: dict[str, bool]
-) -> list[Template]:
+    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, cut: LaunchPlan, flags: dict[str, bool]
+) -> list[LaunchTemplate]:
     """The kernels of a call, in order; alike for all layers whose tensors are laid out alike."""
     num_heads, head_dim = query.shape[1:]
     keys, values = cache.keys, cache.values
@@ -665,9 +665,9 @@ def _templates(
     return made
 
 
-def _template(kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> Template:
+def _template(kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> LaunchTemplate:
     constants = {name: named[name] for name in (*kernel.arg_names, "num_warps") if name in named}
-    return Template(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
+    return LaunchTemplate(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
 
 
 def plan_launch(

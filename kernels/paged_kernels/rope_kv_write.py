@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels.arguments import check_rope_kv_write
-from paged_kernels.kv_write import cache_arguments, heads_of_a_piece, kv_write_reference, store_rows
+from paged_kernels.kv_write import cache_arguments, head_tile, kv_write_reference, store_rows
 from paged_kernels.launch import Device, Launch, device_of, power_of_two
 from paged_kernels.layer_cache import LayerCache
 
@@ -52,7 +52,7 @@ def rope_kv_write_kernel(
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
-    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +91,8 @@ def rope_kv_write_kernel(
     k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
     v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
     s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
-    store_rows(k, key_cache, key_scales, k_place, s_place, is_head & within, is_head, FORMAT, LARGEST, SMALLEST)
-    store_rows(v, value_cache, value_scales, v_place, s_place, is_head & within, is_head, FORMAT, LARGEST, SMALLEST)
+    store_rows(k, key_cache, key_scales, k_place, s_place, is_head & within, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
+    store_rows(v, value_cache, value_scales, v_place, s_place, is_head & within, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
 
 
 def plan_launch(
@@ -113,7 +113,7 @@ def plan_launch(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     block_half = power_of_two(head_dim // 2)
-    block_h, num_warps = heads_of_a_piece(
+    block_h, num_warps = head_tile(
         device, "rope_kv_write" if query_weight is None else "norm_rope_kv_write",
         num_heads=num_heads, block_d=2 * block_half, num_tokens=num_tokens,
     )  # fmt: skip

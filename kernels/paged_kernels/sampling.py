@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels import launch
-from paged_kernels.draws import Draws
+from paged_kernels.draws import SamplingMetadata
 from paged_kernels.launch import Device, Launch, device_of, power_of_two
 
 LEAST_TILE, LEAST_WARPS = 4096, 16  # of a filter's passes; in no table: they decide in which order its sums are made
@@ -178,11 +178,11 @@ def least_kernel(logits, scales, top_ks, top_ps, margins, least, vocab, stride_r
     tl.store(least + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
 
 
-def plan_launch(logits: Tensor, draws: Draws | None, out: Tensor, *, device: Device) -> list[Launch]:
+def plan_launch(logits: Tensor, draws: SamplingMetadata | None, out: Tensor, *, device: Device) -> list[Launch]:
     """The kernels of one call, in order, and what they hand on to each other."""
     num_rows, vocab = logits.shape
-    piece = launch.piece(device, "sampling", width=vocab, rows=num_rows)
-    num_tiles = triton.cdiv(vocab, piece.elements)
+    row_tile = launch.row_tile(device, "sampling", width=vocab, rows=num_rows)
+    num_tiles = triton.cdiv(vocab, row_tile.elements)
     scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     launches, least = [], None
@@ -194,8 +194,8 @@ def plan_launch(logits: Tensor, draws: Draws | None, out: Tensor, *, device: Dev
         launches.append(Launch(least_kernel, (num_rows,), arguments))
     best = dict(
         **of_logits, seeds=draws and draws.seeds, positions=draws and draws.positions, least=least, scores=scores,
-        tokens=tokens, DRAWS=draws is not None, FILTERS=least is not None, TILE=piece.elements,
-        num_warps=piece.num_warps,
+        tokens=tokens, DRAWS=draws is not None, FILTERS=least is not None, TILE=row_tile.elements,
+        num_warps=row_tile.num_warps,
     )  # fmt: skip
     launches.append(Launch(best_kernel, (num_rows, num_tiles), best))
     first = dict(scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=power_of_two(num_tiles), num_warps=1)
@@ -204,7 +204,7 @@ def plan_launch(logits: Tensor, draws: Draws | None, out: Tensor, *, device: Dev
 
 def sample(
     logits: Tensor,  # [num_rows, vocab] of any float type; rows may be strided
-    draws: Draws | None,  # None: the largest logit of every row
+    draws: SamplingMetadata | None,  # None: the largest logit of every row
 ) -> Tensor:  # [num_rows] int64
     """The token of each row, without waiting for the device: two launches, and a third where a row has a filter. Of
     equal scores the lowest token. -1 for a row that nothing can be drawn of: one of its logits is NaN or infinity, or
@@ -225,7 +225,7 @@ def _noise_kernel(seeds, positions, out, noise, num_tokens, TILE: tl.constexpr):
     tl.store(noise + row * num_tokens + token, _noise(bits), mask=token < num_tokens)
 
 
-def noise_of(seeds: Tensor, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def sampling_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The kernels' integers and what they become, [num_rows, num_tokens] int64 and float32; for tests."""
     bits = torch.empty((len(seeds), num_tokens), dtype=torch.int64, device=seeds.device)
     noise = torch.empty_like(bits, dtype=torch.float32)
@@ -251,7 +251,7 @@ def noise_bits_reference(seed: int, position: int, token: int) -> int:
     return x ^ x >> 15
 
 
-def sample_reference(logits: Tensor, draws: Draws | None) -> Tensor:
+def sample_reference(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
     """What `sample` means, one row at a time; for tests, not for speed."""
     tokens = []
     for row, values in enumerate(logits.float().cpu()):
@@ -271,7 +271,7 @@ def sample_reference(logits: Tensor, draws: Draws | None) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _allowed_reference(values: Tensor, scale: float, draws: Draws, row: int) -> Tensor:
+def _allowed_reference(values: Tensor, scale: float, draws: SamplingMetadata, row: int) -> Tensor:
     filters, top = draws.filters, values.max()
     assert filters is not None
     ordered = values.sort(descending=True).values

@@ -25,12 +25,12 @@ def swiglu_kernel(out, gate_up, stride_gate_up, WIDTH: tl.constexpr, BLOCK: tl.c
 
 def plan_launch(out: Tensor, gate_up: Tensor, *, device: Device) -> Launch:
     num_tokens, width = out.shape
-    piece = launch.piece(device, "swiglu", width=width, rows=num_tokens)
+    row_tile = launch.row_tile(device, "swiglu", width=width, rows=num_tokens)
     arguments = dict(
         out=out, gate_up=gate_up, stride_gate_up=gate_up.stride(0),
-        WIDTH=width, BLOCK=piece.elements, num_warps=piece.num_warps,
+        WIDTH=width, BLOCK=row_tile.elements, num_warps=row_tile.num_warps,
     )  # fmt: skip
-    return Launch(swiglu_kernel, (num_tokens, triton.cdiv(width, piece.elements)), arguments)
+    return Launch(swiglu_kernel, (num_tokens, triton.cdiv(width, row_tile.elements)), arguments)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:  # [num_tokens, 2 * width] -> [num_tokens, width]

@@ -23,7 +23,18 @@ import torch
 from torch import Tensor
 
 from paged_kernels import launch
-from paged_kernels.launch import ANY_ROWS, CONFIGS, ROWS, Facts, Launch, Piece, RowFacts, Table, Tile, default_piece
+from paged_kernels.launch import (
+    CONFIGS,
+    ROW_BUCKETS,
+    ROW_COUNT_INVARIANT,
+    Launch,
+    RowTile,
+    RowTuningKey,
+    Table,
+    Tile,
+    TuningKey,
+    default_row_tile,
+)
 from paged_kernels.layer_cache import LayerCache, quantize
 from paged_kernels.paging import Paging
 
@@ -44,40 +55,43 @@ MIDDLE = 256  # rows that are timed where all numbers of rows have one piece; se
 TENSORS = 16  # that a block is copied in
 TOLERANCE = 0.03  # of the largest magnitude: what rounding to bfloat16 stays below
 
-Shape = Tile | Piece
+Shape = Tile | RowTile
 Measure = Callable[[Any, Any], float | None]  # of facts and shape: microseconds; None: does not run, spills, is wrong
 
 
-def points(*, quick: bool) -> list[Facts | RowFacts]:
+def points(*, quick: bool) -> list[TuningKey | RowTuningKey]:
     """What a table has entries for: one of each kind first, those of models of 8B, and in these alone if quick."""
-    first = [Facts(kind, 128, 2, 16, False, LENGTHS[kind][1]) for kind in LENGTHS]
+    first = [TuningKey(kind, 128, 2, 16, False, LENGTHS[kind][1]) for kind in LENGTHS]
     rows = [
-        RowFacts(kind, width, count)
+        RowTuningKey(kind, width, count)
         for position in range(max(map(len, WIDTHS.values())))
         for kind, widths in WIDTHS.items()
         for width in widths[position : position + 1]
-        for count in (ROWS[-1:] if kind in ANY_ROWS else ROWS)
+        for count in (ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS)
     ]
     if quick:
-        return [*first, *(facts for facts in rows if facts.width == WIDTHS[facts.kind][0] and facts.rows == ROWS[-1])]
+        return [
+            *first,
+            *(facts for facts in rows if facts.width == WIDTHS[facts.kind][0] and facts.rows == ROW_BUCKETS[-1]),
+        ]
     every = [
-        Facts(kind, block_d, 2, rows, quantized, length)
+        TuningKey(kind, block_d, 2, rows, quantized, length)
         for kind, block_d, rows, quantized in itertools.product(LENGTHS, (64, 128, 256), (16, 32, 64), (False, True))
         for length in LENGTHS[kind]
     ]
     return list(dict.fromkeys([*first, *rows, *every]))
 
 
-def candidates(facts: Facts | RowFacts) -> Iterator[Shape]:
+def candidates(facts: TuningKey | RowTuningKey) -> Iterator[Shape]:
     """The default of any chip is among them. Whether one fits a chip is for its compiler to say."""
-    if isinstance(facts, RowFacts):
-        yield default_piece(facts)
+    if isinstance(facts, RowTuningKey):
+        yield default_row_tile(facts)
         whole, unit = facts.kind == "add_rms_norm", 4 if facts.kind == "block_copy" else 1
         of_a_thread = (4, 8, 16, 32, 64, 128) if whole else (4, 8, 16, 32)
         for count, num_warps in itertools.product(of_a_thread, (1, 2, 4, 8, 16)):
             elements = 32 * num_warps * count * unit
             if elements == facts.width or (elements < facts.width and not whole):
-                yield Piece(elements, num_warps)
+                yield RowTile(elements, num_warps)
         return
     decode = facts.kind == "decode"
     block_ms = (facts.rows,) if decode else (64, 128)
@@ -110,7 +124,7 @@ def read_journal(file: Path) -> dict[tuple[Any, Any], float | None]:
 
 def tune(
     chip: str,
-    wanted: Sequence[Facts | RowFacts],
+    wanted: Sequence[TuningKey | RowTuningKey],
     measure: Measure,
     *,
     file: Path,
@@ -122,7 +136,7 @@ def tune(
     journal = file.with_suffix(".journal")
     timed = read_journal(journal)
     rows = launch.read_table(file).rows() if file.exists() else []
-    table = launch.table_of(chip, machine, rows)
+    table = launch.make_table(chip, machine, rows)
     with journal.open("a") as lines:
         for done, facts in enumerate(wanted, 1):
             for tile in dict.fromkeys(candidates(facts)):
@@ -135,7 +149,7 @@ def tune(
             runs = {tile: us for (point, tile), us in timed.items() if point == facts and us is not None}
             if runs:
                 rows.append((facts, min(runs, key=lambda tile: runs[tile])))
-                table = launch.table_of(chip, machine, rows)
+                table = launch.make_table(chip, machine, rows)
                 launch.write_table(table, file)
     journal.unlink()
     return table
@@ -162,12 +176,14 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     return bool(error <= TOLERANCE * expected.float().abs().max())
 
 
-def trial(facts: Facts | RowFacts, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Trial:
+def trial(facts: TuningKey | RowTuningKey, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Trial:
     """Inputs of this point, at random, and what the reference makes of them."""
-    return _row_trial(facts, device, dtype) if isinstance(facts, RowFacts) else _attention_trial(facts, device, dtype)
+    return (
+        _row_trial(facts, device, dtype) if isinstance(facts, RowTuningKey) else _attention_trial(facts, device, dtype)
+    )
 
 
-def _attention_trial(facts: Facts, device: torch.device, dtype: torch.dtype) -> Trial:
+def _attention_trial(facts: TuningKey, device: torch.device, dtype: torch.dtype) -> Trial:
     """A step of this kind over random blocks, and pools of more bytes than twice the L2 cache. What is checked is one
     query of every sequence, in four heads of the first KV head."""
     from paged_kernels import paged_attention as attention
@@ -216,9 +232,9 @@ def _attention_trial(facts: Facts, device: torch.device, dtype: torch.dtype) -> 
     return Trial(plans, [out], [expected], (rows, heads))
 
 
-def _row_trial(facts: RowFacts, device: torch.device, dtype: torch.dtype) -> Trial:
+def _row_trial(facts: RowTuningKey, device: torch.device, dtype: torch.dtype) -> Trial:
     kind, width, on = facts.kind, facts.width, launch.device_of(device)
-    rows = min(facts.rows, MIDDLE) if kind == "sampling" or kind in ANY_ROWS else facts.rows
+    rows = min(facts.rows, MIDDLE) if kind == "sampling" or kind in ROW_COUNT_INVARIANT else facts.rows
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -241,12 +257,12 @@ def _row_trial(facts: RowFacts, device: torch.device, dtype: torch.dtype) -> Tri
     if kind == "sampling":
         from paged_kernels import sampling
         from paged_kernels.cpu import sampling as on_cpu  # the reference takes a Python step for every token
-        from paged_kernels.draws import Draws
+        from paged_kernels.draws import SamplingMetadata
 
         logits, out = 3 * normal(rows, width), torch.empty(rows, dtype=torch.int64, device=device)
         seeds = torch.arange(rows)
-        expected = [on_cpu.sample(logits.cpu(), Draws(torch.ones(rows), seeds, seeds, None)).to(device)]
-        draws = Draws(torch.ones(rows, device=device), seeds.to(device), seeds.to(device), None)
+        expected = [on_cpu.sample(logits.cpu(), SamplingMetadata(torch.ones(rows), seeds, seeds, None)).to(device)]
+        draws = SamplingMetadata(torch.ones(rows, device=device), seeds.to(device), seeds.to(device), None)
         return trial(expected, [out], lambda: sampling.plan_launch(logits, draws, out, device=on))
     if kind == "block_copy":
         from paged_kernels import block_copy
@@ -285,12 +301,12 @@ def measure_with(timer: Callable[[Callable[[], None]], float], device: torch.dev
 
     last: list = []  # the inputs of one point serve all of its candidates
 
-    def measure(facts: Facts | RowFacts, shape: Shape) -> float | None:
+    def measure(facts: TuningKey | RowTuningKey, shape: Shape) -> float | None:
         if not last or last[0] != facts:
             last[:] = []
             last[:] = facts, trial(facts, device, **options)
         point: Trial = last[1]
-        launch.use_table(launch.table_of(launch.device_of(device).chip, None, [(facts, shape)]))
+        launch.use_table(launch.make_table(launch.device_of(device).chip, None, [(facts, shape)]))
         for one in point.outputs:
             one.zero_()
         try:

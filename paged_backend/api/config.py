@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.api import vllm_options
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.api.options import Check, option, whole
 
 log = logging.getLogger("paged_llm")
@@ -72,7 +72,7 @@ def _power_of_two(value: Any) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Caps):
+class EngineConfig(InputLimits):
     """What `model_repository/*/1/model.json` and `paged serve -o` may set. Sizes in tokens unless said."""
 
     model: str = option(
@@ -365,8 +365,8 @@ class EngineConfig(Caps):
             )
 
     @property
-    def caps(self) -> Caps:
-        return Caps(**{spec.name: getattr(self, spec.name) for spec in fields(Caps)})
+    def input_limits(self) -> InputLimits:
+        return InputLimits(**{spec.name: getattr(self, spec.name) for spec in fields(InputLimits)})
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

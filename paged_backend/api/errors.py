@@ -41,7 +41,7 @@ class RequestError(Exception):
         self.outcome = _OUTCOMES.get(code, "refused")  # what the metrics count it as, in mid-answer, too
 
 
-class TenantFull(RequestError):
+class TenantLimitReached(RequestError):
     """As many requests of the tenant are open as may."""
 
     def __init__(self, most: int):
@@ -63,12 +63,12 @@ class QueueFull(RequestError):
         self.outcome = "queue_full"
 
 
-def internal(error: Exception) -> RequestError:
+def internal_error(error: Exception) -> RequestError:
     """Of what nobody expected."""
     return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
-def invalid(field_name: str, value: Any, limit: str) -> RequestError:
+def invalid_argument(field_name: str, value: Any, limit: str) -> RequestError:
     """Of a name or a value that is long, its beginning."""
     return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_short(field_name)}={_short(_shown(value))}: {limit}")
 
@@ -85,12 +85,12 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Which of them was meant, if any. What is long was none, and would take long to compare."""
     return next(iter(difflib.get_close_matches(name[:SHOWN_CHARS], known, 1, cutoff)), None)
 
 
-def is_text(value: Any) -> bool:
+def is_utf8_text(value: Any) -> bool:
     """Whether it is a string that UTF-8 can carry: JSON may hold halves of characters (lone surrogates)."""
     if not isinstance(value, str):
         return False

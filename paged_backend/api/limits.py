@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged_backend.api.errors import invalid
+from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import option, whole
 
 
@@ -23,7 +23,7 @@ def cap(default: int, help: str, low: int = 1) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caps:
+class InputLimits:
     """The most that clients may send of each kind, and of what is kept for them. All of them are engine options."""
 
     min_priority: int = option(
@@ -70,11 +70,11 @@ class Caps:
         """Raises RequestError where that is more than the option allows."""
         most = getattr(self, option)
         if count > most:
-            raise invalid(field, f"{count} {unit}", f"must be at most {most} {unit} ({option})")
+            raise invalid_argument(field, f"{count} {unit}", f"must be at most {most} {unit} ({option})")
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What the loaded model, the pool and the operator allow."""
 
     max_model_len: int
@@ -83,7 +83,7 @@ class Limits:
     block_size: int
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model gives none
-    caps: Caps = Caps()
+    input_limits: InputLimits = InputLimits()
 
 
-AS_MANY = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for
+UNBOUNDED_MAX_TOKENS = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for

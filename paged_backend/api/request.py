@@ -10,9 +10,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.guide import Guide
-from paged_backend.api.limits import AS_MANY, Limits
+from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
 
 
@@ -50,7 +50,7 @@ class GenerateRequest:
     seed: int  # the request's own, or one drawn for it
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
     embeds: bool = False  # wants the hidden state of its last token, and draws none
-    wants_usage: bool = False
+    returns_usage: bool = False
     session: Hashable = None  # whose next turn will go on from this one's blocks
     logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
@@ -60,7 +60,7 @@ class GenerateRequest:
     guides: tuple[Guide, ...] = ()  # of each sample, which of them may come next; none: any
 
     @cached_property
-    def is_constrained(self) -> bool:
+    def constrains_logits(self) -> bool:
         """Whether any token may be forbidden or favoured."""
         sampling = self.sampling
         masked = self.allowed is not None or bool(self.guides)
@@ -74,7 +74,7 @@ class GenerateRequest:
         return array("q", [token for token, _ in pairs]), array("f", [value for _, value in pairs])
 
     @cached_property
-    def endings(self) -> dict[int, list[tuple[list[int], int]]]:
+    def bad_word_endings(self) -> dict[int, list[tuple[list[int], int]]]:
         """Bad words of several tokens, by the last but one: those before it, and the last."""
         found: dict[int, list[tuple[list[int], int]]] = {}
         for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
@@ -82,9 +82,9 @@ class GenerateRequest:
         return found
 
     @property
-    def reads_output(self) -> bool:
+    def depends_on_output(self) -> bool:
         """Whether how a token is drawn depends on others of the output, beside what the model makes of them."""
-        return self.sampling.has_penalty or bool(self.endings)
+        return self.sampling.has_penalty or bool(self.bad_word_endings)
 
     @property
     def origin(self) -> Origin:
@@ -92,14 +92,14 @@ class GenerateRequest:
         return Origin(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
     @classmethod
-    def admit(
+    def from_prompt(
         cls,
         key: int,
         tokens: list[int],
         sampling: SamplingParams,
         seed: int,
         eos: frozenset[int],
-        limits: Limits,
+        limits: EngineLimits,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> GenerateRequest:
         """Raises RequestError for a prompt that is empty, or a request that can never fit the model or the pool, or may
@@ -107,7 +107,7 @@ class GenerateRequest:
         prompt = len(tokens)
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
-        sampling = fitted(prompt, sampling, limits)
+        sampling = fit_max_tokens(prompt, sampling, limits)
         if max(tokens) >= limits.vocab_size:  # the tokenizer knows tokens that the model has no embedding for
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
@@ -116,10 +116,13 @@ class GenerateRequest:
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
         allowed = None
         if sampling.allowed_token_ids is not None:
-            endings = stop_ids if sampling.min_tokens else frozenset()
-            if sampling.allowed_token_ids <= endings.union(word[-1] for word in bad_words):
-                raise invalid("allowed_token_ids", sorted(sampling.allowed_token_ids), "bad_words and min_tokens may"
-                              " forbid all of them")  # fmt: skip
+            bad_word_endings = stop_ids if sampling.min_tokens else frozenset()
+            if sampling.allowed_token_ids <= bad_word_endings.union(word[-1] for word in bad_words):
+                raise invalid_argument(
+                    "allowed_token_ids",
+                    sorted(sampling.allowed_token_ids),
+                    "bad_words and min_tokens may forbid all of them",
+                )
             allowed = bitmask(sampling.allowed_token_ids, limits.vocab_size)
         return cls(key, tuple(tokens), sampling, seed, stop_ids, bad_words=bad_words, allowed=allowed)
 
@@ -132,49 +135,52 @@ def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
     return bytes(bits)
 
 
-def fitted(prompt: int, sampling: SamplingParams, limits: Limits) -> SamplingParams:
+def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) -> SamplingParams:
     """The same with a number of output tokens that fits the model and the pool after a prompt of so many tokens. Raises
     RequestError where none does, or not as many as are asked for."""
     check_prompt_length(prompt, sampling.max_tokens, limits)
     output, count = sampling.max_tokens, sampling.num_seqs
     room = limits.max_model_len - prompt
-    if output != AS_MANY and output > room:
-        raise invalid("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
+    if output != UNBOUNDED_MAX_TOKENS and output > room:
+        raise invalid_argument("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
                       f" (max_model_len is {limits.max_model_len})")  # fmt: skip
-    at_once = blocks_at_most(prompt, 1, count, limits.block_size)
+    at_once = max_blocks_needed(prompt, 1, count, limits.block_size)
     if at_once > limits.num_blocks:
-        raise invalid("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
+        raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
                       f" {limits.num_blocks}")  # fmt: skip
-    if output == AS_MANY:
-        sampling = replace(sampling, max_tokens=min(room, tokens_at_most(prompt, count, limits)))
+    if output == UNBOUNDED_MAX_TOKENS:
+        sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits)))
         sampling.check_min_tokens()
         return sampling
-    needed = blocks_at_most(prompt, output, count, limits.block_size)
+    needed = max_blocks_needed(prompt, output, count, limits.block_size)
     if needed > limits.num_blocks:
         kind = "samples" if sampling.beam_width == 1 else "beams"
         of = f" of {count} {kind}" if count > 1 else ""
-        raise invalid("max_tokens", output, f"prompt and output{of} need {needed} blocks of the key/value pool,"
-                      f" which has {limits.num_blocks}")  # fmt: skip
+        raise invalid_argument(
+            "max_tokens",
+            output,
+            f"prompt and output{of} need {needed} blocks of the key/value pool, which has {limits.num_blocks}",
+        )
     return sampling
 
 
-def check_prompt_length(count: int, max_tokens: int, limits: Limits) -> None:
+def check_prompt_length(count: int, max_tokens: int, limits: EngineLimits) -> None:
     """Raises RequestError for a prompt that leaves no room for an output, if there is to be one."""
     left = min(max_tokens, 1)
     if count + left > limits.max_model_len:
         generates = ", and one token must be left to generate" * left
-        raise invalid("prompt_tokens", count, f"must be 1..{limits.max_model_len - left} (max_model_len is"
+        raise invalid_argument("prompt_tokens", count, f"must be 1..{limits.max_model_len - left} (max_model_len is"
                       f" {limits.max_model_len}{generates})")  # fmt: skip
 
 
-def blocks_at_most(prompt: int, output: int, n: int, block_size: int) -> int:
+def max_blocks_needed(prompt: int, output: int, n: int, block_size: int) -> int:
     """Blocks that a request holds at its end: the prompt's full ones once, the rest for each sample. The last token's
     keys and values are never needed."""
     shared = prompt // block_size if n > 1 else 0
     return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
 
 
-def tokens_at_most(prompt: int, n: int, limits: Limits) -> int:
+def max_output_tokens(prompt: int, n: int, limits: EngineLimits) -> int:
     """How long an output may be so that `blocks_at_most` is no more than the pool has."""
     shared = prompt // limits.block_size if n > 1 else 0
     each = shared + (limits.num_blocks - shared) // n
@@ -191,7 +197,7 @@ class Usage(NamedTuple):
     blocks_from_host: int  # brought back from the host's memory, among the new ones
     preemptions: int
     preempted_seconds: float  # from those until it was let in again
-    guessed_tokens: int = 0  # that were checked
+    guessed_tokens: int = 0  # draft tokens that were verified; the name is part of the receipt
     accepted_tokens: int = 0  # of those
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 
 
 class Structure(NamedTuple):
@@ -21,14 +21,14 @@ class Structure(NamedTuple):
         return self.kind, self.text
 
 
-def _json_schema(field: str, value: Any, caps: Caps) -> Structure:
+def _json_schema(field: str, value: Any, input_limits: InputLimits) -> Structure:
     schema = _parsed(value)
     if not isinstance(schema, dict):
         raise ValueError("must be a JSON schema: an object, or a string that holds one")
     return Structure("json_schema", _as_json(schema), field)
 
 
-def _json_object(field: str, value: Any, caps: Caps) -> Structure | None:
+def _json_object(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
     if not isinstance(value, bool):
@@ -36,27 +36,27 @@ def _json_object(field: str, value: Any, caps: Caps) -> Structure | None:
     return Structure("json_schema", '{"type": "object"}', field) if value else None
 
 
-def _choice(field: str, value: Any, caps: Caps) -> Structure:
+def _choice(field: str, value: Any, input_limits: InputLimits) -> Structure:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
         raise ValueError("must be a list of strings, none of them empty")
-    if not 1 <= len(value) <= caps.max_choices:
-        raise ValueError(f"must be 1..{caps.max_choices} strings (max_choices)")
+    if not 1 <= len(value) <= input_limits.max_choices:
+        raise ValueError(f"must be 1..{input_limits.max_choices} strings (max_choices)")
     return Structure("choice", _as_json(list(value)), field)
 
 
-def _regex(field: str, value: Any, caps: Caps) -> Structure:
+def _regex(field: str, value: Any, input_limits: InputLimits) -> Structure:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a string that is not empty")
     return Structure("regex", value, field)
 
 
-def _grammar(field: str, value: Any, caps: Caps) -> Structure:
+def _grammar(field: str, value: Any, input_limits: InputLimits) -> Structure:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a string that is not blank")
     return Structure("grammar", value, field)
 
 
-def _structured_outputs(field: str, value: Any, caps: Caps) -> Structure | None:
+def _structured_outputs(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
     """As vLLM's clients send it: an object, of whose names one has a value."""
     asked = _parsed(value)
     if not isinstance(asked, Mapping):
@@ -71,7 +71,7 @@ def _structured_outputs(field: str, value: Any, caps: Caps) -> Structure | None:
         raise ValueError(f"{' and '.join(whitespace)}: means nothing without json or json_object")
     for name, one in given.items():
         try:
-            structure = _WITHIN[name](f"{field}.{name}", one, caps)
+            structure = _WITHIN[name](f"{field}.{name}", one, input_limits)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return _spaced(structure, whitespace)
@@ -96,15 +96,15 @@ def _spaced(structure: Structure | None, whitespace: Mapping[str, Any]) -> Struc
     return structure._replace(text=_as_json(schema))
 
 
-def _guided_decoding(field: str, value: Any, caps: Caps) -> Structure | None:
+def _guided_decoding(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
     """What structured_outputs was called before, with the library in it, which any text of a form is the same to."""
     asked = _parsed(value)
     if isinstance(asked, Mapping):
         asked = {name: one for name, one in asked.items() if name != "backend"}
-    return _structured_outputs(field, asked, caps)
+    return _structured_outputs(field, asked, input_limits)
 
 
-READERS: dict[str, Callable[[str, Any, Caps], Structure | None]] = {
+READERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
     "regex": _regex,
@@ -117,15 +117,17 @@ _WHITE_SPACE = {"disable_any_whitespace": "true or false", "whitespace_pattern":
 _WITHIN = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
 
 
-def read_structure(name: str, value: Any, caps: Caps = Caps()) -> Structure | None:
+def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimits()) -> Structure | None:
     """The value of the parameter `name`; None asks for nothing. Raises ValueError, which says what it must be."""
     if value is None:
         return None
-    structure = READERS[name](name, value, caps)
+    structure = READERS[name](name, value, input_limits)
     if structure:
         nbytes = len(structure.text.encode(errors="surrogatepass"))
-        if nbytes > caps.max_structure_bytes:
-            raise ValueError(f"has {nbytes} bytes; must be at most {caps.max_structure_bytes} (max_structure_bytes)")
+        if nbytes > input_limits.max_structure_bytes:
+            raise ValueError(
+                f"has {nbytes} bytes; must be at most {input_limits.max_structure_bytes} (max_structure_bytes)"
+            )
         if structure.text != structure.text.encode(errors="ignore").decode():
             raise ValueError("holds half a character; send UTF-8 text")
     return structure

@@ -12,22 +12,22 @@ from pathlib import Path
 import torch
 
 from paged_backend.api.config import ConfigError, EngineConfig
-from paged_backend.api.limits import Limits
+from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
 from paged_backend.engine.rank import ROOT, Prepared, prepare
-from paged_backend.engine.warm_up import measure
+from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import ParallelRunner, Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
-from paged_backend.loading.adapters import Adapters, Listing
+from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.disk import DiskTier, fingerprint
-from paged_backend.models.tensor_parallel import Ranks, check_devices
+from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.speculation import Guess, PromptLookup, on_device
-from paged_backend.utils.machine import Memory, held_memory, release_threads, return_memory
+from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
+from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
 
 log = logging.getLogger("paged_llm")
 
@@ -39,33 +39,33 @@ class Assembly:
     """A loaded model with its pool and scheduler: everything but the threads."""
 
     loaded: LoadedModel
-    limits: Limits
+    limits: EngineLimits
     scheduler: Scheduler
     runner: Runner | ParallelRunner
     device: torch.device
     disk: DiskTier | None = None
     overlap: bool = False
     workers: Workers | None = None
-    adapters: Adapters | None = None
+    adapters: AdapterRegistry | None = None
 
     def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
-        return_memory()
-        release_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
+        trim_memory()
+        release_openmp_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
         engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
         if self.workers:
-            self.workers.watch(engine.die)
+            self.workers.on_rank_failure(engine.die)
         return engine
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """What this process has in use: with several ranks that of the first."""
         if self.device.type != "cuda":
-            return Memory(held_memory(), 0, 0)
+            return MemoryUsage(resident_memory(), 0, 0)
         pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
-        return Memory(held_memory(), torch.cuda.memory_allocated(self.device), pinned)
+        return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
         """Let go of recorded steps, and end the processes of the other ranks. After the engine."""
-        self.runner.forget()
+        self.runner.release_graphs()
         if self.workers:
             self.workers.stop()
 
@@ -75,50 +75,52 @@ def assemble(config: EngineConfig, listing: Path | None = None) -> Assembly:
     device = model_loader.pick_device(config)
     check_devices(config, device)
     if config.tensor_parallel_size == 1:
-        return _assemble(config, listing, Ranks(device), None)
+        return _assemble(config, listing, TensorParallelGroup(device), None)
     model_loader.check(config, ROOT)  # before processes are started
     workers = Workers(config, device)
     try:
-        return _assemble(config, listing, workers.ranks, workers)
+        return _assemble(config, listing, workers.tp_group, workers)
     except Exception as error:
-        reason = workers.explain()
+        reason = workers.failure_reason()
         workers.stop(at_once=True)
         if reason is None or str(error) in reason:  # where all ranks refuse for the same reason, it is told once
             raise
         raise ConfigError(f"{error} ({reason})") from error
 
 
-def _assemble(config: EngineConfig, listing: Path | None, ranks: Ranks, workers: Workers | None) -> Assembly:
-    started, on_cpu = time.monotonic(), ranks.device.type == "cpu"
+def _assemble(
+    config: EngineConfig, listing: Path | None, tp_group: TensorParallelGroup, workers: Workers | None
+) -> Assembly:
+    started, on_cpu = time.monotonic(), tp_group.device.type == "cpu"
     if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
         )
-    adapters = Listing(listing) if config.enable_lora else None
-    prepared = prepare(config, ranks)
+    adapters = AdapterListFile(listing) if config.enable_lora else None
+    prepared = prepare(config, tp_group)
     try:
         return _put_together(config, adapters, prepared, workers, started)
     except Exception:
-        prepared.runner.forget()  # before the ranks part: NCCL waits for what was recorded with it
+        prepared.runner.release_graphs()  # before the ranks part: NCCL waits for what was recorded with it
         raise
 
 
 def _put_together(
-    config: EngineConfig, listing: Listing | None, prepared: Prepared, workers: Workers | None, started: float
+    config: EngineConfig, listing: AdapterListFile | None, prepared: Prepared, workers: Workers | None, started: float
 ) -> Assembly:
     device = prepared.runner.kv.device
     loaded, spec, behind = prepared.loaded, prepared.loaded.spec, prepared.num_host_blocks
     caching = config.enable_prefix_caching
     host = BlockManager(behind, config.block_size, caching=caching) if behind else None
     blocks = BlockManager(prepared.num_blocks, config.block_size, caching=caching, host=host)
-    limits = Limits(
+    limits = EngineLimits(
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
         num_blocks=blocks.num_blocks,
         block_size=blocks.block_size,
         max_num_seqs=config.max_num_seqs,
         embedding=spec.embedding,
-        caps=config.caps,
+        input_limits=config.input_limits,
     )
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:
@@ -127,7 +129,7 @@ def _put_together(
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
 
-    costs = measure(prepared.runner, prepared.seconds_per_token, behind)
+    costs = measure_costs(prepared.runner, prepared.seconds_per_token, behind)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
     scheduler = Scheduler(
         blocks,
@@ -136,8 +138,8 @@ def _put_together(
         costs=costs,
         preemption=config.preemption_mode,
         session_blocks=int(blocks.num_blocks * config.session_memory),
-        guess=_guess(config),
-        max_guesses=config.num_speculative_tokens,
+        proposer=_proposer(config),
+        max_draft_tokens=config.num_speculative_tokens,
         step_seconds=_step_seconds(config, device),
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
@@ -172,13 +174,13 @@ def _step_seconds(config: EngineConfig, device: torch.device) -> float | None:
     return config.target_step_ms / 1e3
 
 
-def _guess(config: EngineConfig) -> Guess:
+def _proposer(config: EngineConfig) -> Proposer:
     if config.speculative_model:
-        return on_device
+        return propose_placeholders
     return PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
 
-def _adapters(config: EngineConfig, loaded: LoadedModel, listing: Listing | None) -> Adapters | None:
+def _adapters(config: EngineConfig, loaded: LoadedModel, listing: AdapterListFile | None) -> AdapterRegistry | None:
     if listing is None:
         return None
     assert loaded.lora
@@ -186,8 +188,10 @@ def _adapters(config: EngineConfig, loaded: LoadedModel, listing: Listing | None
         "up to %d adapters of rank %d on the device, which take %.2f GiB: of %s", loaded.lora.slots, loaded.lora.rank,
         loaded.lora.nbytes / kv_cache.GIB, ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
     )  # fmt: skip
-    keep = config.max_cpu_loras or config.max_loras
-    return Adapters(listing, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, keep=keep)
+    max_cached = config.max_cpu_loras or config.max_loras
+    return AdapterRegistry(
+        listing, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, max_cached=max_cached
+    )
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:

@@ -23,16 +23,16 @@ from torch import Tensor
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.execution.batch import pack
-from paged_backend.execution.runner import Launched, Runner, RunnerDied
-from paged_backend.loading.adapters import Adapters
+from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
+from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
-from paged_backend.scheduling.content import Before, Chain, Entry
+from paged_backend.scheduling.content import Chain, Entry, PrefixParent
 from paged_backend.scheduling.plan import Drawn, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.utils.machine import compute_alone
-from paged_backend.utils.worker import Worker
+from paged_backend.utils.machine import use_single_thread
+from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
@@ -137,7 +137,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
-class Lost:
+class UnknownRequests:
     """Requests that the engine does not know, and whose end it has not told."""
 
     keys: tuple[int, ...]
@@ -149,11 +149,11 @@ class EngineDied:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step that was launched, or could not be."""
 
     plan: Plan
-    launched: Launched | Exception
+    launched: LaunchedStep | Exception
 
     def result(self) -> list[Drawn]:
         """Waits for the device. Raises whatever went wrong."""
@@ -170,21 +170,21 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        emit: Callable[[StepOutput | PoolMap | Lost | EngineDied], None],
+        emit: Callable[[StepOutput | PoolMap | UnknownRequests | EngineDied], None],
         disk: DiskTier | None = None,
         *,
-        adapters: Adapters | None = None,
+        adapters: AdapterRegistry | None = None,
         overlap: bool = False,
     ):
         """overlap: plan and launch a step while the one before runs; of use where the device is not the host's own."""
         self._overlap = overlap
-        self._flights: deque[Flight] = deque()  # one at the most between two steps
+        self._flights: deque[InFlightStep] = deque()  # one at the most between two steps
         self._scheduler = scheduler
         self._runner = runner
         self._emit = emit
         self._disk = disk
         self._adapters = adapters
-        self._fetcher = Worker("fetch", compute_alone) if disk else None
+        self._fetcher = BackgroundWorker("fetch", use_single_thread) if disk else None
         self._expected: set[int] = set()  # keys of requests that are on their way to the loop
         self._queued: set[int] = set()  # keys of requests that have not computed yet, and are still to be answered
         self._spilled = disk is None  # whether all that is cached is on disk, as far as it may
@@ -224,7 +224,7 @@ class Engine:
         return self._thread.is_alive() and not self._dead
 
     @property
-    def seconds_in_turn(self) -> float:
+    def busy_seconds(self) -> float:
         """How long the turn of the loop that is under way has taken; 0 between two."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
@@ -236,15 +236,15 @@ class Engine:
         return len(self._queued)
 
     def submit(self, request: GenerateRequest) -> None:
-        self.expect(request.key)
+        self.announce(request.key)
         self.deliver(request)
 
-    def expect(self, key: int) -> None:
+    def announce(self, key: int) -> None:
         """Announce a request: before anybody may abort it, and before it is delivered."""
         self._queued.add(key)
         self._expected.add(key)
 
-    def expects(self, key: int) -> bool:
+    def is_pending(self, key: int) -> bool:
         """Whether one that was announced is still to be delivered: nobody has aborted it. For any thread."""
         return key in self._expected
 
@@ -262,7 +262,7 @@ class Engine:
         """Whether blocks of its prompt may be on disk; where all of it has to be computed, it does not matter."""
         return self._disk is not None and self._disk.up and request.sampling.prompt_logprobs is None
 
-    def refuse(self, key: int, error: RequestError) -> None:
+    def reject(self, key: int, error: RequestError) -> None:
         """End one that was announced, and cannot be delivered."""
         self._queued.discard(key)
         self._inbox.put(Failed(key, error))
@@ -296,7 +296,7 @@ class Engine:
         """Have it emitted that a request waits which is not delivered yet."""
         self._inbox.put(Show())
 
-    def audit(self, keys: tuple[int, ...]) -> None:
+    def report_unknown(self, keys: tuple[int, ...]) -> None:
         """Have it told which of these requests nobody here knows, after all that was told before."""
         self._inbox.put(Audit(keys))
 
@@ -342,7 +342,7 @@ class Engine:
             elif isinstance(message, Show):
                 changed |= bool(self._expected)
             elif isinstance(message, Audit):
-                self._emit(Lost(tuple(key for key in message.keys if not self._knows(key))))
+                self._emit(UnknownRequests(tuple(key for key in message.keys if not self._knows(key))))
             elif isinstance(message, Look):
                 self._looked = True
             else:
@@ -364,7 +364,7 @@ class Engine:
         """How long to wait for a message where there is no work; None: as long as it takes."""
         if self._spilled or self._disk is None:
             return None
-        return 0 if self._disk.room and self._scheduler.blocks.has_fresh else SPILL_SECONDS
+        return 0 if self._disk.free_queue_slots and self._scheduler.blocks.has_unspilled else SPILL_SECONDS
 
     def _add(self, message: GenerateRequest | Fetched | Failed) -> bool:
         request = message.request if isinstance(message, Fetched) else message
@@ -381,7 +381,7 @@ class Engine:
         return True
 
     def _knows(self, key: int) -> bool:
-        return key in self._expected or self._scheduler.knows(key)
+        return key in self._expected or self._scheduler.has_request(key)
 
     def _end(self, message: Abort | End) -> bool:
         if message.key in self._expected:
@@ -398,14 +398,14 @@ class Engine:
         self._queued.difference_update(self._scheduler.entered)
         if plan is not None:
             self._spilled = self._disk is None
-            self._flights.append(Flight(plan, self._launch(plan)))
+            self._flights.append(InFlightStep(plan, self._launch(plan)))
             self._settle(most=1)
         elif not self._flights and not self._spilled:
             self._spill()
-        if plan is None or not self._overlap or self._scheduler.wants_results:
+        if plan is None or not self._overlap or self._scheduler.needs_results:
             self._settle()
 
-    def _launch(self, plan: Plan) -> Launched | Exception:
+    def _launch(self, plan: Plan) -> LaunchedStep | Exception:
         try:
             self._runner.move(plan)
             runner, size = self._runner, self._scheduler.blocks.block_size
@@ -424,7 +424,7 @@ class Engine:
                 StepOutput(tuple(deltas), self._stats(), time.monotonic(), flight.plan.began, flight.plan.entered)
             )
 
-    def _commit(self, flight: Flight) -> list[TokenDelta]:
+    def _commit(self, flight: InFlightStep) -> list[TokenDelta]:
         try:
             drawn = flight.result()
             self._write(flight.plan)
@@ -457,11 +457,11 @@ class Engine:
         try:
             request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))
         except RequestError as error:
-            self.refuse(request.key, error)
+            self.reject(request.key, error)
         except Exception as error:
             log.exception("request %d: could not load its adapter", request.key)
             reason = f"its adapter could not be loaded: {type(error).__name__}: {error}"
-            self.refuse(request.key, RequestError(ErrorCode.INTERNAL, reason))
+            self.reject(request.key, RequestError(ErrorCode.INTERNAL, reason))
         else:
             if self._fetches(request):
                 self._fetch_soon(request)
@@ -490,8 +490,8 @@ class Engine:
         assert self._disk and self._scheduler.blocks.host
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.host
         size, tokens = blocks.block_size, request.prompt_token_ids
-        before: Before = request.origin
-        known: Before | None = request.origin  # the same, as far as somebody has it
+        before: PrefixParent = request.origin
+        known: PrefixParent | None = request.origin  # the same, as far as somebody has it
         found: list[tuple[int, list[Tensor]]] = []
         for index in range((len(tokens) - 1) // size):
             content = tokens[index * size : (index + 1) * size]
@@ -519,20 +519,25 @@ class Engine:
         if self._disk is None:
             return
         assert self._runner.host
-        for move in plan.outs:
-            if move.entry and self._disk.lacks(move.entry):
+        for move in plan.moves_out:
+            if move.entry and self._disk.should_write(move.entry):
                 self._disk.put(move.entry, self._runner.host.block(move.target))
 
     def _spill(self) -> None:
         """While there is nothing else to do: a few known blocks that are not on disk yet, as its queue has room."""
         assert self._disk
-        if not self._disk.room:
+        if not self._disk.free_queue_slots:
             return
-        plan = Plan((), outs=self._scheduler.blocks.spill(self._disk.lacks, min(SPILL_BLOCKS, self._disk.room)))
+        plan = Plan(
+            (),
+            moves_out=self._scheduler.blocks.spill(
+                self._disk.should_write, min(SPILL_BLOCKS, self._disk.free_queue_slots)
+            ),
+        )
         self._runner.move(plan)
         self._runner.transfers.settle()
         self._write(plan)
-        self._scheduler.blocks.finish_outs(plan.outs)
-        if not plan.outs and self._disk.quiet:
+        self._scheduler.blocks.finish_moves_out(plan.moves_out)
+        if not plan.moves_out and self._disk.is_idle:
             self._spilled = True
             self._emit(StepOutput((), self._stats(), time.monotonic()))

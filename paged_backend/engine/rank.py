@@ -17,15 +17,15 @@ import torch
 from transformers.utils import logging as progress_bars
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.engine.warm_up import kinds_of, record, runner_of, warm_up
+from paged_backend.engine.warm_up import build_runner, graph_shapes_of, record, warm_up
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import KVCache
-from paged_backend.models.tensor_parallel import Ranks
+from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.scheduling.plan import Plan
-from paged_backend.utils.machine import use_cores
+from paged_backend.utils.machine import limit_torch_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Met:
+class Ready:
     """A rank has imported what it needs, and goes to meet the others."""
 
 
@@ -63,14 +63,16 @@ class Prepared:
     seconds_per_token: float
 
 
-def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
+def prepare(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepared:
     """Load the model, prove it, size the pools, in step with the other ranks. Raises ConfigError, UnsupportedModel."""
-    use_cores(config.tensor_parallel_size)
-    loaded = model_loader.load(config, ROOT, ranks.device)
+    limit_torch_threads(config.tensor_parallel_size)
+    loaded = model_loader.load(config, ROOT, tp_group.device)
     spec = loaded.spec
-    needs = warm_up(config, loaded, ranks.device)
-    pool = ranks.least(kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, ranks.device, needs.gpu_bytes))
-    behind = ranks.least(kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, ranks.device))
+    needs = warm_up(config, loaded, tp_group.device)
+    pool = tp_group.all_reduce_min(
+        kv_cache.num_blocks(config, loaded.layers, spec.kv_dtype, tp_group.device, needs.gpu_bytes)
+    )
+    behind = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, loaded.layers, spec.kv_dtype, tp_group.device))
 
     def cache(count: int, where: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
@@ -82,43 +84,43 @@ def prepare(config: EngineConfig, ranks: Ranks) -> Prepared:
             pinned=pinned,
         )
 
-    runner = runner_of(
+    runner = build_runner(
         config,
         loaded,
-        cache(pool, ranks.device),
-        cache(behind, torch.device("cpu"), pinned=ranks.device.type == "cuda") if behind else None,
-        ranks.agree,
+        cache(pool, tp_group.device),
+        cache(behind, torch.device("cpu"), pinned=tp_group.device.type == "cuda") if behind else None,
+        tp_group.broadcast_tokens,
     )
-    record(config, loaded, runner, kinds_of(config, runner))
-    if not ranks.least(runner.records):  # NCCL wants a call of it recorded on all ranks or on none
-        runner.forget()
+    record(config, loaded, runner, graph_shapes_of(config, runner))
+    if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL wants a call of it recorded on all ranks or on none
+        runner.release_graphs()
     return Prepared(loaded, runner, pool, behind, needs.seconds_per_token)
 
 
-def obey(channel: Connection) -> None:
+def run_worker(channel: Connection) -> None:
     """Do what rank 0 does, until it says that this was all."""
     start = channel.recv()
     assert isinstance(start, Start)
     progress_bars.disable_progress_bar()
     torch.zeros(1, device=start.device)  # a GPU that cannot be used is told before anybody waits for this process
-    channel.send(Met())
-    ranks = Ranks(start.device, start.rank, start.config.tensor_parallel_size)
-    ranks.join(start.rendezvous)
-    runner = prepare(start.config, ranks).runner
+    channel.send(Ready())
+    tp_group = TensorParallelGroup(start.device, start.rank, start.config.tensor_parallel_size)
+    tp_group.join(start.rendezvous)
+    runner = prepare(start.config, tp_group).runner
     while (message := channel.recv()) is not None:
         if isinstance(message, Plan):
             runner.move(message)
         else:
             runner.launch(message)
-    runner.forget()  # NCCL does not end what a recording holds
-    ranks.leave()
+    runner.release_graphs()  # NCCL does not end what a recording holds
+    tp_group.leave()
 
 
 def main(descriptor: int) -> None:
     channel = Connection(descriptor)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        obey(channel)
+        run_worker(channel)
     except Exception as error:  # whatever it was: rank 0 must know before this process is gone
         channel.send(Failed(f"{type(error).__name__}: {error}"))
         raise

@@ -14,12 +14,12 @@ from paged_kernels import launch
 from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.graphs import Kind, draft_kinds, kinds, largest, recorder
+from paged_backend.execution.graphs import GraphShape, draft_shapes, graph_capture, graph_shapes, largest
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
@@ -33,25 +33,25 @@ from paged_backend.scheduling.sequence import Group
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # up to which lengths attention's tiles differ, or are split
 LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # of chunks, likewise; the other kernels' pieces by their rows
-ROWS = 4  # in decode
+ROW_BUCKETS = 4  # in decode
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties and constraints make logits float32
     kind | more
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
-    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": Caps.max_logprobs})
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
 )
 MANY = 512  # rows at the most of which room is made for logits in float32
 MOVED = 8  # blocks at a time: what each costs among others
 
 
 @dataclass(frozen=True)
-class Needs:
+class WarmUpResult:
     """What was found when the model ran for the first time."""
 
     seconds_per_token: float  # in a step as large as steps get
     gpu_bytes: int  # of device memory that activations and recorded steps will take, beside weights and pool
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Needs:
+def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> WarmUpResult:
     """Run a step as large as steps get over a pool just large enough, twice, on a GPU one of every other kind as well,
     and record the largest steps. Afterwards the peak of activation memory is known, which the real pool must leave room
     for, and no request pays for initialisation."""
@@ -65,7 +65,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     kv = KVCache.allocate(
         loaded.layers, num_blocks=blocks.num_blocks, block_size=blocks.block_size, dtype=spec.kv_dtype, device=device
     )
-    plan, runner = scheduler.schedule(), runner_of(config, loaded, kv)
+    plan, runner = scheduler.schedule(), build_runner(config, loaded, kv)
     assert plan is not None
 
     def step() -> None:
@@ -79,16 +79,16 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
             _rehearse(config, spec.max_model_len, spec.vocab_size, runner)
 
     activations = _activation_bytes(everything, device)
-    return Needs(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
+    return WarmUpResult(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
 def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
     """A batch that goes through as many as there may be."""
-    lora.fill()
+    lora.fill_dummy()
     return replace(packed, adapters=adapter_rows(np.arange(packed.input_ids.numel()) % lora.slots))
 
 
-def runner_of(
+def build_runner(
     config: EngineConfig,
     loaded: LoadedModel,
     kv: KVCache,
@@ -100,34 +100,36 @@ def runner_of(
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.part(count, len(kv.layers)))
     max_draws = config.max_num_seqs + config.max_num_batched_tokens  # with every guess
-    return Runner(loaded.model, kv, host, max_draws=max_draws, drafter=drafter, lora=loaded.lora, agree=agree)
-
-
-def kinds_of(config: EngineConfig, runner: Runner) -> list[Kind]:
-    """The steps to record."""
-    return kinds(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        queries=1 + config.num_speculative_tokens,
-        shared=runner.shares,
+    return Runner(
+        loaded.model, kv, host, max_draws=max_draws, drafter=drafter, lora=loaded.lora, broadcast_tokens=agree
     )
 
 
-def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: list[Kind]) -> None:
+def graph_shapes_of(config: EngineConfig, runner: Runner) -> list[GraphShape]:
+    """The steps to record."""
+    return graph_shapes(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        queries=1 + config.num_speculative_tokens,
+        shared=runner.shares_prefixes,
+    )
+
+
+def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: list[GraphShape]) -> None:
     """Record steps of these kinds, where the device can and the options let it."""
-    how = None if config.enforce_eager else recorder(runner.kv.device)
+    how = None if config.enforce_eager else graph_capture(runner.kv.device)
     if how:
         longest = loaded.spec.max_model_len
         runner.record(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
 def _rehearse(config: EngineConfig, max_model_len: int, vocab_size: int, runner: Runner) -> None:
-    for plan in rehearsals(config, max_model_len, vocab_size):
+    for plan in warm_up_plans(config, max_model_len, vocab_size):
         for group in dict.fromkeys((None, runner.group)):
             runner.launch(pack(plan, block_size=config.block_size, group=group)).result()
 
 
-def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
+def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
     """Steps of every kind that has kernels of its own, which are compiled at the first of them: for seconds each, in
     which every request would wait. All in block 0, for nobody reads what they give."""
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
@@ -144,7 +146,7 @@ def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Ite
         return Chunk(one, start, length, draws=(one,))
 
     for context in contexts:
-        rows = tuple(chunk(context - 1, 1) for _ in range(min(ROWS, config.max_num_seqs)))
+        rows = tuple(chunk(context - 1, 1) for _ in range(min(ROW_BUCKETS, config.max_num_seqs)))
         yield Plan(rows)
         for length in lengths:
             if length <= context:
@@ -153,11 +155,11 @@ def rehearsals(config: EngineConfig, max_model_len: int, vocab_size: int) -> Ite
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     scored = min(MOST_SCORED, longest - 1, budget - 1)
     whole = replace(chunk(0, scored + 1, prompt_logprobs=config.max_logprobs), scored=range(scored))
-    yield Plan((whole,), is_about_prompts=True)
+    yield Plan((whole,), has_prompt_outputs=True)
     for sampling in SAMPLINGS:
         if "logprobs" in sampling:
             sampling = sampling | {"logprobs": config.max_logprobs}
-        for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROWS):
+        for count in dict.fromkeys(min(rows, MANY, config.max_num_seqs) for rows in launch.ROW_BUCKETS):
             yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
 
 
@@ -176,18 +178,18 @@ def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
 def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
     """What recorded steps will take of the GPU. All share the memory of the largest, and each takes a little of its
     own: found by recording the largest of each sort, and the largest two."""
-    every, device = kinds_of(config, runner), runner.kv.device
+    every, device = graph_shapes_of(config, runner), runner.kv.device
     if device.type != "cuda":
         return 0
 
-    def count(some: list[Kind]) -> int:
-        return len(some) + (len(draft_kinds(some)) if runner.drafter else 0)
+    def count(some: list[GraphShape]) -> int:
+        return len(some) + (len(draft_shapes(some)) if runner.drafter else 0)
 
-    def taken(some: list[Kind]) -> int:
+    def taken(some: list[GraphShape]) -> int:
         before = _free(device)
         record(config, loaded, runner, some)
         after = _free(device)
-        runner.forget()
+        runner.release_graphs()
         return max(0, before - after)
 
     first, second = largest(every, 1), largest(every, 2)
@@ -204,13 +206,13 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def measure(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
+def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """What decides between copying and computing. The pool is empty still, so its first blocks may be copied."""
     move = copy = 0.0
     count = min(MOVED, num_host_blocks, len(runner.kv.tensors[0]))
     if count:
         moves = tuple(Move(block, block, None) for block in range(count))
-        move = _median(lambda: runner.move(Plan((), outs=moves, ins=moves)), runner.kv.device) / 2 / count
+        move = _median(lambda: runner.move(Plan((), moves_out=moves, moves_in=moves)), runner.kv.device) / 2 / count
     count = min(MOVED, len(runner.kv.tensors[0]) // 2)
     if count:
         copies = tuple(Copy(block, count + block) for block in range(count))

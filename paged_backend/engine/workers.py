@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.config import ConfigError, EngineConfig
-from paged_backend.engine.rank import Failed, Met, Start
+from paged_backend.engine.rank import Failed, Ready, Start
 from paged_backend.execution.batch import PackedBatch
-from paged_backend.execution.runner import Launched, Runner, RunnerDied
-from paged_backend.models.tensor_parallel import Ranks, pick_rank_device
+from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
+from paged_backend.models.tensor_parallel import TensorParallelGroup, pick_rank_device
 from paged_backend.scheduling.plan import Drawn, Plan
-from paged_backend.utils.machine import interpreter
+from paged_backend.utils.machine import find_python
 
 log = logging.getLogger("paged_llm")
 
@@ -62,7 +62,7 @@ class Workers:
         self._stopping = False
         self.workers: list[_Worker] = []
         self._scratch = Path(tempfile.mkdtemp(prefix="paged-ranks-"))
-        self.ranks = Ranks(pick_rank_device(device, 0), 0, config.tensor_parallel_size)
+        self.tp_group = TensorParallelGroup(pick_rank_device(device, 0), 0, config.tensor_parallel_size)
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for rank in range(1, config.tensor_parallel_size):
@@ -71,7 +71,7 @@ class Workers:
                 here = pick_rank_device(device, worker.rank)
                 _meet(worker, Start(config, here, worker.rank, self.rendezvous))
             self._watcher.start()
-            self.ranks.join(self.rendezvous)
+            self.tp_group.join(self.rendezvous)
         except BaseException:
             self.stop(at_once=True)
             raise
@@ -80,7 +80,7 @@ class Workers:
     def rendezvous(self) -> Path:
         return self._scratch / "rendezvous"
 
-    def watch(self, on_death: Callable[[str], None]) -> None:
+    def on_rank_failure(self, on_death: Callable[[str], None]) -> None:
         """Have `on_death` called with the reason, from another thread, once a rank is gone."""
         self._on_death = on_death
         if self.reason:
@@ -93,9 +93,9 @@ class Workers:
             try:
                 _send(worker, data)
             except OSError as error:
-                raise RunnerDied(self.explain() or f"rank {worker.rank} cannot be reached: {error}") from error
+                raise RunnerDied(self.failure_reason() or f"rank {worker.rank} cannot be reached: {error}") from error
 
-    def explain(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Why rank 0 failed, if another rank is why. It may notice the end of a connection before it is told more."""
         self._watcher.join(REASON_SECONDS)
         return self.reason
@@ -112,7 +112,7 @@ class Workers:
                     worker.process.kill()
             except OSError:
                 worker.process.kill()
-        self.ranks.leave()
+        self.tp_group.leave()
         for worker in self.workers:
             try:
                 worker.process.wait(STOP_SECONDS)
@@ -136,8 +136,8 @@ class Workers:
         except (EOFError, OSError):
             reason = _end(worker)
         if not self._stopping:
-            self.reason = f"rank {worker.rank} of {self.ranks.size} is gone: {reason}"
-            self.ranks.abandon()
+            self.reason = f"rank {worker.rank} of {self.tp_group.size} is gone: {reason}"
+            self.tp_group.abort()
             log.error(self.reason)
             self._on_death(self.reason)
 
@@ -152,35 +152,37 @@ class ParallelRunner:
         self.group, self.uniform = runner.group, runner.uniform
 
     def move(self, plan: Plan) -> None:
-        if plan.outs or plan.ins or plan.copies:
-            outs, ins = (tuple(move._replace(entry=None) for move in moves) for moves in (plan.outs, plan.ins))
-            self.workers.send(Plan((), outs=outs, ins=ins, copies=plan.copies))
-        self.attempt(lambda: self._runner.move(plan))
+        if plan.moves_out or plan.moves_in or plan.copies:
+            moves_out, moves_in = (
+                tuple(move._replace(entry=None) for move in moves) for moves in (plan.moves_out, plan.moves_in)
+            )
+            self.workers.send(Plan((), moves_out=moves_out, moves_in=moves_in, copies=plan.copies))
+        self.run_or_fail(lambda: self._runner.move(plan))
 
-    def launch(self, packed: PackedBatch) -> Watched:
+    def launch(self, packed: PackedBatch) -> ParallelStep:
         self.workers.send(packed)
-        return Watched(self.attempt(lambda: self._runner.launch(packed)), self)
+        return ParallelStep(self.run_or_fail(lambda: self._runner.launch(packed)), self)
 
-    def forget(self) -> None:
-        self._runner.forget()
+    def release_graphs(self) -> None:
+        self._runner.release_graphs()
 
-    def attempt(self, action: Callable[[], Any]) -> Any:
+    def run_or_fail(self, action: Callable[[], Any]) -> Any:
         """The ranks have diverged where one has failed, so there is no step after that."""
         try:
             return action()
         except Exception as error:
-            raise RunnerDied(self.workers.explain() or f"{type(error).__name__}: {error}") from error
+            raise RunnerDied(self.workers.failure_reason() or f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
+class ParallelStep:
     """A step that all ranks have launched."""
 
-    launched: Launched
+    launched: LaunchedStep
     runner: ParallelRunner
 
     def result(self) -> list[Drawn]:
-        return self.runner.attempt(self.launched.result)
+        return self.runner.run_or_fail(self.launched.result)
 
 
 class _Pickler(pickle.Pickler):
@@ -201,7 +203,7 @@ def start(rank: int, scratch: Path) -> _Worker:
     reads, lifeline = os.pipe()
     try:
         process = subprocess.Popen(
-            [interpreter(), "-c", COMMAND, str(theirs.fileno()), str(reads), str(scratch)],
+            [find_python(), "-c", COMMAND, str(theirs.fileno()), str(reads), str(scratch)],
             # As this process finds its modules. LOCAL_RANK tells transformers which GPU is this rank's.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
@@ -227,7 +229,7 @@ def _meet(worker: _Worker, start: Start) -> None:
         _send(worker, _pickled(start))
         if worker.channel.poll(START_SECONDS):
             message = worker.channel.recv()
-            if isinstance(message, Met):
+            if isinstance(message, Ready):
                 return
             assert isinstance(message, Failed)
             reason = message.reason

@@ -9,26 +9,26 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from paged_kernels.cascade import find_groups
+from paged_kernels.cascade import find_prefix_groups
 from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
-from paged_backend.sampling.logprobs import Asked, PromptRows
+from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare
 from paged_backend.scheduling.plan import Chunk, Plan
 
 ALIGNMENT = 16  # bytes: what the widest type and the kernels ask for
 
 
-class Uniform(NamedTuple):
+class UniformBatch(NamedTuple):
     """Steps in which every sequence has as many rows, as recorded ones want them."""
 
     queries: int  # of a sequence
     seqs: int  # of a step, at most
 
 
-class Check(NamedTuple):
+class DraftCheck(NamedTuple):
     """Guesses of one sequence."""
 
     draw: int  # the one that is held against the first of them
@@ -56,14 +56,14 @@ class PackedBatch:
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are wanted, in order
     draw_rows: Tensor | None  # [num_draws] int64: which of them each draw is from; None: one each, in order
     sampling: SamplingBatch
-    follows: bool  # whether anything stands for a token of the step before
-    checks: tuple[Check, ...] = ()
+    uses_previous_step: bool  # whether anything stands for a token of the step before
+    checks: tuple[DraftCheck, ...] = ()
     drafting: Drafting | None = None  # where guesses are made on the device
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are wanted
     adapters: AdapterRows | None = None  # where any row goes through one
 
     @property
-    def is_recorded(self) -> bool:
+    def is_replayable(self) -> bool:
         """Whether a recorded step does all of it: those give logits, of the model itself, alone."""
         return self.hidden_rows is None and self.adapters is None
 
@@ -74,7 +74,7 @@ def pack(
     block_size: int,
     draft: bool = False,
     group: int | None = None,
-    uniform: Uniform | None = None,
+    uniform: UniformBatch | None = None,
 ) -> PackedBatch:
     """Pack a plan, on the host. draft: its guesses are yet to be made. group: query heads of a KV head, where attention
     can read a prefix that several sequences share once for all of them. uniform: what steps with guesses are brought to
@@ -106,7 +106,7 @@ def pack(
     sample_rows = np.fromiter((row for row, _ in last), np.int64, len(last))
     draw_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
     sampling = prepare(drawing)
-    if plan.is_about_prompts and any(chunk.scored for chunk in chunks):
+    if plan.has_prompt_outputs and any(chunk.scored for chunk in chunks):
         drawn_from = np.repeat(sample_rows, counts)
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)
@@ -127,7 +127,7 @@ def pack(
         sample_rows=torch.from_numpy(sample_rows),
         draw_rows=None if draw_rows is None else torch.from_numpy(draw_rows),
         sampling=sampling,
-        follows=bool((tokens < 0).any()),
+        uses_previous_step=bool((tokens < 0).any()),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         hidden_rows=_hidden_rows(chunks, row_ends),
@@ -145,7 +145,7 @@ def shared_prefixes(
     tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, *, block_size: int, group: int
 ) -> SharedPrefixes | None:
     """As `paged_kernels.cascade.find_groups`, in tensors of the host."""
-    groups = find_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
+    groups = find_prefix_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
     if groups is None:
         return None
     lens, members, starts = map(torch.from_numpy, (groups.lens, groups.members, groups.group_starts))
@@ -158,11 +158,11 @@ def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
     return [(row, count) for row in range(end - 1 - len(chunk.guesses), end)] if count else []
 
 
-def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[Check, ...]:
+def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[DraftCheck, ...]:
     found, draw = [], 0
     for chunk, end in zip(chunks, row_ends, strict=True):
         if chunk.guesses:
-            found.append(Check(draw, end - len(chunk.guesses), chunk.guesses))
+            found.append(DraftCheck(draw, end - len(chunk.guesses), chunk.guesses))
         draw += len(chunk.draws) + len(chunk.guesses)
     return tuple(found)
 
@@ -173,11 +173,11 @@ def _scored_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def _prompts(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptRows:
+def _prompts(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptLogprobRows:
     """rows: of the logits, in which the chunks' scored positions are."""
     counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
     tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
-    return PromptRows(Asked(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
+    return PromptLogprobRows(LogprobRows(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
 
 
 def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | None:
@@ -186,23 +186,23 @@ def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | Non
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:
-    guessed = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.guesses]
-    if not guessed:
+    draft_ids = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.guesses]
+    if not draft_ids:
         return None
-    guessed.sort(key=lambda one: -len(one[1].guesses))
+    draft_ids.sort(key=lambda one: -len(one[1].guesses))
     rounds = [
-        [(chunk.sequence, chunk.first_draw + turn) for _, chunk in guessed if turn < len(chunk.guesses)]
-        for turn in range(len(guessed[0][1].guesses))
+        [(chunk.sequence, chunk.first_draw + turn) for _, chunk in draft_ids if turn < len(chunk.guesses)]
+        for turn in range(len(draft_ids[0][1].guesses))
     ]
     return Drafting(
-        rows=torch.tensor([row_ends[index] - len(chunk.guesses) - 1 for index, chunk in guessed]),
-        seqs=torch.tensor([index for index, _ in guessed]),
+        rows=torch.tensor([row_ends[index] - len(chunk.guesses) - 1 for index, chunk in draft_ids]),
+        seqs=torch.tensor([index for index, _ in draft_ids]),
         counts=tuple(map(len, rounds)),
         sampling=tuple(map(prepare, rounds)),
     )
 
 
-def _lengths(firsts: np.ndarray, ends: np.ndarray, uniform: Uniform | None) -> np.ndarray:
+def _lengths(firsts: np.ndarray, ends: np.ndarray, uniform: UniformBatch | None) -> np.ndarray:
     """Rows of each sequence, from how many tokens are computed before and after the step."""
     lengths: np.ndarray = ends - firsts
     if uniform and len(ends) <= uniform.seqs and 1 < lengths.max() <= uniform.queries <= ends.min():
@@ -227,7 +227,7 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_bl
     return tables
 
 
-def known(tokens: Tensor, drawn: Tensor) -> Tensor:
+def resolve_placeholders(tokens: Tensor, drawn: Tensor) -> Tensor:
     """Put what the step before drew, [num_draws] int64, in place of what stands for it."""
     return tokens.where(tokens >= 0, drawn[(-1 - tokens).clamp(min=0)])
 
@@ -249,7 +249,7 @@ class _Buffer:
 T = TypeVar("T")
 
 
-class Stage:
+class DeviceUpload:
     """Takes the tensors of a dataclass, and of those in it, to the device. To a GPU all go in one copy from page-locked
     memory, which the host does not wait for; there are two such buffers, so that one is filled while the other is
     read."""

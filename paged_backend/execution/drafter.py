@@ -29,7 +29,7 @@ class Drafter:
     def forward(self, batch: PackedBatch) -> Tensor:
         return paged_logits(self.model, batch, self.kv)
 
-    def keep_up(self, batch: PackedBatch) -> None:
+    def update_kv(self, batch: PackedBatch) -> None:
         """Compute its own keys and values of a batch, guesses in it or none."""
         self.forward(replace(batch, sample_rows=batch.sample_rows[:0]))
 

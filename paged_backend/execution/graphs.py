@@ -25,7 +25,7 @@ from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paged_backend.execution.batch import PackedBatch, Stage, Uniform, known
+from paged_backend.execution.batch import DeviceUpload, PackedBatch, UniformBatch, resolve_placeholders
 from paged_backend.sampling.sampler import SamplingBatch
 
 log = logging.getLogger("paged_llm")
@@ -35,10 +35,12 @@ FEW_ROWS = 192  # that a GPU multiplies while it reads the weights: 790 TFLOP/s 
 STEP = 32  # rows, between the sizes of steps with guesses of many sequences
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NOTHING_SHARED = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]  # what runs a function again, into the same tensor
+GraphCapture = Callable[
+    [Callable[[], Tensor]], Callable[[], Tensor]
+]  # what runs a function again, into the same tensor
 
 
-class Kind(NamedTuple):
+class GraphShape(NamedTuple):
     """The steps that one recording stands for."""
 
     seqs: int  # these and the rows with those of padding
@@ -47,19 +49,19 @@ class Kind(NamedTuple):
     shared: bool = False  # whether rows share prefixes
 
     @property
-    def each(self) -> int:
+    def rows_per_seq(self) -> int:
         """Rows of a sequence of padding, while there are any."""
         return self.rows // self.seqs
 
-    def holds(self, paging: Paging) -> bool:
+    def fits(self, paging: Paging) -> bool:
         """Whether a step fits in, with a sequence of padding for every row of padding: what attention gives for a row
         of nobody could be NaN."""
         rows, seqs = self.rows - len(paging.slots), self.seqs - paging.num_seqs
         alike = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
-        return alike and 0 <= rows <= seqs * self.each
+        return alike and 0 <= rows <= seqs * self.rows_per_seq
 
 
-def sizes(max_num_seqs: int) -> list[int]:
+def capture_batch_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to record: close together, so that little is computed for padding; as many as are worth the memory
     and the time to start."""
     steps = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_ROWS + 1, 16)]
@@ -67,7 +69,9 @@ def sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in steps if size < largest), largest]
 
 
-def kinds(max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False) -> list[Kind]:
+def graph_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False
+) -> list[GraphShape]:
     """What is recorded for steps of up to so many queries of a sequence. The largest first: the others fit into its
     memory. shared: for a few of them also with rows that share prefixes.
 
@@ -77,12 +81,12 @@ def kinds(max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, s
     needed, and any row may be a sequence: a row costs something, and attention has work enough however it is cut up.
     The latter also take what cannot be brought to the former.
     """
-    decode = [Kind(size, size, 1) for size in sizes(max_num_seqs)]
+    decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
     few, many = [], []
     if queries > 1:
-        few = [Kind(one.seqs, one.seqs * queries, queries) for one in decode if one.seqs * queries <= FEW_ROWS]
+        few = [GraphShape(one.seqs, one.seqs * queries, queries) for one in decode if one.seqs * queries <= FEW_ROWS]
         most = min(MOST_ROWS, max_num_seqs * queries, max_num_batched_tokens)
-        many = [Kind(size, size, queries) for size in range(STEP, most + STEP, STEP)]
+        many = [GraphShape(size, size, queries) for size in range(STEP, most + STEP, STEP)]
     sharing = [
         one._replace(shared=True)
         for sort in (decode, many)
@@ -92,21 +96,21 @@ def kinds(max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, s
     return _largest_first([*decode, *few, *many, *sharing])
 
 
-def draft_kinds(every: Sequence[Kind]) -> list[Kind]:
+def draft_shapes(every: Sequence[GraphShape]) -> list[GraphShape]:
     """Of these, what a model that guesses runs by itself: a token of each sequence."""
     return [one for one in every if one.queries == 1 and not one.shared]
 
 
-def largest(every: Sequence[Kind], count: int) -> list[Kind]:
+def largest(every: Sequence[GraphShape], count: int) -> list[GraphShape]:
     """The `count` largest of each sort: of those that differ in more than size."""
-    found: dict[tuple[object, ...], list[Kind]] = {}
+    found: dict[tuple[object, ...], list[GraphShape]] = {}
     for one in _largest_first(every):
-        found.setdefault((one.queries, one.shared, one.each), []).append(one)
+        found.setdefault((one.queries, one.shared, one.rows_per_seq), []).append(one)
     return _largest_first([one for sort in found.values() for one in sort[:count]])
 
 
-def _largest_first(kinds: Sequence[Kind]) -> list[Kind]:
-    return sorted(kinds, key=lambda kind: (kind.rows, kind), reverse=True)
+def _largest_first(graph_shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    return sorted(graph_shapes, key=lambda kind: (kind.rows, kind), reverse=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +125,13 @@ class _Rows:
     shared: SharedPrefixes | None
 
     @classmethod
-    def of(cls, input_ids: Tensor, position_ids: Tensor, paging: Paging, kind: Kind) -> _Rows:
+    def of(cls, input_ids: Tensor, position_ids: Tensor, paging: Paging, kind: GraphShape) -> _Rows:
         rows, seqs, shared = len(paging.slots), paging.num_seqs, paging.shared
         more, others = (0, kind.rows - rows), (0, kind.seqs - seqs)
         if shared:
             shared = replace(shared, lens=pad(shared.lens, others), members=pad(shared.members, others))
         starts = paging.query_starts
-        ends = torch.arange(1, others[1] + 1, dtype=starts.dtype, device=starts.device) * kind.each + rows
+        ends = torch.arange(1, others[1] + 1, dtype=starts.dtype, device=starts.device) * kind.rows_per_seq + rows
         return cls(
             pad(input_ids, more),
             pad(position_ids, more),
@@ -138,7 +142,7 @@ class _Rows:
         )
 
     @classmethod
-    def of_padding(cls, kind: Kind) -> _Rows:
+    def of_padding(cls, kind: GraphShape) -> _Rows:
         ids, none = torch.empty(1, 0, dtype=torch.int64), NO_ROWS
         shared = NOTHING_SHARED if kind.shared else None
         return cls.of(ids, ids, Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared), kind)
@@ -162,13 +166,13 @@ class _Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Forwarded:
+class ForwardOutput:
     """What a forward pass gave, and how to draw from it, on the device."""
 
     logits: Tensor  # [num_samples, vocab]; of a recorded step valid until the next
     draw_rows: Tensor | None
     sampling: SamplingBatch
-    guessed: Tensor | None = None  # [num_tokens] int64: the batch's tokens, where guesses were made on the device
+    draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, where guesses were made on the device
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, of the rows that the batch asks for
 
 
@@ -179,8 +183,8 @@ class Graphs:
         self,
         forward: Callable[[PackedBatch], Tensor],
         drawn: Tensor,
-        record: Record,
-        kinds: Sequence[Kind],
+        record: GraphCapture,
+        graph_shapes: Sequence[GraphShape],
         *,
         max_blocks: int,
         max_context_len: int,
@@ -188,21 +192,26 @@ class Graphs:
         """forward: a packed batch -> logits, whatever its rows. drawn: [max_draws] int64, what the step before drew.
         kinds: the largest first. max_blocks: of a block table. Raises what `forward` or `record` raises for a model
         that cannot be recorded."""
-        most, device = max(kind.seqs for kind in kinds), drawn.device
+        most, device = max(kind.seqs for kind in graph_shapes), drawn.device
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
-        self._every = torch.arange(max(kind.rows for kind in kinds), device=device)
-        self._kinds = sorted(kinds)
-        self._recorded: dict[Kind, _Recorded] = {}
-        for kind in kinds:
+        self._every = torch.arange(max(kind.rows for kind in graph_shapes), device=device)
+        self._kinds = sorted(graph_shapes)
+        self._recorded: dict[GraphShape, _Recorded] = {}
+        for kind in graph_shapes:
             rows = _Rows.of_padding(kind)
-            buffer = torch.zeros(Stage.size_of(rows), dtype=torch.uint8, device=device)
-            static = Stage.views(rows, buffer)
-            Stage(device)(rows, head=buffer)
+            buffer = torch.zeros(DeviceUpload.size_of(rows), dtype=torch.uint8, device=device)
+            static = DeviceUpload.views(rows, buffer)
+            DeviceUpload(device)(rows, head=buffer)
             replay = record(self._step(forward, drawn, static, kind, max_context_len))
             self._recorded[kind] = _Recorded(buffer, replay)
 
     def _step(
-        self, forward: Callable[[PackedBatch], Tensor], drawn: Tensor, rows: _Rows, kind: Kind, max_context_len: int
+        self,
+        forward: Callable[[PackedBatch], Tensor],
+        drawn: Tensor,
+        rows: _Rows,
+        kind: GraphShape,
+        max_context_len: int,
     ) -> Callable[[], Tensor]:
         # Whatever it reads must live as long as the recording, which keeps no tensor alive.
         tables, every = self._tables[: kind.seqs], self._every[: kind.rows]
@@ -212,23 +221,23 @@ class Graphs:
             paging = Paging(
                 rows.slots, tables, rows.context_lens, rows.query_starts, kind.queries, max_context_len, shared
             )  # fmt: skip
-            ids = known(rows.input_ids, drawn)
+            ids = resolve_placeholders(rows.input_ids, drawn)
             return forward(PackedBatch(ids, rows.position_ids, paging, every, None, SamplingBatch(), False))
 
         return run
 
     @property
-    def uniform(self) -> Uniform | None:
+    def uniform(self) -> UniformBatch | None:
         """What steps with guesses are packed to, if any are recorded."""
-        few = [kind for kind in self._kinds if kind.each > 1]
-        return Uniform(few[-1].queries, few[-1].seqs) if few else None
+        few = [kind for kind in self._kinds if kind.rows_per_seq > 1]
+        return UniformBatch(few[-1].queries, few[-1].seqs) if few else None
 
-    def find(self, paging: Paging) -> Kind | None:
+    def find(self, paging: Paging) -> GraphShape | None:
         """The recording of the fewest sequences that a step fits into, if there is one."""
         first = bisect_left(self._kinds, (paging.num_seqs,))
-        return next((kind for kind in self._kinds[first:] if kind.holds(paging)), None)
+        return next((kind for kind in self._kinds[first:] if kind.fits(paging)), None)
 
-    def replay(self, kind: Kind, batch: PackedBatch, stage: Stage) -> Forwarded:
+    def replay(self, kind: GraphShape, batch: PackedBatch, stage: DeviceUpload) -> ForwardOutput:
         paging = batch.paging
         count, recorded = len(paging.slots), self._recorded[kind]
         wanted = None if len(batch.sample_rows) == count else batch.sample_rows
@@ -238,15 +247,15 @@ class Graphs:
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
         logits = recorded.replay()
         logits = logits[:count] if staged.sample_rows is None else logits[staged.sample_rows]
-        return Forwarded(logits, staged.draw_rows, staged.sampling)
+        return ForwardOutput(logits, staged.draw_rows, staged.sampling)
 
 
-def recorder(device: torch.device) -> Record | None:
+def graph_capture(device: torch.device) -> GraphCapture | None:
     """What records on this device, if anything does."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return CudaGraphCapture() if device.type == "cuda" else None
 
 
-class CudaRecorder:
+class CudaGraphCapture:
     """Records into CUDA graphs that share their memory, with the logits in one place, whichever model they are of: that
     of the first, the largest. Whoever replays has used them before the next replay."""
 
@@ -282,14 +291,14 @@ class CudaRecorder:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
-            with no_waits():
+            with forbid_synchronization():
                 logits = run()
         torch.cuda.current_stream().wait_stream(self._stream)
         return logits
 
 
 @contextmanager
-def no_waits() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     """What waits for the GPU raises RuntimeError. To be tried before a recording: where that fails, PyTorch before 2.12
     keeps its memory for good, and raises at each `empty_cache`."""
     before = torch.cuda.get_sync_debug_mode()

@@ -14,21 +14,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.execution.batch import Check, PackedBatch, Stage, Uniform, known
+from paged_backend.execution.batch import DeviceUpload, DraftCheck, PackedBatch, UniformBatch, resolve_placeholders
 from paged_backend.execution.drafter import Drafter, fill
 from paged_backend.execution.forward import paged_logits
-from paged_backend.execution.graphs import Forwarded, Graphs, Kind, Record, draft_kinds
+from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.transfers import Transfers
-from paged_backend.models.hidden_states import recorded
+from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
-from paged_backend.sampling.logprobs import Scores, score_prompts
-from paged_backend.sampling.sampler import Likeliest, follow, likeliest, sample, score
-from paged_backend.scheduling.plan import Drawn, Plan, Scored, reached
+from paged_backend.sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
+from paged_backend.sampling.sampler import TopLogprobs, compute_logprobs, resolve_tokens, sample, top_logprobs
+from paged_backend.scheduling.plan import Drawn, Plan, Scored, accept_draft_tokens
 
 log = logging.getLogger("paged_llm")
 
-STAYS = Stage(None)  # for batches that are on the device
+STAYS = DeviceUpload(None)  # for batches that are on the device
 BROKEN = "the model's numbers for this request are not finite; no other request is touched"
 
 
@@ -37,17 +37,17 @@ class RunnerDied(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Launched:
+class LaunchedStep:
     """A step that was enqueued, and what it draws, on its way to the host."""
 
     tokens: Tensor  # [num_draws] int64
-    beams: Likeliest | None
-    scores: Scores | None
-    prompts: tuple[Scores, ...]  # rows of prompts, in order
-    checks: tuple[Check, ...]
-    guessed: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
+    beams: TopLogprobs | None
+    scores: LogprobsTensors | None
+    prompts: tuple[LogprobsTensors, ...]  # rows of prompts, in order
+    checks: tuple[DraftCheck, ...]
+    draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
-    lost: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
+    failed_rows: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
     arrived: torch.cuda.Event | None
 
     def result(self) -> list[Drawn]:
@@ -59,11 +59,11 @@ class Launched:
         drawn: list[Drawn] = [*tokens]
         for row, candidates in self.beams.by_row() if self.beams else ():
             drawn[row] = candidates
-        guessed = self.guessed.tolist() if self.guessed is not None else []
+        draft_ids = self.draft_ids.tolist() if self.draft_ids is not None else []
         for draw, row, guesses in self.checks:
             count = len(guesses)
             checked = slice(draw, draw + 1 + count)
-            drawn[checked] = reached(drawn[checked], guessed[row : row + count] or guesses)
+            drawn[checked] = accept_draft_tokens(drawn[checked], draft_ids[row : row + count] or guesses)
             if broken and -1 in drawn[checked]:
                 drawn[draw] = _broken()
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():
@@ -73,7 +73,7 @@ class Launched:
         for row in broken:
             if drawn[row] is not None:  # a wrong guess led to it
                 drawn[row] = _broken()
-        for row, reason in self.lost:
+        for row, reason in self.failed_rows:
             drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
         if self.prompts:
             drawn[:0] = [
@@ -105,7 +105,7 @@ class Runner:
         max_draws: int,
         drafter: Drafter | None = None,
         lora: Lora | None = None,
-        agree: Callable[[Tensor], None] = lambda tokens: None,
+        broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: the model's layers first, then the drafter's. max_draws: of a step. agree: overwrites what was drawn with
         what another process drew, if that counts."""
@@ -116,50 +116,52 @@ class Runner:
         self.lora = lora
         self.group = _group(model, kv.device)
         self.transfers = Transfers(kv, host)
-        self._agree = agree
-        self._stage = Stage(kv.device)
+        self._broadcast_tokens = broadcast_tokens
+        self._stage = DeviceUpload(kv.device)
         self._graphs: Graphs | None = None
         self._guesses: Graphs | None = None  # the drafter's own steps
         self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
 
     @torch.inference_mode()
-    def record(self, record: Record, kinds: Sequence[Kind], *, max_blocks: int, max_context_len: int) -> None:
+    def record(
+        self, record: GraphCapture, kinds: Sequence[GraphShape], *, max_blocks: int, max_context_len: int
+    ) -> None:
         """Record steps, the largest first, to be replayed from now on. A model that cannot be recorded runs as it is,
         with a line in the log. max_blocks: of a block table."""
 
-        def graphs(forward: Callable[[PackedBatch], Tensor], kinds: Sequence[Kind]) -> Graphs:
+        def graphs(forward: Callable[[PackedBatch], Tensor], kinds: Sequence[GraphShape]) -> Graphs:
             bounds = dict(max_blocks=max_blocks, max_context_len=max_context_len)
             return Graphs(forward, self._drawn, record, kinds, **bounds)
 
         try:
             steps = graphs(self._forward, kinds)
-            self._guesses = graphs(self.drafter.forward, draft_kinds(kinds)) if self.drafter else None
+            self._guesses = graphs(self.drafter.forward, draft_shapes(kinds)) if self.drafter else None
             self._graphs = steps
         except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
             log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
 
     @property
-    def records(self) -> bool:
+    def has_graphs(self) -> bool:
         """Whether steps are replayed."""
         return self._graphs is not None
 
     @property
-    def uniform(self) -> Uniform | None:
+    def uniform(self) -> UniformBatch | None:
         """What steps with guesses are to be packed to, so that they can be replayed."""
         return self._graphs.uniform if self._graphs else None
 
     @property
-    def shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether rows that share a prefix can be told to attention."""
         return self.group is not None
 
-    def forget(self) -> None:
+    def release_graphs(self) -> None:
         """Let go of what was recorded, before the processes part that it was recorded with."""
         self._graphs = self._guesses = None
 
     def _forward(self, batch: PackedBatch) -> Tensor:
         if self.drafter:
-            self.drafter.keep_up(batch)
+            self.drafter.update_kv(batch)
         if batch.adapters is None:
             return paged_logits(self.model, batch, self.kv)
         assert self.lora
@@ -169,56 +171,56 @@ class Runner:
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
         """The blocks that a step wants somewhere else, and its adapters. Before `launch`."""
-        self.transfers.move(plan.outs, plan.ins, plan.copies)
+        self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
         for slot, adapter in plan.loads:
             assert self.lora
-            self.lora.put(slot, adapter)
+            self.lora.load_slot(slot, adapter)
 
     @torch.inference_mode()
-    def launch(self, packed: PackedBatch) -> Launched:
+    def launch(self, packed: PackedBatch) -> LaunchedStep:
         step = self._run(packed)
         logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
-        sampling = follow(step.sampling, self._known) if packed.follows else step.sampling
-        tokens, beams = sample(logits, sampling), likeliest(logits, sampling)
-        self._agree(tokens)
+        sampling = resolve_tokens(step.sampling, self._known) if packed.uses_previous_step else step.sampling
+        tokens, beams = sample(logits, sampling), top_logprobs(logits, sampling)
+        self._broadcast_tokens(tokens)
         whole = tokens.clamp(min=0)  # a row that is not finite drew none, and what follows must have one
         self._drawn[: len(tokens)] = whole
-        scores = score(logits, whole, sampling)
-        prompts = score_prompts(step.logits, sampling.prompts) if sampling.prompts else ()
-        arrived, guessed, hidden = None, step.guessed, step.hidden
+        scores = compute_logprobs(logits, whole, sampling)
+        prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
+        arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
         if tokens.is_cuda:
             tokens = tokens.to("cpu", non_blocking=True)
-            guessed = guessed.to("cpu", non_blocking=True) if guessed is not None else None
+            draft_ids = draft_ids.to("cpu", non_blocking=True) if draft_ids is not None else None
             hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
             beams, scores = beams and beams.to_host(), scores and scores.to_host()
             prompts = tuple(part.to_host() for part in prompts)
             arrived = torch.cuda.Event()
             arrived.record()
         constraints = packed.sampling.constraints
-        lost = constraints.mask.lost if constraints and constraints.mask else ()
-        return Launched(tokens, beams, scores, prompts, packed.checks, guessed, hidden, lost, arrived)
+        failed_rows = constraints.mask.failed_rows if constraints and constraints.mask else ()
+        return LaunchedStep(tokens, beams, scores, prompts, packed.checks, draft_ids, hidden, failed_rows, arrived)
 
-    def _run(self, packed: PackedBatch) -> Forwarded:
+    def _run(self, packed: PackedBatch) -> ForwardOutput:
         graphs = self._graphs
-        kind = graphs.find(packed.paging) if graphs and packed.is_recorded else None
+        kind = graphs.find(packed.paging) if graphs and packed.is_replayable else None
         if graphs and kind and not packed.drafting:
             return graphs.replay(kind, packed, self._stage)
         batch = self._stage(packed)
-        if batch.follows:
+        if batch.uses_previous_step:
             batch = replace(batch, input_ids=self._known(batch.input_ids))
-        guessed = None
+        draft_ids = None
         if self.drafter and batch.drafting:
             batch = fill(batch, batch.drafting, self._guess)
-            self._agree(batch.input_ids)
-            guessed = batch.input_ids[0]
+            self._broadcast_tokens(batch.input_ids)
+            draft_ids = batch.input_ids[0]
         if graphs and kind:
-            return replace(graphs.replay(kind, batch, STAYS), guessed=guessed)
+            return replace(graphs.replay(kind, batch, STAYS), draft_ids=draft_ids)
         if batch.hidden_rows is None:
-            return Forwarded(self._forward(batch), batch.draw_rows, batch.sampling, guessed)
-        with recorded(self.model) as states:
+            return ForwardOutput(self._forward(batch), batch.draw_rows, batch.sampling, draft_ids)
+        with record_hidden_states(self.model) as states:
             logits = self._forward(batch)
         hidden = states[-1][0, batch.hidden_rows].float()
-        return Forwarded(logits, batch.draw_rows, batch.sampling, guessed, hidden)
+        return ForwardOutput(logits, batch.draw_rows, batch.sampling, draft_ids, hidden)
 
     def _guess(self, batch: PackedBatch) -> Tensor:
         """The drafter's logits of a batch on the device."""
@@ -229,7 +231,7 @@ class Runner:
         return self.drafter.forward(batch)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        return known(tokens, self._drawn)
+        return resolve_placeholders(tokens, self._drawn)
 
 
 def _group(model: PreTrainedModel, device: torch.device) -> int | None:

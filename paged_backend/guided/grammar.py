@@ -27,7 +27,7 @@ _PLAIN = {
 }
 
 
-class Setup(NamedTuple):
+class GrammarSettings(NamedTuple):
     """What grammars may name, and what holds for all of them."""
 
     vocab_size: int
@@ -41,7 +41,7 @@ def limits() -> llguidance.LLParserLimits:
     )
 
 
-def grammar_of(kind: str, text: str, *, any_whitespace: bool = True) -> str:
+def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     """The library's grammar of a `Structure`; most of what may be wrong with it shows when it is compiled. Raises
     ValueError."""
     if kind == "json_schema":

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from paged_backend.api.errors import ErrorCode, RequestError, internal
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.guide import Guide, GuideError
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.api.structures import Structure
-from paged_backend.guided.sandbox import Abandoned, GrammarError, Trial
+from paged_backend.guided.sandbox import CompileCancelled, GrammarError, GrammarSandbox
 from paged_backend.sampling.masks import BITS
 
 try:
@@ -40,7 +40,7 @@ Done = Callable[["tuple[Guide, ...] | RequestError"], None]
 Key = tuple[str, str, str]  # kind and text of a structure, and whose: how soon it is there must not tell another tenant
 
 
-class Matcher:
+class GrammarGuide:
     """The guide of one output."""
 
     seen = 0
@@ -79,7 +79,7 @@ class _Waiting:
     structure: Structure
     count: int
     done: Done
-    wanted: Callable[[], bool]
+    still_wanted: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Known:
     until: float  # by time.monotonic()
 
 
-class Grammars:
+class GrammarCompiler:
     """For one tokenizer. `compile` may be called from any thread."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Grammars:
         *,
         seconds: float,
         any_whitespace: bool = True,
-        caps: Caps = Caps(),
+        input_limits: InputLimits = InputLimits(),
     ):
         """vocab_size: of the model, whose head may have more rows than the tokenizer has tokens, or fewer. seconds:
         that a grammar may take to compile. any_whitespace: whether JSON may have it between its tokens, where a schema
@@ -112,11 +112,11 @@ class Grammars:
         self._making = threading.Lock()
         self._lock = threading.Lock()  # of what follows
         self._any_whitespace = any_whitespace
-        self._caps = caps
+        self._caps = input_limits
         self._known: OrderedDict[Key, _Known] = OrderedDict()  # the latest used last
         self._nbytes = 0  # of the texts of those
         self._queued: dict[Key, list[_Waiting]] = {}
-        self._trials = [Trial(seconds, self._setup) for _ in range(WORKERS)]
+        self._trials = [GrammarSandbox(seconds, self._setup) for _ in range(WORKERS)]
         self._idle = list(self._trials)
         self._pool = ThreadPoolExecutor(WORKERS, "grammars")
 
@@ -127,12 +127,12 @@ class Grammars:
         done: Done,
         *,
         tenant: str = "",
-        wanted: Callable[[], bool] = lambda: True,
+        still_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Call `done` with `count` guides, each at the beginning of an output, or with what is wrong: at once where
         the tenant has asked for it before, else later and from another thread. wanted: asked meanwhile; what nobody
         waits for any more is not compiled, so that who leaves keeps nobody else waiting."""
-        key, waiting = (*structure.key, tenant), _Waiting(structure, count, done, wanted)
+        key, waiting = (*structure.key, tenant), _Waiting(structure, count, done, still_wanted)
         with self._lock:
             found = self._recall(key)
             if found is not None:
@@ -160,7 +160,7 @@ class Grammars:
     def _work(self, key: Key) -> None:
         found = self._found(key)
         with self._lock:
-            if isinstance(found, Abandoned) and self._wanted(key):  # by somebody who has come since
+            if isinstance(found, CompileCancelled) and self._wanted(key):  # by somebody who has come since
                 self._pool.submit(self._work, key)
                 return
             self._remember(key, found)
@@ -170,7 +170,7 @@ class Grammars:
                 self._answer(one, found)
             except Exception as error:  # which is not the others'
                 log.exception("a grammar could not be handed out")
-                one.done(internal(error))
+                one.done(internal_error(error))
 
     def _found(self, key: Key) -> Any:
         """A matcher or a GrammarError."""
@@ -187,7 +187,7 @@ class Grammars:
         with self._lock:
             trial = self._idle.pop()
         try:
-            tried = trial(*key[:2], wanted=lambda: self._wanted(key))
+            tried = trial(*key[:2], still_wanted=lambda: self._wanted(key))
         finally:
             with self._lock:
                 self._idle.append(trial)
@@ -197,7 +197,7 @@ class Grammars:
             raise GrammarError(str(error)) from error
 
     def _wanted(self, key: Key) -> bool:
-        return any(one.wanted() for one in tuple(self._queued[key]))
+        return any(one.still_wanted() for one in tuple(self._queued[key]))
 
     def _recall(self, key: Key) -> Any:
         known = self._known.get(key)
@@ -215,8 +215,11 @@ class Grammars:
             return
         self._known[key] = _Known(found, time.monotonic() + lasts)
         self._nbytes += len(key[1])
-        caps = self._caps
-        while len(self._known) > caps.max_remembered_structures or self._nbytes > caps.max_remembered_structure_bytes:
+        input_limits = self._caps
+        while (
+            len(self._known) > input_limits.max_remembered_structures
+            or self._nbytes > input_limits.max_remembered_structure_bytes
+        ):
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: Key) -> None:
@@ -229,14 +232,16 @@ class Grammars:
             waiting.done(RequestError(found.code, f"{field}: {found}"))
             return
         known = self._tokenizer.vocab_size
-        waiting.done(tuple(Matcher(found.deep_copy(), field, self._vocab_size, known) for _ in range(waiting.count)))
+        waiting.done(
+            tuple(GrammarGuide(found.deep_copy(), field, self._vocab_size, known) for _ in range(waiting.count))
+        )
 
-    def _setup(self) -> grammar.Setup:
+    def _setup(self) -> grammar.GrammarSettings:
         tokenizer = self._made()
         added = sorted(one for one in self._source.get_added_vocab().values() if one < tokenizer.vocab_size)
         special = [tokenizer.decode_bytes([one]) for one in added if tokenizer.is_special_token(one)]
         texts = tuple(text.decode(errors="replace") for text in special)
-        return grammar.Setup(tokenizer.vocab_size, texts, self._any_whitespace)
+        return grammar.GrammarSettings(tokenizer.vocab_size, texts, self._any_whitespace)
 
     def _made(self) -> Any:
         """The library's tokenizer. Raises GrammarError where it cannot read this one."""
@@ -256,6 +261,6 @@ def _library_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_
             f"cannot be had, since this model's tokenizer, {type(tokenizer).__name__}, has no tokenizer.json"
         )
     try:
-        return spelling.library_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos_ids)
+        return spelling.llguidance_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos_ids)
     except Exception as error:  # kinds of tokenizers that the library does not know
         raise GrammarError(f"cannot be had with this model's tokenizer: {error}") from error

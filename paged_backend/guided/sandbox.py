@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from paged_backend.api.errors import ErrorCode
-from paged_backend.utils.machine import interpreter
+from paged_backend.utils.machine import find_python
 
 if TYPE_CHECKING:  # the library may be missing
-    from paged_backend.guided.grammar import Setup
+    from paged_backend.guided.grammar import GrammarSettings
 
 START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
 POLL_SECONDS = 0.1  # between two looks at whether anybody still waits
@@ -40,18 +40,18 @@ class GrammarError(Exception):
         self.lasts = lasts
 
 
-class Abandoned(GrammarError):
+class CompileCancelled(GrammarError):
     """Nobody waits for it any more."""
 
     def __init__(self) -> None:
         super().__init__("nobody waits for it", ErrorCode.CANCELLED, lasts=0)
 
 
-class Trial:
+class GrammarSandbox:
     """A process that is started when it is first needed, and again after it had to be ended. For one thread at a
     time; `stop` may be called from another."""
 
-    def __init__(self, seconds: float, setup: Callable[[], Setup]):
+    def __init__(self, seconds: float, setup: Callable[[], GrammarSettings]):
         """seconds: that a grammar may take. setup: asked when a process starts."""
         self._seconds = seconds
         self._setup = setup
@@ -61,35 +61,35 @@ class Trial:
         self._stopped = False
         self._lock = threading.Lock()  # of starting and ending
 
-    def __call__(self, kind: str, text: str, wanted: Callable[[], bool]) -> str:
+    def __call__(self, kind: str, text: str, still_wanted: Callable[[], bool]) -> str:
         """The library's grammar of a structure that it can compile. Raises GrammarError. wanted: whether anybody still
         waits for it; else the process is ended, as after its time."""
-        if not wanted():
-            raise Abandoned
+        if not still_wanted():
+            raise CompileCancelled
         channel = self._started()
         try:
             channel.send_bytes(json.dumps([kind, text]).encode())
-            self._wait(channel, wanted)
+            self._wait(channel, still_wanted)
             answer = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
             fresh = self._fresh
             self._end()
             self._check_stopped()
             if not fresh:  # what it tried before may have left it little memory
-                return self(kind, text, wanted)
+                return self(kind, text, still_wanted)
             raise GrammarError("it is too deep or too large to be compiled") from None
         self._fresh = False
         if "error" in answer:
             raise GrammarError(answer["error"])
         return str(answer["grammar"])
 
-    def _wait(self, channel: Connection, wanted: Callable[[], bool]) -> None:
+    def _wait(self, channel: Connection, still_wanted: Callable[[], bool]) -> None:
         """Until there is an answer."""
         end = time.monotonic() + self._seconds
         while not channel.poll(max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
-            if not wanted():
+            if not still_wanted():
                 self._end()
-                raise Abandoned
+                raise CompileCancelled
             if time.monotonic() >= end:
                 self._end()
                 limit = f"{self._seconds:g} s (structured_outputs_timeout)"
@@ -126,7 +126,7 @@ def _start(setup: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
-            [interpreter(), "-c", COMMAND, str(theirs.fileno())],
+            [find_python(), "-c", COMMAND, str(theirs.fileno())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),

@@ -14,7 +14,7 @@ from typing import Any
 
 import llguidance
 
-from paged_backend.guided.grammar import Setup, grammar_of, matcher
+from paged_backend.guided.grammar import GrammarSettings, build_grammar, matcher
 
 STACK_BYTES = 1 << 20  # threads of the server have 8 MiB
 MEMORY_BYTES = 1 << 30
@@ -30,7 +30,7 @@ def main(descriptor: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    setup = Setup(*json.loads(channel.recv_bytes()))
+    setup = GrammarSettings(*json.loads(channel.recv_bytes()))
     tokenizer_for = _tokenizers(setup)
     channel.send_bytes(b"ready")
     while True:
@@ -39,7 +39,7 @@ def _serve(channel: Connection) -> None:
         except (EOFError, OSError):  # the server is gone
             return
         try:
-            grammar = grammar_of(kind, text, any_whitespace=setup.any_whitespace)
+            grammar = build_grammar(kind, text, any_whitespace=setup.any_whitespace)
             matcher(tokenizer_for(kind), grammar).deep_copy()
             answer = {"grammar": grammar}
         except Exception as error:  # what the library's parts raise has many names
@@ -47,7 +47,7 @@ def _serve(channel: Connection) -> None:
         channel.send_bytes(json.dumps(answer).encode())
 
 
-def _tokenizers(setup: Setup) -> Callable[[str], Any]:
+def _tokenizers(setup: GrammarSettings) -> Callable[[str], Any]:
     """By the kind of structure: of single bytes, and, for grammars alone, which may name tokens, as many as the model
     has with the special ones among them. That one takes its time with a large vocabulary."""
     plain = llguidance.LLTokenizer("byte")
@@ -61,7 +61,7 @@ class _Tokens:
     bos_token_id = None
     eos_token_id = 256
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: GrammarSettings):
         tokens = [*(bytes([byte]) for byte in range(256)), b"", *(one.encode() for one in setup.special_tokens)]
         self.special_token_ids = range(self.eos_token_id + 1, len(tokens))
         self.tokens = tokens + [b""] * (setup.vocab_size - len(tokens))

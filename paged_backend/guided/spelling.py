@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = b"\xff"  # what the library has before the name of a special token, and no text has in it
 
 
-def library_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+def llguidance_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: Sequence[int]) -> Any:
     """vocab_size: with ids that the tokenizer has no token for. Raises whatever the library does where it does not
     know this kind of tokenizer."""
     read = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids), slices=[])

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from paged_backend.api.config import ConfigError
-from paged_backend.api.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.request import Adapter
-from paged_backend.models.peft_files import AdapterError, Shapes, read_adapter, read_config, signature
-from paged_backend.utils.machine import compute_alone
-from paged_backend.utils.worker import Worker
+from paged_backend.models.peft_files import AdapterError, LoraShapes, read_adapter, read_config, signature
+from paged_backend.utils.machine import use_single_thread
+from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
 SHOWN = 50  # names in an error
 
 
-class Listing:
+class AdapterListFile:
     """What the file says. Safe to use from any thread."""
 
     def __init__(self, file: Path | None):
@@ -79,20 +79,22 @@ def _read(file: Path) -> dict[str, Path]:
     return {name: file.resolve().parent / directory for name, directory in values.items()}
 
 
-class Adapters:
+class AdapterRegistry:
     """Adapters by name. `check` and `run` are quick and for any thread; what reads files is for the thread that `run`
     has calls made on, one after the other."""
 
-    def __init__(self, listing: Listing, shapes: Shapes, dtype: torch.dtype, *, max_rank: int, keep: int):
+    def __init__(
+        self, listing: AdapterListFile, shapes: LoraShapes, dtype: torch.dtype, *, max_rank: int, max_cached: int
+    ):
         """shapes: of the layers that adapters may change. keep: how many stay in the host's memory."""
         self._listing = listing
         self._shapes = shapes
         self._dtype = dtype
         self._max_rank = max_rank
-        self._keep = keep
+        self._keep = max_cached
         self._kept: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # with the files' signature
         self._digests: dict[Path, tuple[Any, bytes]] = {}  # of all that were ever read, likewise
-        self._thread = Worker("adapters", compute_alone)
+        self._thread = BackgroundWorker("adapters", use_single_thread)
         for name, path in listing.paths().items():
             try:
                 signature(path)
@@ -118,7 +120,7 @@ class Adapters:
             return self._load(name, path)
         except AdapterError as error:
             log.warning("adapter %s in %s cannot be served: %s", name, path, error)
-            raise invalid("lora_name", name, f"cannot be served: {error}") from error
+            raise invalid_argument("lora_name", name, f"cannot be served: {error}") from error
 
     def describe(self, resident: Collection[Adapter]) -> list[dict[str, Any]]:
         """Of each adapter its name, its rank, and whether it is one of those `resident` on the device. One that cannot

@@ -31,8 +31,8 @@ from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size
-from paged_backend.models.lora import Lora, adaptable
-from paged_backend.models.tensor_parallel import check_model, load_arguments, localise
+from paged_backend.models.lora import Lora, find_adaptable_layers
+from paged_backend.models.tensor_parallel import check_model, distributed_arguments, replace_dtensors
 from paged_backend.text.templates import check_template
 
 log = logging.getLogger("paged_llm")
@@ -94,11 +94,11 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model_files.check_sizes(place, hf_config, held, dtype=dtype, trust=config.trust_remote_code)
     model = _load_weights(config, hf_config, place, dtype, device)
     if config.tensor_parallel_size > 1:
-        localise(model)
+        replace_dtensors(model)
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
-    shapes = adaptable(model) if config.enable_lora else None
+    shapes = find_adaptable_layers(model) if config.enable_lora else None
     spec = ModelSpec(
         layers=_proven(config, place, model, kv_dtype),
         dtype=dtype,
@@ -295,7 +295,7 @@ def _load_weights(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **_format_arguments(config, hf_config, place, device),
-            **load_arguments(config),
+            **distributed_arguments(config),
         )
     except Exception as error:  # a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
@@ -335,7 +335,7 @@ def _share(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
         state_dict=model.state_dict(),
         dtype=model.dtype,
         attn_implementation="eager",
-        **load_arguments(config),
+        **distributed_arguments(config),
     )
 
 

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.execution.batch import Stage, pack
+from paged_backend.execution.batch import DeviceUpload, pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
@@ -119,7 +119,7 @@ def prove(
     try:
         layers, specs = _probe(model)
         expected = _expected(model)
-        rope.fix(model)
+        rope.freeze_rope(model)
         failure: UnsupportedModel | None = None
         rounded = quantized or getattr(model.config, "quantization_config", None) is not None
         compare = partial(_compare, model, expected, layers, block_size, kv_dtype, rounded)
@@ -251,7 +251,7 @@ def _paged_logits_of(
     long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
     found: dict[tuple[int, int], Tensor] = {}
-    stage = Stage(model.device)
+    stage = DeviceUpload(model.device)
 
     def step(*lengths: tuple[Sequence, int]) -> None:
         chunks = tuple(Chunk(seq, seq.computed, n, draws=(seq,) if n == seq.pending else ()) for seq, n in lengths)

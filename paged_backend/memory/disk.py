@@ -32,7 +32,7 @@ from torch import Tensor
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
-from paged_backend.utils.machine import compute_alone
+from paged_backend.utils.machine import use_single_thread
 
 log = logging.getLogger("paged_llm")
 
@@ -63,7 +63,7 @@ class DiskStats:
     nbytes: int
     read: int  # blocks, since the start
     written: int
-    left_out: int  # blocks that found the queue full
+    dropped: int  # blocks that found the queue full
 
 
 class DiskTier:
@@ -101,16 +101,16 @@ class DiskTier:
             return DiskStats(self._up, self._ours, self._nbytes, self._read, self._written, self._left_out)
 
     @property
-    def room(self) -> int:
+    def free_queue_slots(self) -> int:
         """How many blocks the queue takes now."""
         return QUEUE - self._queue.qsize()
 
     @property
-    def quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether all that was queued is written."""
         return not self._queue.unfinished_tasks
 
-    def lacks(self, entry: Entry) -> bool:
+    def should_write(self, entry: Entry) -> bool:
         """Whether there is room for it under its key."""
         name = self._name(entry.key)
         with self._lock:
@@ -192,9 +192,9 @@ class DiskTier:
                 self._ours -= name.startswith(self._fingerprint)
 
     def _write_all(self) -> None:
-        compute_alone()
+        use_single_thread()
         while (item := self._queue.get()) is not None:
-            if self.lacks(item[0]):
+            if self.should_write(item[0]):
                 try:
                     self._write(*item)
                 except Exception as error:  # the disk is full, or gone, or not ours to write, or whatever it was

@@ -60,7 +60,7 @@ class KVCache:
             return cls(tuple(LayerCache(*(_zeros(*one, device) for one in shapes(layer))) for layer in layers))
         every = [one for layer in layers for one in shapes(layer)]
         ends = list(accumulate(-(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT for shape, kind in every))
-        memory = page_locked(ends[-1])
+        memory = pinned_zeros(ends[-1])
         parts = (
             memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
             for (shape, kind), start in zip(every, [0, *ends], strict=False)
@@ -89,7 +89,7 @@ class KVCache:
             tensor[number] = value
 
 
-def page_locked(nbytes: int) -> Tensor:
+def pinned_zeros(nbytes: int) -> Tensor:
     """Zeros that a GPU can reach by itself. PyTorch takes a power of two bytes for each such tensor: a pool is one of
     them, for its tensors in memory of their own could take twice as much as they hold."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()

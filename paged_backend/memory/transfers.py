@@ -71,7 +71,7 @@ class Streams:
         event.synchronize()
 
 
-class AtOnce:
+class SynchronousTransfers:
     """On a CPU: whatever is enqueued is done."""
 
     def launch(self, queue: Queue, pair: BlockPair, moves: Blocks) -> None:
@@ -96,34 +96,34 @@ class Transfers:
     pool, and none is there twice. Returns before the device is done; but `settle`."""
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
-        self._queues = queues or (Streams(kv.device) if kv.device.type == "cuda" else AtOnce())
+        self._queues = queues or (Streams(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
         self._within = BlockPair.of(kv.tensors, kv.tensors)
         self._out = BlockPair.of(kv.tensors, host.tensors) if host else None
         self._in = BlockPair.of(host.tensors, kv.tensors) if host else None
         self._arriving: list[Any] = []  # events of ins that no step has waited for
         self._swapping: list[Any] = []  # the last event that the host has not waited for
 
-    def move(self, outs: Sequence[Move], ins: Sequence[Move], copies: Sequence[Copy]) -> None:
+    def move(self, moves_out: Sequence[Move], moves_in: Sequence[Move], copies: Sequence[Copy]) -> None:
         """All that a step wants which reads the ins and the copies: outs, then ins, then copies."""
-        self.swap(outs, ins)
+        self.swap(moves_out, moves_in)
         self.arrive()
         self.copy(copies)
 
-    def swap(self, outs: Sequence[Move], ins: Sequence[Move]) -> None:
+    def swap(self, moves_out: Sequence[Move], moves_in: Sequence[Move]) -> None:
         """Blocks to the host, then blocks from there. What is enqueued next may write where outs were, and may not read
         where ins go before `arrive`."""
         queues = self._queues
-        if not outs and not ins:
+        if not moves_out and not moves_in:
             return
         queues.wait("swap", queues.record("compute"))
-        if outs:
+        if moves_out:
             assert self._out
-            queues.launch("swap", self._out, outs)
+            queues.launch("swap", self._out, moves_out)
             self._swapping = [queues.record("swap")]
             queues.wait("compute", self._swapping[0])
-        if ins:
+        if moves_in:
             assert self._in
-            queues.launch("swap", self._in, ins)
+            queues.launch("swap", self._in, moves_in)
             self._swapping = [queues.record("swap")]
             self._arriving = self._swapping
 

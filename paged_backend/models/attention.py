@@ -24,7 +24,7 @@ ATTENTION = "paged_llm"  # the name under which transformers finds `attend`
 
 # Keywords that models pass on and that do not change what attention computes for us: positions are applied to
 # queries and keys before, and nothing is returned but the output.
-INERT = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep"}
 )
 
@@ -66,7 +66,7 @@ class AttentionSpec:
         **rest: Any,
     ) -> AttentionSpec:
         """From the arguments that transformers gives to an attention function. Raises UnsupportedModel."""
-        refuse(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
+        reject_unsupported(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
         return cls(scaling if scaling is not None else head_dim**-0.5, sliding_window, softcap, s_aux)
 
 
@@ -100,9 +100,11 @@ def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: Attenti
     )
 
 
-def refuse(module: nn.Module, rest: dict[str, Any], *, mask: Any, dropout: float, is_causal: bool | None) -> None:
+def reject_unsupported(
+    module: nn.Module, rest: dict[str, Any], *, mask: Any, dropout: float, is_causal: bool | None
+) -> None:
     """Raise UnsupportedModel for an argument that would change the result and that we do not honour."""
-    unknown = sorted(name for name in rest.keys() - INERT if rest[name] is not None)
+    unknown = sorted(name for name in rest.keys() - IGNORED_ARGUMENTS if rest[name] is not None)
     if unknown:
         raise UnsupportedModel(f"{type(module).__name__}: passes {', '.join(unknown)} to attention")
     if mask is not None:

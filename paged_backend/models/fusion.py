@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, refuse
+from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.linear import Groups, Weight, changed, project
 
 log = logging.getLogger("paged_llm")
@@ -117,7 +117,7 @@ class FusedLayer:
         paged: AttentionMeta,
         **rest: Any,
     ) -> Stream:
-        refuse(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
+        reject_unsupported(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
         if self._in_one_call:
             stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states[0], None)
             cache = paged.kv.layers[self.attention.layer_idx]

@@ -15,7 +15,7 @@ log = logging.getLogger("paged_llm")
 
 
 @contextmanager
-def recorded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def record_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """The last hidden states, [1, num_tokens, hidden_size], of each forward pass while it lasts."""
     states: list[Tensor] = []
 
@@ -36,7 +36,7 @@ def hidden_size(model: PreTrainedModel) -> int | None:
     if model.base_model is model:
         return None
     try:
-        with recorded(model) as states:
+        with record_hidden_states(model) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
     except Exception:  # the proof that follows says what is wrong
         return None

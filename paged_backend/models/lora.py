@@ -33,13 +33,13 @@ from paged_backend.api.request import Adapter
 from paged_backend.models.adapter_rows import AdapterRows
 from paged_backend.models.fusion import FusedLayer
 from paged_backend.models.linear import Weight, project
-from paged_backend.models.peft_files import Factors, Shapes
+from paged_backend.models.peft_files import Factors, LoraShapes
 
 PROBE_TOKENS = 13
 
 
 @dataclass(eq=False)
-class Stack:
+class StackedFactors:
     """What all adapters on the device add to one linear layer. Where one adds nothing, or has a lower rank: zeros.
     Both are of one type, that of x; y may have another."""
 
@@ -47,7 +47,7 @@ class Stack:
     b: Tensor  # [slots, rank, out_features]
     held: set[int] = field(default_factory=set)  # slots that add anything
 
-    def put(self, slot: int, factors: Factors | None) -> None:
+    def load_slot(self, slot: int, factors: Factors | None) -> None:
         if factors is None and slot not in self.held:
             return
         self.a[slot].zero_()
@@ -77,14 +77,14 @@ class Stack:
 class Lora:
     """The adapters of a model on its device. Owned by the thread that runs the model."""
 
-    def __init__(self, model: PreTrainedModel, shapes: Shapes, *, slots: int, rank: int):
+    def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int):
         """After the model has the form in which it runs. shapes: of the layers that may be adapted."""
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU torch multiplies the few rows of a decode step in 16 bits half as fast as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         empty = partial(torch.zeros, dtype=self.dtype, device=model.device)
         self._stacks = {
-            name: Stack(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
+            name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
             for name, (inputs, outputs) in shapes.items()
         }
         self._rows: AdapterRows | None = None  # of the step that runs
@@ -94,16 +94,16 @@ class Lora:
     def nbytes(self) -> int:
         return sum(one.a.nbytes + one.b.nbytes for one in self._stacks.values())
 
-    def put(self, slot: int, adapter: Adapter) -> None:
+    def load_slot(self, slot: int, adapter: Adapter) -> None:
         """Let a slot hold an adapter. On a GPU in order with the steps around it."""
         for name, stack in self._stacks.items():
-            stack.put(slot, adapter.factors.get(name))
+            stack.load_slot(slot, adapter.factors.get(name))
 
-    def fill(self) -> None:
+    def fill_dummy(self) -> None:
         """Every slot with an adapter of all layers that adds nothing, so that a step can be tried out."""
         for slot in range(self.slots):
             for stack in self._stacks.values():
-                stack.put(slot, Factors(stack.a[slot], stack.b[slot].T))
+                stack.load_slot(slot, Factors(stack.a[slot], stack.b[slot].T))
 
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Lora:
 
 
 @torch.inference_mode()
-def adaptable(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """The linear layers that see every token of a batch once and in order, by name, with their sizes: not the output
     layer, nor experts that get tokens of their own. None of a model that cannot run, of which the proof will say why.
     The model must be as transformers made it."""

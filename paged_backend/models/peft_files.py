@@ -47,7 +47,7 @@ _COSTLY = re.compile(r"\{|\(\?(?!:)")  # what may take any memory to compile
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-Shapes = Mapping[str, tuple[int, int]]  # by name of a linear layer: in_features, out_features
+LoraShapes = Mapping[str, tuple[int, int]]  # by name of a linear layer: in_features, out_features
 
 
 class AdapterError(ValueError):
@@ -145,7 +145,7 @@ def read_config(directory: Path, max_rank: int) -> PeftConfig:
         return _parse(_read(directory / CONFIG, MAX_CONFIG_BYTES), max_rank)
 
 
-def read_adapter(name: str, directory: Path, shapes: Shapes, dtype: torch.dtype, max_rank: int) -> Adapter:
+def read_adapter(name: str, directory: Path, shapes: LoraShapes, dtype: torch.dtype, max_rank: int) -> Adapter:
     """All of an adapter, in the host's memory, in `dtype`. Raises AdapterError.
 
     Takes the time to read and hash its files: not for a thread on which others wait.
@@ -236,7 +236,7 @@ def _patterns(field: str, values: Mapping[str, Any], read: Any) -> dict[str, Any
 
 
 def _factors(
-    tensors: Mapping[str, Tensor], config: PeftConfig, shapes: Shapes, dtype: torch.dtype
+    tensors: Mapping[str, Tensor], config: PeftConfig, shapes: LoraShapes, dtype: torch.dtype
 ) -> dict[str, Factors]:
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -256,7 +256,7 @@ def _factors(
     return factors
 
 
-def _place(name: str, shapes: Shapes) -> tuple[str, str]:
+def _place(name: str, shapes: LoraShapes) -> tuple[str, str]:
     match = _FACTOR.fullmatch(name)
     if match is None:
         raise AdapterError(

@@ -34,7 +34,7 @@ def longest(text_config: PretrainedConfig) -> tuple[int | None, str]:
     return limit, reason
 
 
-def fix(model: PreTrainedModel) -> None:
+def freeze_rope(model: PreTrainedModel) -> None:
     """Keep the angles of lengths up to `longest`, without a look at the positions: that would make the host wait for
     the device in every step, and no step could be recorded."""
     for module in model.modules():

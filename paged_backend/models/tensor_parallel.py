@@ -27,7 +27,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
+class TensorParallelGroup:
     """The processes that share a model, as one of them sees them. Each must call the same methods in the same order."""
 
     device: torch.device
@@ -54,12 +54,12 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Have what waits for a rank that is gone fail instead. From any thread."""
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()  # gloo notices a closed connection by itself
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
         if self.size == 1:
             return number
@@ -67,7 +67,7 @@ class Ranks:
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return int(agreed)
 
-    def agree(self, tokens: Tensor) -> None:
+    def broadcast_tokens(self, tokens: Tensor) -> None:
         """Overwrite `tokens`, on the device, with rank 0's. Waits for nothing on a GPU."""
         if self.size > 1 and tokens.numel():
             dist.broadcast(tokens, 0)
@@ -108,7 +108,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
             raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
 
 
-def load_arguments(config: EngineConfig) -> dict[str, object]:
+def distributed_arguments(config: EngineConfig) -> dict[str, object]:
     """What `from_pretrained` needs so that each rank reads its share of the weights. After `Ranks.join`."""
     if config.tensor_parallel_size == 1:
         return {}
@@ -117,7 +117,7 @@ def load_arguments(config: EngineConfig) -> dict[str, object]:
     return {"distributed_config": DistributedConfig(tp_size=config.tensor_parallel_size)}
 
 
-def localise(model: PreTrainedModel) -> None:
+def replace_dtensors(model: PreTrainedModel) -> None:
     """Have linear layers and embeddings hold their share of the weights as plain tensors.
 
     A linear layer by columns becomes one of fewer columns and nothing else; by rows it keeps the hook of transformers

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.sampling.masks import Asking, Mask, apply, gather
+from paged_backend.sampling.masks import ConstrainedRows, Mask, apply_mask, build_mask
 from paged_backend.scheduling.sequence import Draw
 from paged_backend.scheduling.sequence import Sequence as Sample
 
@@ -44,26 +44,26 @@ Ban = tuple[int, int, int, int]  # a row, a token that it cannot draw, and `late
 
 def prepare(draws: Sequence[Draw]) -> Constraints | None:
     """On the host; None where nothing is asked for, or not any more."""
-    asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.is_constrained]
+    asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.constrains_logits]
     if not asking:
         return None
     bans = [(row, *ban) for row, sequence, position in asking for ban in _bans(sequence, position)]
-    mask, bias = gather(asking, _forbidden(asking, bans)), _bias(asking, bans)
+    mask, bias = build_mask(asking, _forbidden(asking, bans)), _bias(asking, bans)
     return Constraints(mask, bias) if mask or bias else None
 
 
-def follow(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:
+def resolve_tokens(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:
     """known: puts tokens in place of what stands for them."""
     bias = constraints.bias
     return constraints if bias is None else replace(constraints, bias=replace(bias, latest=known(bias.latest)))
 
 
-def constrained(logits: Tensor, constraints: Constraints) -> Tensor:
+def apply_constraints(logits: Tensor, constraints: Constraints) -> Tensor:
     """logits [num_rows, vocab] of any float type -> the same in float32, constraints applied. They may as well be log
     probabilities."""
     logits = logits.float()
     if constraints.mask is not None:
-        logits = apply(logits, constraints.mask)
+        logits = apply_mask(logits, constraints.mask)
     if constraints.bias is not None:
         bias = constraints.bias
         values = bias.values.where(bias.latest == bias.wanted, 0.0)
@@ -77,17 +77,17 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
     if position - sequence.num_prompt < request.sampling.min_tokens and not request.guides:
         for token in request.stop_ids:
             yield token, 0, 0
-    if not request.endings or position == sequence.num_prompt:
+    if not request.bad_word_endings or position == sequence.num_prompt:
         return
     latest = tokens[position - 1]
-    for wanted in request.endings if latest < 0 else (latest,):
-        for before, last in request.endings.get(wanted, ()):
+    for wanted in request.bad_word_endings if latest < 0 else (latest,):
+        for before, last in request.bad_word_endings.get(wanted, ()):
             start = position - 1 - len(before)
             if start >= sequence.num_prompt and tokens[start : position - 1] == before:
                 yield last, latest, wanted
 
 
-def _forbidden(asking: Asking, bans: Sequence[Ban]) -> dict[int, list[int]]:
+def _forbidden(asking: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
     """Of rows with a guide, the tokens that they cannot draw whatever it says."""
     found = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
@@ -100,7 +100,7 @@ def _forbidden(asking: Asking, bans: Sequence[Ban]) -> dict[int, list[int]]:
     return found
 
 
-def _bias(asking: Asking, bans: Sequence[Ban]) -> Bias | None:
+def _bias(asking: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:
     always = [(row, *sequence.request.biases) for row, sequence, _ in asking if sequence.request.biases[0]]
     if not always and not bans:
         return None

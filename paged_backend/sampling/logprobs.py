@@ -15,7 +15,7 @@ AT_ONCE = 64  # rows of prompts: float32 copies of their logits are made
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class LogprobRows:
     """Rows whose log probabilities are asked for."""
 
     rows: Tensor  # [num_rows] int64
@@ -23,15 +23,15 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptRows:
+class PromptLogprobRows:
     """Rows of prompts, and the tokens that follow in them."""
 
-    asked: Asked
+    asked: LogprobRows
     tokens: Tensor  # [num_rows] int64
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class LogprobsTensors:
     """Of every row `num_told` tokens that were drawn, or may be, and the likeliest, as many for every row as any asks
     for."""
 
@@ -43,7 +43,7 @@ class Scores:
     ranks: Tensor  # [num_rows, num_told + most] int64
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, asked: Asked) -> Scores:
+    def of(cls, logits: Tensor, tokens: Tensor, asked: LogprobRows) -> LogprobsTensors:
         """logits [num_rows, vocab] of any float type and tokens [num_rows, num_told] of the rows that are asked for."""
         logits, counts = logits.float(), asked.counts
         best = logits.topk(min(max(counts), logits.shape[-1]), -1)
@@ -56,11 +56,11 @@ class Scores:
         ranks = 1 + torch.cat((torch.stack(higher, -1), higher_than_best), -1)
         return cls(asked.rows, counts, tokens.shape[-1], found, log_probs, ranks)
 
-    def to_host(self) -> Scores:
+    def to_host(self) -> LogprobsTensors:
         """On its way there; not to be read before the device has got that far."""
         there = (self.rows, self.tokens, self.log_probs, self.ranks)
         rows, *others = (one.to("cpu", non_blocking=True) for one in there)
-        return Scores(rows, self.counts, self.num_told, *others)
+        return LogprobsTensors(rows, self.counts, self.num_told, *others)
 
     def by_row(self) -> Iterator[tuple[int, list[Logprobs]]]:
         """What is told of each of a row's tokens."""
@@ -71,11 +71,11 @@ class Scores:
             yield row, [(own, *(one for one in likeliest if one.token != own.token)) for own in told]
 
 
-def score_prompts(logits: Tensor, prompts: PromptRows) -> tuple[Scores, ...]:
+def compute_prompt_logprobs(logits: Tensor, prompts: PromptLogprobRows) -> tuple[LogprobsTensors, ...]:
     """logits [num_samples, vocab], of which `prompts` names rows."""
     asked, found = prompts.asked, []
     for start in range(0, len(asked.counts), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        some = Asked(asked.rows[part], asked.counts[part])
-        found.append(Scores.of(logits[some.rows], prompts.tokens[part, None], some))
+        some = LogprobRows(asked.rows[part], asked.counts[part])
+        found.append(LogprobsTensors.of(logits[some.rows], prompts.tokens[part, None], some))
     return tuple(found)

@@ -31,29 +31,31 @@ class Mask:
 
     rows: Tensor  # [num_rows] int64
     bits: Tensor  # [num_rows, num_words] int32; what they do not reach may not be drawn
-    lost: tuple[tuple[int, str], ...] = ()  # rows with nothing left to draw, and why: what they draw counts for nothing
+    failed_rows: tuple[
+        tuple[int, str], ...
+    ] = ()  # rows with nothing left to draw, and why: what they draw counts for nothing
 
 
-Asking = Sequence[tuple[int, Sample, int]]  # a row, a sequence, and the position of the token to draw
+ConstrainedRows = Sequence[tuple[int, Sample, int]]  # a row, a sequence, and the position of the token to draw
 
 
-def gather(asking: Asking, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
+def build_mask(asking: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
     """Of these rows those that may draw some tokens only. forbidden: tokens that a row may not draw, by the row: where
     there is a guide it may come to nothing but those."""
     masked = [one for one in asking if one[1].request.guides or one[1].request.allowed is not None]
     if not masked:
         return None
-    rows, lost = [], []
+    rows, failed_rows = [], []
     for row, sequence, position in masked:
         try:
             rows.append(_words(sequence, position, forbidden.get(row, ())))
         except GuideError as error:
             rows.append(np.full(1, -1, dtype=np.int32))  # not nothing at all
-            lost.append((row, str(error)))
+            failed_rows.append((row, str(error)))
     bits = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
     for mine, words in zip(bits, rows, strict=True):
         mine[: len(words)] = words
-    return Mask(torch.tensor([row for row, _, _ in masked]), torch.from_numpy(bits), tuple(lost))
+    return Mask(torch.tensor([row for row, _, _ in masked]), torch.from_numpy(bits), tuple(failed_rows))
 
 
 def _words(sequence: Sample, position: int, forbidden: Sequence[int]) -> np.ndarray:
@@ -94,7 +96,7 @@ def _without(words: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
     return words
 
 
-def apply(logits: Tensor, mask: Mask) -> Tensor:
+def apply_mask(logits: Tensor, mask: Mask) -> Tensor:
     """logits [num_rows, vocab] with -infinity for every token that may not be drawn; a new tensor."""
     biases = _biases(mask.bits, logits)
     if len(mask.rows) == len(logits):

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from paged_kernels import ops
-from paged_kernels.draws import Draws, Filters
+from paged_kernels.draws import SamplingFilters, SamplingMetadata
 from torch import Tensor
 
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.sampling import constraints
-from paged_backend.sampling.constraints import Constraints, constrained
-from paged_backend.sampling.logprobs import Asked, PromptRows, Scores
+from paged_backend.sampling.constraints import Constraints, apply_constraints
+from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import Draw
 
@@ -47,22 +47,22 @@ class Beams:
 
     rows: Tensor  # [num_rows] int64
     most: int  # tokens of each
-    asked: Asked | None  # which of `rows`
+    asked: LogprobRows | None  # which of `rows`
 
 
 @dataclass(frozen=True, eq=False)
-class Likeliest:
+class TopLogprobs:
     """The likeliest tokens of live beams, the first first."""
 
     rows: Tensor  # [num_rows] int64
     tokens: Tensor  # [num_rows, most] int64
     log_probs: Tensor  # [num_rows, most] float32
-    scores: Scores | None = None  # of these tokens, in some of the rows
+    scores: LogprobsTensors | None = None  # of these tokens, in some of the rows
 
-    def to_host(self) -> Likeliest:
+    def to_host(self) -> TopLogprobs:
         """On its way there; not to be read before the device has got that far."""
         there = (one.to("cpu", non_blocking=True) for one in (self.rows, self.tokens, self.log_probs))
-        return Likeliest(*there, self.scores and self.scores.to_host())
+        return TopLogprobs(*there, self.scores and self.scores.to_host())
 
     def by_row(self) -> Iterator[tuple[int, list[Candidate]]]:
         told = dict(self.scores.by_row()) if self.scores else {}
@@ -77,10 +77,10 @@ class SamplingBatch:
 
     constraints: Constraints | None = None
     penalties: Penalties | None = None
-    draws: Draws | None = None  # None: all rows are greedy
+    draws: SamplingMetadata | None = None  # None: all rows are greedy
     beams: Beams | None = None
-    asked: Asked | None = None
-    prompts: PromptRows | None = None  # rows of all that are sampled, not of the draws
+    asked: LogprobRows | None = None
+    prompts: PromptLogprobRows | None = None  # rows of all that are sampled, not of the draws
 
 
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
@@ -88,10 +88,10 @@ def prepare(draws: Rows[Draw]) -> SamplingBatch:
     return SamplingBatch(constraints.prepare(draws), _penalties(draws), _draws(draws), _beams(draws), _asked(draws))
 
 
-def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
+def resolve_tokens(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
     """known: puts tokens in place of what stands for them."""
     if batch.constraints:
-        batch = replace(batch, constraints=constraints.follow(batch.constraints, known))
+        batch = replace(batch, constraints=constraints.resolve_tokens(batch.constraints, known))
     if batch.penalties:
         seen, generated = known(batch.penalties.seen), known(batch.penalties.generated)
         batch = replace(batch, penalties=replace(batch.penalties, seen=seen, generated=generated))
@@ -100,20 +100,20 @@ def follow(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingB
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [num_rows, vocab] of any float type -> token ids [num_rows] int64."""
-    return ops.sample(processed(logits, batch), batch.draws)
+    return ops.sample(process_logits(logits, batch), batch.draws)
 
 
-def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """What `sample` draws from: logits after constraints and penalties. They stay as they are where no row asks for
     either."""
     if batch.constraints:
-        logits = constrained(logits, batch.constraints)
+        logits = apply_constraints(logits, batch.constraints)
     if batch.penalties:
         logits = _penalise(logits.float(), batch.penalties)
     return logits
 
 
-def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
+def top_logprobs(logits: Tensor, batch: SamplingBatch) -> TopLogprobs | None:
     """Of live beams the likeliest tokens. Constraints apply to log probabilities, as in transformers: what cannot be
     drawn counts in the others' nevertheless."""
     if batch.beams is None:
@@ -121,20 +121,20 @@ def likeliest(logits: Tensor, batch: SamplingBatch) -> Likeliest | None:
     rows, logits = batch.beams.rows, logits.float()
     log_probs = logits[rows].log_softmax(-1)
     if batch.constraints:
-        log_probs = constrained(logits.index_put((rows,), log_probs), batch.constraints)[rows]
+        log_probs = apply_constraints(logits.index_put((rows,), log_probs), batch.constraints)[rows]
     best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
     scores = None
     if asked := batch.beams.asked:
-        scores = Scores.of(logits[rows][asked.rows], best.indices[asked.rows], asked)
-    return Likeliest(rows, best.indices, best.values, scores)
+        scores = LogprobsTensors.of(logits[rows][asked.rows], best.indices[asked.rows], asked)
+    return TopLogprobs(rows, best.indices, best.values, scores)
 
 
-def score(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Scores | None:
+def compute_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> LogprobsTensors | None:
     """Of rows that ask. tokens [num_rows] int64: what was drawn."""
     if batch.asked is None:
         return None
     rows = batch.asked.rows
-    return Scores.of(logits[rows], tokens[rows, None], batch.asked)
+    return LogprobsTensors.of(logits[rows], tokens[rows, None], batch.asked)
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
@@ -146,11 +146,11 @@ def _column(values: Rows[float], dtype: torch.dtype) -> Tensor:
     return _array(values, dtype)[:, None]
 
 
-def _draws(draws: Rows[Draw]) -> Draws | None:
+def _draws(draws: Rows[Draw]) -> SamplingMetadata | None:
     params = [seq.request.sampling for seq, _ in draws]
     if not any(map(_is_random, params)):
         return None
-    return Draws(
+    return SamplingMetadata(
         scales=_array([1 / _temperature(one) if _is_random(one) else 0 for one in params], torch.float32),
         seeds=_array([_signed(seq.seed) for seq, _ in draws], torch.int64),
         positions=_array([position - seq.num_prompt for seq, position in draws], torch.int64),
@@ -180,22 +180,22 @@ def _beams(draws: Rows[Draw]) -> Beams | None:
     return Beams(_array(rows, torch.int64), most, _asking([one.logprobs for one in requests]))
 
 
-def _asked(draws: Rows[Draw]) -> Asked | None:
+def _asked(draws: Rows[Draw]) -> LogprobRows | None:
     return _asking([seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in draws])
 
 
-def _asking(counts: Rows[int | None]) -> Asked | None:
+def _asking(counts: Rows[int | None]) -> LogprobRows | None:
     found = [(row, count) for row, count in enumerate(counts) if count is not None]
     if not found:
         return None
-    return Asked(_array([row for row, _ in found], torch.int64), tuple(count for _, count in found))
+    return LogprobRows(_array([row for row, _ in found], torch.int64), tuple(count for _, count in found))
 
 
-def _filters(params: Rows[SamplingParams]) -> Filters | None:
+def _filters(params: Rows[SamplingParams]) -> SamplingFilters | None:
     if not any(_is_random(one) and (one.top_k or one.top_p < 1 or one.min_p) for one in params):
         return None
     margins = [-math.log(one.min_p) * _temperature(one) if one.min_p else math.inf for one in params]
-    return Filters(
+    return SamplingFilters(
         top_k=_array([one.top_k or OFF for one in params], torch.int32),
         top_p=_array([max(one.top_p, LEAST) for one in params], torch.float32),
         margin=_array(margins, torch.float32),

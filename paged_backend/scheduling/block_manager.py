@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paged_backend.scheduling.content import Before, Chain, Contents, Entry, Index
+from paged_backend.scheduling.content import Chain, Contents, Entry, Index, PrefixParent
 
 
 class Copy(NamedTuple):
@@ -35,7 +35,7 @@ class Move(NamedTuple):
     entry: Entry | None
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """Where something was found."""
 
     block: int
@@ -43,11 +43,11 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hit:
+class CacheHit:
     """Blocks that hold the first tokens of a sequence. Nobody's yet: `adopt` takes them."""
 
-    blocks: tuple[Place, ...]  # full ones
-    partial: Place | None = None  # a block whose first `partial_tokens` continue them, and the rest does not
+    blocks: tuple[BlockLocation, ...]  # full ones
+    partial: BlockLocation | None = None  # a block whose first `partial_tokens` continue them, and the rest does not
     partial_tokens: int = 0
 
     @property
@@ -65,7 +65,7 @@ class BlockCounters:
     moves_in: int = 0  # and back
 
 
-NO_HIT = Hit(())
+NO_HIT = CacheHit(())
 
 # What a map of the pool shows of a block: free, cached, held by so many block tables, pinned and held by none of them.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
@@ -155,7 +155,7 @@ class BlockManager:
         if self._references[block] == 1:
             self._shared -= 1
         elif self._references[block] == 0:
-            if self.index.knows(block):
+            if self.index.contains(block):
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -213,14 +213,14 @@ class BlockManager:
 
     # --- content -------------------------------------------------------------------------------------------------
 
-    def match(self, chain: Chain, tokens: Sequence[int]) -> Hit:
+    def match(self, chain: Chain, tokens: Sequence[int]) -> CacheHit:
         """The longest known prefix of `tokens`, always at least one token short of all: it must be computed, so that
         there is something to sample from. `chain` gets what was found here, so that the next try is a matter of
         looking up. Changes nothing else."""
         if not self.caching:
             return NO_HIT
         size, most, entries = self.block_size, len(tokens) - 1, chain.entries
-        places: list[Place] = []
+        places: list[BlockLocation] = []
         for start in range(0, most // size * size, size):
             index = len(places)
             if index == len(entries):
@@ -233,19 +233,19 @@ class BlockManager:
                 break
             places.append(place)
         start = len(places) * size
-        return Hit(
+        return CacheHit(
             tuple(places), *self._nearest(chain.before(len(places)), tuple(tokens[start : min(start + size, most)]))
         )
 
-    def find(self, entry: Entry) -> Place | None:
+    def find(self, entry: Entry) -> BlockLocation | None:
         """Where this content is known: here, or on the host. From any thread."""
         block = self.index.find(entry)
         if block is not None:
-            return Place(block, False)
+            return BlockLocation(block, False)
         block = self.host.index.find(entry) if self.host else None
-        return None if block is None else Place(block, True)
+        return None if block is None else BlockLocation(block, True)
 
-    def adopt(self, hit: Hit) -> tuple[list[int], list[Move], list[Copy]]:
+    def adopt(self, hit: CacheHit) -> tuple[list[int], list[Move], list[Copy]]:
         """A block table of a hit's blocks, the partial one as a block of its own; the moves that bring in what is on
         the host, and the copy of a partial one that is not. The pool must have room for these."""
         for place in hit.blocks:  # first, so that nothing of the hit is evicted for the rest of it
@@ -272,7 +272,7 @@ class BlockManager:
     def seal(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> None:
         """Make a sequence's full block `index` known by its content."""
         assert self._references[block], f"block {block}: sealed, but not in use"
-        if self.caching and not self.index.knows(block) and self.index.add(block, self.entry(chain, tokens, index)):
+        if self.caching and not self.index.contains(block) and self.index.add(block, self.entry(chain, tokens, index)):
             self._fresh[block] = None
 
     def entry(self, chain: Chain, tokens: Sequence[int], index: int) -> Entry:
@@ -282,7 +282,7 @@ class BlockManager:
     def disown(self, table: list[int]) -> None:
         """Nobody is to find what these blocks hold any more, here or on the host. Their holders keep them."""
         for block in table:
-            if self.index.knows(block):
+            if self.index.contains(block):
                 entry = self.index.remove(block)
                 self._fresh.pop(block, None)
                 if self.host:
@@ -296,11 +296,11 @@ class BlockManager:
                 del self._cached[block]
                 self._free.append(block)
 
-    def _nearest(self, before: Before, tokens: tuple[int, ...]) -> tuple[Place | None, int]:
+    def _nearest(self, before: PrefixParent, tokens: tuple[int, ...]) -> tuple[BlockLocation | None, int]:
         here = self.index.nearest_child(before, tokens) or (-1, 0)
         there = (self.host.index.nearest_child(before, tokens) if self.host else None) or (-1, 0)
         block, length = max(here, there, key=lambda found: found[1])  # of equals the one that is nearer
-        return (Place(block, there[1] > here[1]), length) if length else (None, 0)
+        return (BlockLocation(block, there[1] > here[1]), length) if length else (None, 0)
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.allocate(count)
@@ -322,22 +322,22 @@ class BlockManager:
 
     # --- the host's pool -----------------------------------------------------------------------------------------
 
-    def take_outs(self) -> tuple[Move, ...]:
+    def take_moves_out(self) -> tuple[Move, ...]:
         """What must leave before anything else of the next step happens."""
-        outs, self._outs = tuple(self._outs), []
-        return outs
+        moves_out, self._outs = tuple(self._outs), []
+        return moves_out
 
-    def finish_outs(self, outs: Iterable[Move], *, done: bool = True) -> None:
+    def finish_moves_out(self, moves_out: Iterable[Move], *, done: bool = True) -> None:
         """Let go of the host's blocks. What did not arrive is not known there."""
-        for move in outs:
+        for move in moves_out:
             assert self.host
-            if not done and self.host.index.knows(move.target):
+            if not done and self.host.index.contains(move.target):
                 self.host.index.remove(move.target)
             self.host.unlock(move.target)
 
-    def finish_ins(self, ins: Iterable[Move], *, done: bool = True) -> None:
+    def finish_moves_in(self, moves_in: Iterable[Move], *, done: bool = True) -> None:
         """Let go of both blocks. What has arrived is known here, even if its owner is gone by now."""
-        for move in ins:
+        for move in moves_in:
             assert self.host
             if done and move.entry and self.caching:
                 self.index.add(move.target, move.entry)
@@ -345,7 +345,7 @@ class BlockManager:
             self.host.unlock(move.source)
 
     @property
-    def has_fresh(self) -> bool:
+    def has_unspilled(self) -> bool:
         """Whether `spill` has something to look at."""
         return bool(self._fresh)
 
@@ -364,7 +364,7 @@ class BlockManager:
                 self.host.drop(kept)
                 left -= 1
             del self._fresh[block]
-        return self.take_outs()
+        return self.take_moves_out()
 
     def keep(self, entry: Entry) -> int | None:
         """A block that holds this and that nobody holds, to be filled at once. None where there is one, or no room."""
@@ -446,7 +446,7 @@ class BlockManager:
         self.lock(target)
         return Move(block, target, self.host.index.entry(block))
 
-    def _lock(self, place: Place) -> None:
+    def _lock(self, place: BlockLocation) -> None:
         pool = self.host if place.on_host else self
         assert pool
         pool.lock(place.block)

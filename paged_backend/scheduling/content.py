@@ -28,7 +28,7 @@ class Entry:
 
     __slots__ = ("__weakref__", "_key", "before", "tokens")
 
-    def __init__(self, before: Before, tokens: tuple[int, ...]):
+    def __init__(self, before: PrefixParent, tokens: tuple[int, ...]):
         self.before = before
         self.tokens = tokens
         self._key: Key = b""  # once it is asked for
@@ -46,7 +46,7 @@ class Entry:
     def key(self) -> Key:
         """32 bytes for a file's name, a BLAKE2b chain over the origin and the tokens of each block."""
         todo: list[Entry] = []
-        last: Before = self
+        last: PrefixParent = self
         while isinstance(last, Entry) and not last._key:
             todo.append(last)
             last = last.before
@@ -56,7 +56,7 @@ class Entry:
         return key
 
 
-Before = Origin | Entry
+PrefixParent = Origin | Entry
 
 
 class Chain:
@@ -68,7 +68,7 @@ class Chain:
         self.origin = origin
         self.entries = list(entries)
 
-    def before(self, index: int) -> Before:
+    def before(self, index: int) -> PrefixParent:
         """What full block `index` comes after."""
         return self.entries[index - 1] if index else self.origin
 
@@ -87,12 +87,12 @@ class Contents:
     more than known blocks."""
 
     def __init__(self) -> None:
-        self._entries: WeakValueDictionary[tuple[Before, tuple[int, ...]], Entry] = WeakValueDictionary()
+        self._entries: WeakValueDictionary[tuple[PrefixParent, tuple[int, ...]], Entry] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, before: Before, tokens: tuple[int, ...]) -> Entry | None:
+    def find(self, before: PrefixParent, tokens: tuple[int, ...]) -> Entry | None:
         """The entry of this content, if anybody has it. From any thread."""
         return self._entries.get((before, tokens))
 
@@ -115,13 +115,13 @@ class Index:
         self._entries: dict[int, Entry] = {}
         self._blocks: dict[Entry, int] = {}
         # By what is before: (tokens, block) in order, so that who shares most is a neighbour.
-        self._children: dict[Before, list[tuple[tuple[int, ...], int]]] = {}
+        self._children: dict[PrefixParent, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
     def blocks(self) -> Set[int]:
         return self._entries.keys()
 
-    def knows(self, block: int) -> bool:
+    def contains(self, block: int) -> bool:
         return block in self._entries
 
     def entry(self, block: int) -> Entry | None:
@@ -150,7 +150,7 @@ class Index:
             del self._children[entry.before]
         return entry
 
-    def nearest_child(self, before: Before, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+    def nearest_child(self, before: PrefixParent, tokens: tuple[int, ...]) -> tuple[int, int] | None:
         """The block after `before` that starts with most of `tokens`, and how many, if any does."""
         children = self._children.get(before, [])
         place = bisect_left(children, (tokens, -1))

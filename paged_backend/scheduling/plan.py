@@ -56,7 +56,7 @@ class Chunk:
         return self.sequence.request.embeds and self.ends_all
 
 
-def reached(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
+def accept_draft_tokens(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
     """Of what was drawn before each guess and after the last one, that which follows from no wrong guess."""
     right = 0
     while right < len(guesses) and drawn[right] == guesses[right]:
@@ -79,15 +79,15 @@ class Plan:
     first."""
 
     chunks: tuple[Chunk, ...]
-    outs: tuple[Move, ...] = ()  # device to host
-    ins: tuple[Move, ...] = ()  # host to device
+    moves_out: tuple[Move, ...] = ()  # device to host
+    moves_in: tuple[Move, ...] = ()  # host to device
     copies: tuple[Copy, ...] = ()
     entered: tuple[int, ...] = ()  # keys of requests that compute for the first time
     began: float = 0.0  # when it was planned, by the scheduler's clock
     fed: int | None = None  # tokens of prompts beside sequences that decode; None where none does
     loads: tuple[Load, ...] = ()  # adapters to be put on the device
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # the slots of those that are used, by content
-    is_about_prompts: bool = False  # whether chunks may be scored, or end all
+    has_prompt_outputs: bool = False  # whether chunks may be scored, or end all
 
     @property
     def num_tokens(self) -> int:
@@ -101,11 +101,11 @@ class Draft:
     budget: int
     began: float = 0.0
     scores: int = MOST_SCORED  # rows of prompts that may still be scored
-    is_about_prompts: bool = False
+    has_prompt_outputs: bool = False
     fed: int | None = None
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, list[Copy]] = field(default_factory=dict)
-    ins: dict[int, list[Move]] = field(default_factory=dict)
+    moves_in: dict[int, list[Move]] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)
 
     def room(self, group: Group, start: int, length: int) -> int:
@@ -124,7 +124,7 @@ class Draft:
         if group.scores_prompt or not group.has_output:
             chunk.scored, chunk.ends_all = group.unscored(start, start + length), last and not group.has_output
             self.scores -= len(chunk.scored)
-            self.is_about_prompts = True
+            self.has_prompt_outputs = True
         return chunk
 
     def copy(self, group: Group, copy: Copy) -> None:
@@ -136,7 +136,7 @@ class Draft:
         if moves:
             group.blocks_new += len(moves)
             group.blocks_from_host += len(moves)
-            self.ins.setdefault(group.key, []).extend(moves)
+            self.moves_in.setdefault(group.key, []).extend(moves)
 
     def drop(self, group: Group) -> tuple[list[Copy], list[Move]]:
         """Take a group out; the copies and moves that it no longer needs."""
@@ -144,15 +144,15 @@ class Draft:
         self.budget += sum(chunk.length for chunk in dropped)
         self.scores += sum(len(chunk.scored) for chunk in dropped)
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
-        return self.copies.pop(group.key, []), self.ins.pop(group.key, [])
+        return self.copies.pop(group.key, []), self.moves_in.pop(group.key, [])
 
     def plan(self, blocks: BlockManager, slots: AdapterSlots) -> Plan | None:
         if not self.chunks:
             return None
         return Plan(
-            tuple(self.chunks), blocks.take_outs(), _flat(self.ins), _flat(self.copies), tuple(self.entered),
+            tuple(self.chunks), blocks.take_moves_out(), _flat(self.moves_in), _flat(self.copies), tuple(self.entered),
             self.began, self.fed, slots.take_loads(), slots.of(chunk.sequence.request for chunk in self.chunks),
-            self.is_about_prompts,
+            self.has_prompt_outputs,
         )  # fmt: skip
 
 

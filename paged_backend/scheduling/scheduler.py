@@ -13,15 +13,15 @@ from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState
 from paged_backend.scheduling.accounts import Accounts
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.beam_search import Candidate
-from paged_backend.scheduling.block_manager import BlockManager, Hit
+from paged_backend.scheduling.block_manager import BlockManager, CacheHit
 from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Chunk, Costs, Draft, Drawn, Plan, Scored
 from paged_backend.scheduling.sequence import Group, Sequence
-from paged_backend.scheduling.speculation import Guess
+from paged_backend.scheduling.speculation import Proposer
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.scheduling.tables import Demand, Tables
-from paged_backend.scheduling.waiting import Waiting
+from paged_backend.scheduling.waiting import WaitingQueue
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Scheduler:
         costs: Costs | None = None,
         preemption: str = "auto",
         session_blocks: int = 0,
-        guess: Guess | None = None,
-        max_guesses: int = 0,
+        proposer: Proposer | None = None,
+        max_draft_tokens: int = 0,
         step_seconds: float | None = None,
         max_loras: int = 0,
         fair_tenants: bool = False,
@@ -69,15 +69,15 @@ class Scheduler:
         self._tables = Tables(blocks, self.costs, preemption)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._waiting = Waiting()
+        self._waiting = WaitingQueue()
         self._accounts = Accounts(by_tenant=fair_tenants)
         self._running: dict[int, Group] = {}
         self.entered: list[int] = []  # keys of requests that the last call of `schedule` let in for the first time
         self._turns = count()
         self._in_flight = 0  # plans that are not committed, nor have failed
         self._stuck = False  # whether somebody waits for a commit
-        self._guess = guess if max_guesses else None
-        self._max_guesses = max_guesses
+        self._proposer = proposer if max_draft_tokens else None
+        self._max_guesses = max_draft_tokens
         self._clock = clock
         self._committed = 0.0  # when the last step was
         self._pace = Pace(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
@@ -121,7 +121,7 @@ class Scheduler:
             copies=counters.copies,
             moves_out=counters.moves_out,
             moves_in=counters.moves_in,
-            guessed_tokens=self._guessed_tokens,
+            draft_tokens=self._guessed_tokens,
             accepted_tokens=self._accepted_tokens,
             paused=self._paused,
             steps=self._steps,
@@ -143,7 +143,7 @@ class Scheduler:
     def add(self, request: GenerateRequest) -> None:
         self._waiting.add(Group.of(request, self._accounts.join(request)))
 
-    def knows(self, key: int) -> bool:
+    def has_request(self, key: int) -> bool:
         """Whether a request waits or runs."""
         return self._find(key) is not None
 
@@ -190,10 +190,10 @@ class Scheduler:
         return self._best(group)
 
     @property
-    def wants_results(self) -> bool:
+    def needs_results(self) -> bool:
         """Whether the next plan would be better, or there would be none without, once all is committed: beams go on
         from what was drawn, guides and guesses follow it."""
-        return self._stuck or self._guess is not None or any(group.in_turn for group in self._running.values())
+        return self._stuck or self._proposer is not None or any(group.in_turn for group in self._running.values())
 
     def schedule(self) -> Plan | None:
         """The next step, or None where nothing can run. At most one may be in flight."""
@@ -216,14 +216,14 @@ class Scheduler:
         self._context = len(self._running) - generating, fed
         draft.fed = fed if decodes else None
         draft.budget += kept  # guesses are no prompts
-        if self._guess:
-            self._speculate(draft, self._guess)
+        if self._proposer:
+            self._speculate(draft, self._proposer)
         plan = draft.plan(self.blocks, self.slots)
         if plan is not None:
             self._advance(plan)
         return plan
 
-    def _speculate(self, draft: Draft, guess: Guess) -> None:
+    def _speculate(self, draft: Draft, proposer: Proposer) -> None:
         """Have guesses checked with what the step, and the pool, have left."""
         for chunk in draft.chunks:
             sequence = chunk.sequence
@@ -232,7 +232,7 @@ class Scheduler:
                 continue
             left = sequence.request.sampling.max_tokens - sequence.generated - 1
             most = min(self._max_guesses, draft.budget, left)
-            guesses = guess(sequence, most) if most > 0 else []
+            guesses = proposer(sequence, most) if most > 0 else []
             if guesses and self._tables.grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
                 chunk.guesses = tuple(guesses)
                 chunk.length += len(guesses)
@@ -272,11 +272,11 @@ class Scheduler:
             before, self._committed = self._committed, self._clock()
             if plan.fed is not None:
                 self._pace.took(plan.fed, self._committed - max(before, plan.began))
-        self.blocks.finish_outs(plan.outs)
-        self.blocks.finish_ins(plan.ins)
+        self.blocks.finish_moves_out(plan.moves_out)
+        self.blocks.finish_moves_in(plan.moves_in)
         self.blocks.finish(plan.copies)
         drawn = iter(drawn)
-        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all] if plan.is_about_prompts else []
+        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all] if plan.has_prompt_outputs else []
         hidden = {chunk.sequence.key: next(drawn) for chunk in wanting if chunk.embeds}
         scores = {chunk.sequence.key: list(islice(drawn, len(chunk.scored))) for chunk in wanting}
         deltas: list[TokenDelta] = []
@@ -334,10 +334,10 @@ class Scheduler:
         """A step that could not run ends the requests in it, and no other. What it wrote or moved is nobody's
         content."""
         self._in_flight -= 1
-        self.blocks.finish_outs(plan.outs, done=False)
-        self.blocks.finish_ins(plan.ins, done=False)
+        self.blocks.finish_moves_out(plan.moves_out, done=False)
+        self.blocks.finish_moves_in(plan.moves_in, done=False)
         self.blocks.finish(plan.copies)
-        lost = {move.target for move in plan.outs}
+        lost = {move.target for move in plan.moves_out}
         for group in self._waiting:
             if any(lost.intersection(sequence.swapped) for sequence in group.sequences):
                 self._tables.restart(group)
@@ -484,7 +484,7 @@ class Scheduler:
             promised=sum(map(self._tables.promised, running)),
         )
 
-    def _enter(self, group: Group, hit: Hit, draft: Draft) -> None:
+    def _enter(self, group: Group, hit: CacheHit, draft: Draft) -> None:
         last = self._last if self._running else None
         self._waiting.remove(group)
         self._running[group.key] = group
@@ -516,7 +516,7 @@ class Scheduler:
             self._count_hit(group, hit)
         draft.put(group, leader, length)
 
-    def _count_hit(self, group: Group, hit: Hit) -> None:
+    def _count_hit(self, group: Group, hit: CacheHit) -> None:
         size = self.blocks.block_size
         group.cached_tokens = group.leader.computed
         self._queried_tokens += group.feed
@@ -534,11 +534,11 @@ class Scheduler:
         """Back to the queue, with all its samples. Their tokens are kept; keys and values are computed again or wait on
         the host, so no token changes."""
         assert not self._in_flight
-        copies, ins = draft.drop(group)
+        copies, moves_in = draft.drop(group)
         # What this very step would have brought is not there: those start again, with what the cache has.
-        swapped = not copies and not ins and self._tables.swap_out(group)
+        swapped = not copies and not moves_in and self._tables.swap_out(group)
         self.blocks.finish(copies)
-        self.blocks.finish_ins(ins, done=False)
+        self.blocks.finish_moves_in(moves_in, done=False)
         self._leave(group)
         if swapped:
             self._swapped += 1
@@ -559,7 +559,7 @@ class Scheduler:
         if more:
             accepted = sum(one is not None for one in more)
             self._accepted_tokens += accepted
-            group.guessed_tokens += len(more)
+            group.draft_tokens += len(more)
             group.accepted_tokens += accepted
             for one in more:
                 if finish or not isinstance(one, int):

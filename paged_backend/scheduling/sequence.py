@@ -99,7 +99,7 @@ class Group:
     blocks_from_host: int = 0
     preemptions: int = 0
     preempted_seconds: float = 0.0
-    guessed_tokens: int = 0
+    draft_tokens: int = 0
     accepted_tokens: int = 0
     preempted_at: float = 0.0  # the last time, by the scheduler's clock
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens after the first, as far as computed
@@ -139,7 +139,7 @@ class Group:
 
     @property
     def usage(self) -> Usage | None:
-        if not self.request.wants_usage:
+        if not self.request.returns_usage:
             return None
         return Usage(
             self.cached_tokens,
@@ -149,7 +149,7 @@ class Group:
             self.blocks_from_host,
             self.preemptions,
             self.preempted_seconds,
-            self.guessed_tokens,
+            self.draft_tokens,
             self.accepted_tokens,
         )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from paged_backend.scheduling.sequence import Sequence
 
-Guess = Callable[[Sequence, int], list[int]]  # (sequence, how many at most) -> the tokens that may follow its last
+Proposer = Callable[[Sequence, int], list[int]]  # (sequence, how many at most) -> the tokens that may follow its last
 
 
 class PromptLookup:
@@ -42,10 +42,10 @@ class PromptLookup:
         return []
 
 
-def on_device(sequence: Sequence, most: int) -> list[int]:
+def propose_placeholders(sequence: Sequence, most: int) -> list[int]:
     """Guesses that a model makes on the device, in the step that checks them: nobody needs their values here. None
     where a penalty would have to count them, or a bad word may end with the token after."""
-    return [] if sequence.request.reads_output else [0] * most
+    return [] if sequence.request.depends_on_output else [0] * most
 
 
 def _last(searched: bytes, pattern: bytes, width: int) -> int | None:

@@ -27,7 +27,7 @@ class SchedulerStats:
     copies: int
     moves_out: int
     moves_in: int
-    guessed_tokens: int
+    draft_tokens: int
     accepted_tokens: int  # of those
     paused: int = 0  # of those that wait, the ones that were preempted
     steps: int = 0  # since the start

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paged_backend.scheduling.beam_search import Continuation
-from paged_backend.scheduling.block_manager import NO_HIT, BlockManager, Hit
+from paged_backend.scheduling.block_manager import NO_HIT, BlockManager, CacheHit
 from paged_backend.scheduling.plan import Costs, Draft
 from paged_backend.scheduling.sequence import Group, Sequence
 
@@ -15,7 +15,7 @@ class Demand(NamedTuple):
     """What the cache has for a request that waits, and the blocks that it needs beside, the source of a partial hit
     aside."""
 
-    hit: Hit
+    hit: CacheHit
     blocks: int
 
 
@@ -43,7 +43,7 @@ class Tables:
         here = hit.on_device
         return Demand(hit, self._needs(group) - len(here) + sum(map(self._blocks.is_cached, here)))
 
-    def fit(self, demand: Demand, promised: int) -> Hit | None:
+    def fit(self, demand: Demand, promised: int) -> CacheHit | None:
         """What the cache has for a request, if all its tokens fit then beside the blocks that are promised to others.
         What a hit brings back into use is no longer available, and nor is what a copy is made from: a copy that leaves
         no room for the rest is done without."""
@@ -56,7 +56,7 @@ class Tables:
             cost = self._costs.move if on_host else self._costs.copy
             taken = not on_host and self._blocks.is_cached(source)
             if needed + taken > available or cost > hit.partial_tokens * self._costs.token:
-                return Hit(hit.blocks)
+                return CacheHit(hit.blocks)
         return hit
 
     def _needs(self, group: Group) -> int:
@@ -85,7 +85,7 @@ class Tables:
 
     # --- taken ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, group: Group, hit: Hit, draft: Draft) -> None:
+    def adopt(self, group: Group, hit: CacheHit, draft: Draft) -> None:
         """Begin with what the cache has."""
         leader = group.leader
         leader.blocks, moves, copies = self._blocks.adopt(hit)

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from paged_backend.scheduling.sequence import Group
 
 
-class Waiting:
+class WaitingQueue:
     """By priority. Within one those first that were let in before, and preempted; then the tenant that has had the
     fewest tokens (accounts.py), and of its requests the one that came first. Where all are of one tenant, that is first
     come, first served. To find, to choose or to take out one of many costs about what it does of few."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paged_backend.api.request import TokenDelta
     from paged_backend.engine.assembly import Assembly
     from paged_backend.execution.batch import PackedBatch
-    from paged_backend.execution.graphs import Forwarded
+    from paged_backend.execution.graphs import ForwardOutput
     from paged_backend.server.service import Service
 
 VARIABLE = "PAGED_FAULTS"
@@ -131,7 +131,7 @@ def _last_response(when: int, service: Service, instead: Callable[[Channel, Send
 def _nan_row(when: int, service: Service, assembly: Assembly) -> None:
     """The logits of one row are no numbers: of the first that draws in a step, counted in steps."""
 
-    def poison(step: Callable[[], Forwarded]) -> Forwarded:
+    def poison(step: Callable[[], ForwardOutput]) -> ForwardOutput:
         forwarded = step()
         row = 0 if forwarded.draw_rows is None else forwarded.draw_rows[:1]
         forwarded.logits[row] = float("nan")
@@ -143,7 +143,7 @@ def _nan_row(when: int, service: Service, assembly: Assembly) -> None:
 def _out_of_memory(when: int, service: Service, assembly: Assembly) -> None:
     """A step finds no memory on the device."""
 
-    def fail(step: Callable[[], Forwarded]) -> Forwarded:
+    def fail(step: Callable[[], ForwardOutput]) -> ForwardOutput:
         raise torch.OutOfMemoryError("on purpose")
 
     _step(when, assembly, fail)
@@ -152,7 +152,7 @@ def _out_of_memory(when: int, service: Service, assembly: Assembly) -> None:
 def _dead_engine(when: int, service: Service, assembly: Assembly) -> None:
     """No further step can be run."""
 
-    def die(step: Callable[[], Forwarded]) -> Forwarded:
+    def die(step: Callable[[], ForwardOutput]) -> ForwardOutput:
         raise RunnerDied("on purpose")
 
     _step(when, assembly, die)
@@ -161,7 +161,7 @@ def _dead_engine(when: int, service: Service, assembly: Assembly) -> None:
 def _stuck_step(when: int, service: Service, assembly: Assembly) -> None:
     """A step never ends."""
 
-    def hang(step: Callable[[], Forwarded]) -> Forwarded:
+    def hang(step: Callable[[], ForwardOutput]) -> ForwardOutput:
         threading.Event().wait()
         raise AssertionError
 
@@ -201,14 +201,14 @@ def _wall_clock(when: int, service: Service, assembly: Assembly) -> None:
     service.take = jump  # type: ignore[method-assign]
 
 
-def _step(when: int, assembly: Assembly, instead: Callable[[Callable[[], Forwarded]], Forwarded]) -> None:
+def _step(when: int, assembly: Assembly, instead: Callable[[Callable[[], ForwardOutput]], ForwardOutput]) -> None:
     """Have `instead` compute one step."""
     runner, count = assembly.runner, itertools.count(1)
     if not isinstance(runner, Runner):
         raise ConfigError(f"{VARIABLE}: faults of steps need tensor_parallel_size=1")
     run = runner._run
 
-    def runs(packed: PackedBatch) -> Forwarded:
+    def runs(packed: PackedBatch) -> ForwardOutput:
         return instead(lambda: run(packed)) if next(count) == when else run(packed)
 
     runner._run = runs  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_socket, wire
 from paged_backend.server.channel import Channel, Received
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
@@ -37,10 +37,10 @@ class LocalChannel:
         assert not self.closed, "a response after the final one"
         self._send({"outputs": write_tensors(outputs), "final": final}, final)
 
-    def fail(self, error: RequestError, *, not_begun: bool = False) -> None:
+    def fail(self, error: RequestError, *, can_retry: bool = False) -> None:
         """not_begun: whether another instance may take the request."""
         if not self.closed:
-            flags = {"not_begun": True} if not_begun else {}
+            flags = {"not_begun": True} if can_retry else {}
             self._send({"error": {"code": error.code.value, "text": str(error)} | flags}, True)
 
     def is_cancelled(self) -> bool:
@@ -56,9 +56,9 @@ class LocalChannel:
 class Listener:
     """`take` gets each request, on a thread of its connection's. Raises OSError where there can be no socket."""
 
-    def __init__(self, model: str, take: Callable[[Channel], None], caps: Caps = Caps()):
+    def __init__(self, model: str, take: Callable[[Channel], None], input_limits: InputLimits = InputLimits()):
         self._take = take
-        self._caps = caps
+        self._caps = input_limits
         self._socket, self._name = local_socket.listen(model)
         self._peers: set[_Peer] = set()  # guarded, like what is open in each of them
         self.changed = threading.Condition()
@@ -87,7 +87,7 @@ class Listener:
 
     def take(self, channel: LocalChannel) -> None:
         if self._leaving:
-            channel.fail(RequestError(ErrorCode.UNAVAILABLE, "the engine's model is being unloaded"), not_begun=True)
+            channel.fail(RequestError(ErrorCode.UNAVAILABLE, "the engine's model is being unloaded"), can_retry=True)
         else:
             self._take(channel)
 

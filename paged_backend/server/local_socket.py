@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.server.wire import NUMPY_TYPES, TensorSpec
 
 SEND_SECONDS = 5.0  # that a frame may wait for its reader
@@ -44,7 +44,7 @@ class FrameError(ValueError):
 class Connection:
     """Frames both ways. Many threads may send, one reads."""
 
-    def __init__(self, end: socket.socket, max_frame_bytes: int = Caps.max_frame_bytes):
+    def __init__(self, end: socket.socket, max_frame_bytes: int = InputLimits.max_frame_bytes):
         self.max_frame_bytes = max_frame_bytes
         self._socket = end
         seconds, rest = divmod(SEND_SECONDS, 1)
@@ -77,7 +77,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def pack(frame: Mapping[str, Any], max_frame_bytes: int = Caps.max_frame_bytes) -> bytes:
+def pack(frame: Mapping[str, Any], max_frame_bytes: int = InputLimits.max_frame_bytes) -> bytes:
     """Raises FrameError for one that is too large."""
     body = json.dumps(frame, separators=(",", ":")).encode()
     if len(body) > max_frame_bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.utils.machine import Memory
+from paged_backend.utils.machine import MemoryUsage
 
 log = logging.getLogger("paged_llm")
 
@@ -135,13 +135,13 @@ COUNTERS = (  # by the field of SchedulerStats
     Counter("moves_in", "paged_kv_swapped_blocks_total", "Blocks moved between device and host", {"direction": "in"}),
     Counter("disk_read", "paged_disk_blocks_read_total", "Blocks that came from disk"),
     Counter("disk_written", "paged_disk_blocks_written_total", "Blocks that went to disk"),
-    Counter("guessed_tokens", "paged_guessed_tokens_total", "Guesses of tokens that were checked"),
+    Counter("draft_tokens", "paged_guessed_tokens_total", "Guesses of tokens that were checked"),
     Counter("accepted_tokens", "paged_accepted_tokens_total", "Of those, the right ones"),
     # The names that dashboards of other backends read.
     Counter("preemptions", "vllm:num_preemptions_total", "Requests sent back to the queue"),
     Counter("cached_tokens", "vllm:prefix_cache_hits_total", "Tokens found in the cache"),
     Counter("queried_tokens", "vllm:prefix_cache_queries_total", "Tokens looked for in the cache"),
-    Counter("guessed_tokens", "vllm:spec_decode_num_draft_tokens_total", "Guesses that were checked"),
+    Counter("draft_tokens", "vllm:spec_decode_num_draft_tokens_total", "Guesses that were checked"),
     Counter("accepted_tokens", "vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right"),
 )
 # What is counted by the responder, each with the name that dashboards of vLLM's read.
@@ -212,7 +212,7 @@ class Metrics:
         *,
         max_model_len: int = 1,
         max_num_seqs: int = 1,
-        memory: Callable[[], Memory] = lambda: Memory(0, 0, 0),
+        memory: Callable[[], MemoryUsage] = lambda: MemoryUsage(0, 0, 0),
         enabled: bool = True,
     ):
         self._pb_utils = pb_utils
@@ -225,7 +225,7 @@ class Metrics:
         when = ("nv_trt_llm_general_metrics", "GAUGE", TRT_GENERAL, {"general_type": "timestamp"})
         self._when, self._stepped = self._metric(*when), -1
         held = ("nv_trt_llm_runtime_memory_metrics", "GAUGE", "Bytes in use, as TensorRT-LLM names them")
-        self._held = [self._metric(*held, {"memory_type": kind}) for kind in Memory._fields]
+        self._held = [self._metric(*held, {"memory_type": kind}) for kind in MemoryUsage._fields]
         self._memory, self._next_memory = memory, 0.0
         self._counters = [self._metric(one.name, "COUNTER", one.help, one.labels) for one in COUNTERS]
         self._counted = [0] * len(COUNTERS)
@@ -273,7 +273,7 @@ class Metrics:
         for metric, value in zip(self._held, held, strict=True):
             metric.set(value)
 
-    def show_sessions(self, count: int) -> None:
+    def set_session_count(self, count: int) -> None:
         if count != self._shown_sessions:
             self._sessions.set(count)
             self._shown_sessions = count
@@ -289,7 +289,7 @@ class Metrics:
         self._count(self._ended[reason], 1)
 
     @property
-    def has_counted(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there is something to flush."""
         return bool(self._due)
 

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, internal
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.request import FinishReason
-from paged_backend.engine.engine import EngineDied, Lost, PoolMap, StepOutput
+from paged_backend.engine.engine import EngineDied, PoolMap, StepOutput, UnknownRequests
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server import wire
 from paged_backend.server.channel import Channel
@@ -29,7 +29,7 @@ from paged_backend.server.round_trips import RoundTrips
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.stream import Stream
 from paged_backend.server.tenants import Tenants
-from paged_backend.server.watch import Found, Watch
+from paged_backend.server.watch import CancellationPoller, PollResult
 
 log = logging.getLogger("paged_llm")
 
@@ -43,12 +43,12 @@ RESPONSE_BYTES = 1024  # that a response takes in the server beside its tensors
 
 class Aborts(Protocol):
     @property
-    def seconds_in_turn(self) -> float: ...
+    def busy_seconds(self) -> float: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def end_all(self, key: int) -> None: ...
     def expire(self, key: int) -> None: ...
-    def audit(self, keys: tuple[int, ...]) -> None: ...
+    def report_unknown(self, keys: tuple[int, ...]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,19 @@ class Fill:
     stream: Stream
 
 
-_Message = Fill | Stream | Look | StepOutput | PoolMap | Lost | EngineDied | Refused | Cancel | Found[Stream] | None
+_Message = (
+    Fill
+    | Stream
+    | Look
+    | StepOutput
+    | PoolMap
+    | UnknownRequests
+    | EngineDied
+    | Refused
+    | Cancel
+    | PollResult[Stream]
+    | None
+)
 
 
 class Responder:
@@ -121,7 +133,7 @@ class Responder:
         self._is_shown = True  # whether the metrics have been told of it
         self._next_show = 0.0
         self._round_trips = RoundTrips()
-        self._watch: Watch[Stream] = Watch(self._is_open, self._round_trips, self._inbox.put)
+        self._watch: CancellationPoller[Stream] = CancellationPoller(self._is_open, self._round_trips, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self, engine: Aborts) -> None:
@@ -141,7 +153,7 @@ class Responder:
         return self._thread.is_alive()
 
     @property
-    def seconds_in_turn(self) -> float:
+    def busy_seconds(self) -> float:
         """How long the messages at hand, and sending what came of them, have taken; 0 while there are none."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
@@ -167,7 +179,7 @@ class Responder:
         """Answer with the next map of the pool. Must come before the engine is asked for it."""
         self._inbox.put(Look(channel, time.monotonic()))
 
-    def emit(self, output: StepOutput | PoolMap | Lost | EngineDied) -> None:
+    def emit(self, output: StepOutput | PoolMap | UnknownRequests | EngineDied) -> None:
         self._inbox.put(output)
 
     def _run(self) -> None:
@@ -181,14 +193,14 @@ class Responder:
 
     def _turn(self, messages: list[_Message]) -> None:
         touched: dict[int, Stream] = {}
-        left: list[Found[Stream]] = []
+        left: list[PollResult[Stream]] = []
         for message in messages:
             with _going_on():
                 if message is None:
                     self._stopping = True
                 elif isinstance(message, StepOutput):
                     self._book(message, touched)
-                elif isinstance(message, Found):
+                elif isinstance(message, PollResult):
                     left.append(message)
                 else:
                     self._take(message, touched)
@@ -208,10 +220,12 @@ class Responder:
         with _going_on():
             self._poll()
         with _going_on():
-            self._metrics.show_sessions(len(self._sessions))
+            self._metrics.set_session_count(len(self._sessions))
 
     def _take(
-        self, message: Fill | Stream | Look | PoolMap | Lost | Refused | Cancel | EngineDied, touched: dict[int, Stream]
+        self,
+        message: Fill | Stream | Look | PoolMap | UnknownRequests | Refused | Cancel | EngineDied,
+        touched: dict[int, Stream],
     ) -> None:
         """Anything but a step."""
         if isinstance(message, Stream):
@@ -236,7 +250,7 @@ class Responder:
             self._metrics.ended(message.outcome)
         elif isinstance(message, Cancel):
             self._cancel_all(message)
-        elif isinstance(message, Lost):
+        elif isinstance(message, UnknownRequests):
             touched |= self._fail_lost(message.keys)
         else:
             touched |= self._fail_all(message.reason)
@@ -260,7 +274,7 @@ class Responder:
     @property
     def _is_stale(self) -> bool:
         """Whether the metrics have not been told of something."""
-        return not self._is_shown or self._metrics.has_counted
+        return not self._is_shown or self._metrics.has_pending
 
     def _collect(self) -> list[_Message]:
         """All that has piled up; waits for the next message, but not past the next poll, which comes while streams are
@@ -376,7 +390,7 @@ class Responder:
         """One stream's trouble, whatever it is, must not reach another's."""
         log.error("request %d: could not answer", stream.request.key, exc_info=error)
         self._abort(stream.request.key)
-        stream.error = internal(error)
+        stream.error = internal_error(error)
         self._drop(stream)
 
     def _drop(self, stream: Stream) -> None:
@@ -437,7 +451,7 @@ class Responder:
             prompt_logprobs=stream.prompt_logprobs,
             prompt_text_offsets=stream.prompt_offsets,
             token_text=stream.token_text,
-            receipt=stream.receipt() if stream.finished and call.return_receipt else None,
+            receipt=stream.usage_receipt() if stream.finished and call.return_receipt else None,
         )
         stream.sent, stream.prompt_logprobs, stream.prompt_offsets = True, None, None
         stream.sent_bytes += RESPONSE_BYTES + sum(map(_nbytes, outputs.values()))
@@ -475,11 +489,11 @@ class Responder:
         assert self._engine is not None
         self._sessions.expire()
         self._dismiss_lookers(now)
-        if (seconds := self._engine.seconds_in_turn) > self._stall_seconds:
+        if (seconds := self._engine.busy_seconds) > self._stall_seconds:
             self._fail_stalled(seconds)
         if self._streams and now >= self._next_audit and not self._died:
             self._next_audit = now + AUDIT_SECONDS
-            self._engine.audit(tuple(self._streams))
+            self._engine.report_unknown(tuple(self._streams))
         for stream in [stream for stream in self._streams.values() if now > stream.deadline]:
             self._guarded(stream, self._expire)
         self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
@@ -490,7 +504,7 @@ class Responder:
         going_on = [stream for stream in self._streams.values() if not stream.ended]
         self._fail(going_on, RequestError(ErrorCode.UNAVAILABLE, reason))
 
-    def _leave(self, left: list[Found[Stream]]) -> None:
+    def _leave(self, left: list[PollResult[Stream]]) -> None:
         """End those that have not ended by themselves meanwhile. Who entered just then may have been asked twice."""
         for stream, error in [one for found in left for one in found.failed]:
             if self._goes_on(stream):
@@ -571,7 +585,7 @@ def _answer(channel: Channel, answer: Callable[[Channel], None]) -> None:
     except Exception as error:
         log.exception("a question could not be answered")
         with suppress(Exception):
-            channel.fail(internal(error))
+            channel.fail(internal_error(error))
 
 
 def _nbytes(tensor: np.ndarray) -> int:

@@ -22,15 +22,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ErrorCode, QueueFull, RequestError, internal, invalid
+from paged_backend.api.errors import ErrorCode, QueueFull, RequestError, internal_error, invalid_argument
 from paged_backend.api.guide import Guide
 from paged_backend.api.request import GenerateRequest, check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import assemble
-from paged_backend.guided.grammars import Grammars
+from paged_backend.guided.grammars import GrammarCompiler
 from paged_backend.server import faults, wire
 from paged_backend.server.channel import Channel, ServerChannel
-from paged_backend.server.embedding import parse_sampling
+from paged_backend.server.embedding import parse_embedding_sampling
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
@@ -42,8 +42,8 @@ from paged_backend.text.conversation import Message, check_count
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens
 from paged_backend.text.templates import render
-from paged_backend.text.tokenizing import LONG_CHARS, Tokenizing, decoder
-from paged_backend.utils.worker import Worker
+from paged_backend.text.tokenizing import LONG_CHARS, PromptTokenizer, decoder
+from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
@@ -95,15 +95,15 @@ class Service:
         self._max_queue_size = config.max_queue_size
         self._tenants = Tenants(config.max_tenant_requests)
         self._taking = threading.Lock()  # the order of requests is one thread's at a time
-        self._tokenizing = Tokenizing(self._tokenizer, config.tokenize_timeout)
-        self._beside = Worker("long prompts")
+        self._tokenizing = PromptTokenizer(self._tokenizer, config.tokenize_timeout)
+        self._beside = BackgroundWorker("long prompts")
         self._long: list[Stream] = []  # those that it is still to come to, or is at
         self._sessions = Sessions(
             config.session_ttl,
             config.max_sessions,
             lambda name: self._engine.unpin(name),
-            most_mib=config.max_sessions_mib,
-            most_of_tenant=config.max_tenant_sessions,
+            max_mib=config.max_sessions_mib,
+            max_per_tenant=config.max_tenant_sessions,
         )
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
         self._most_seconds = config.request_timeout or math.inf
@@ -117,13 +117,13 @@ class Service:
             stall_seconds=config.stall_timeout,
         )
         eos = self._assembly.loaded.spec.eos_ids
-        self._grammars = Grammars(
+        self._grammars = GrammarCompiler(
             self._tokenizer,
             limits.vocab_size,
             eos,
             seconds=config.structured_outputs_timeout,
             any_whitespace=not config.disable_any_whitespace,
-            caps=limits.caps,
+            input_limits=limits.input_limits,
         )
         assembly = self._assembly
         self._engine = assembly.engine(self._responder.emit)
@@ -145,8 +145,8 @@ class Service:
         if not (self._engine.alive and self._responder.alive):
             return "the engine has stopped; reload the model"
         for what, seconds in (
-            ("a step", self._engine.seconds_in_turn),
-            ("an answer to the server", self._responder.seconds_in_turn),
+            ("a step", self._engine.busy_seconds),
+            ("an answer to the server", self._responder.busy_seconds),
         ):
             if seconds > self._stall_timeout:
                 return f"{what} has taken {seconds:.0f} s, more than stall_timeout={self._stall_timeout}"
@@ -155,7 +155,7 @@ class Service:
     def _listen(self, model: str) -> Listener | None:
         """For models in front of this one."""
         try:
-            return Listener(model, self.take, self._assembly.limits.caps)
+            return Listener(model, self.take, self._assembly.limits.input_limits)
         except OSError as error:
             log.warning("no other model of this server can reach this one, only clients can: %s", error)
             return None
@@ -217,11 +217,11 @@ class Service:
             found = error
         except Exception as error:
             log.exception("a long prompt could not be tokenized")
-            found = internal(error)
+            found = internal_error(error)
         with self._taking:  # before its client hears of it, who may send the next
             self._long.remove(opened)
         if isinstance(found, RequestError):
-            self._engine.refuse(arrival.key, found)
+            self._engine.reject(arrival.key, found)
         elif found:
             self._responder.fill(opened, found)
             self._deliver(found.request)
@@ -236,11 +236,11 @@ class Service:
             self._responder.refused(error.outcome)
         except Exception as error:
             log.exception("a request could not be taken")
-            _refuse(channel, internal(error))
+            _refuse(channel, internal_error(error))
             self._responder.refused("error")
 
     def _open(self, stream: Stream) -> None:
-        self._engine.expect(stream.request.key)
+        self._engine.announce(stream.request.key)
         self._responder.open(stream)
 
     def _enter(self, stream: Stream) -> None:
@@ -266,7 +266,7 @@ class Service:
             self._deliver_guided(request)
         except Exception as error:
             log.exception("request %d: could not be queued", request.key)
-            self._engine.refuse(request.key, internal(error))
+            self._engine.reject(request.key, internal_error(error))
 
     def _deliver_guided(self, request: GenerateRequest) -> None:
         """After what guides its outputs has been compiled, where something does. Whoever waits for that can be
@@ -278,7 +278,7 @@ class Service:
 
         def compiled(guides: tuple[Guide, ...] | RequestError) -> None:
             if isinstance(guides, RequestError):
-                self._engine.refuse(request.key, guides)
+                self._engine.reject(request.key, guides)
             else:
                 self._engine.deliver(replace(request, guides=guides))
 
@@ -289,7 +289,7 @@ class Service:
             sampling.num_samples,
             compiled,
             tenant=sampling.cache_salt,
-            wanted=lambda: self._engine.expects(key),
+            still_wanted=lambda: self._engine.is_pending(key),
         )
 
     def _begin(self, channel: Channel, arrived: float) -> Arrival | None:
@@ -297,14 +297,14 @@ class Service:
         if trouble := self._trouble():
             raise RequestError(ErrorCode.UNAVAILABLE, trouble)
         received, limits = channel.received(), self._assembly.limits
-        if question := wire.question(*received, caps=limits.caps):
-            self._answer(question, channel, wire.request_id(received[1], received[-1], limits.caps))
+        if question := wire.question(*received, input_limits=limits.input_limits):
+            self._answer(question, channel, wire.request_id(received[1], received[-1], limits.input_limits))
             return None
-        call = wire.read(*received, caps=limits.caps)
+        call = wire.read(*received, input_limits=limits.input_limits)
         if call.embedding:
             checked = call.embedding.checked(limits)
             call = replace(call, embedding=checked, input_ids=checked.ids)
-        sampling = (parse_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
+        sampling = (parse_embedding_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
         turn = self._turn(call, sampling) if call.sequence else None
         if call.only_ends and turn:
             turn.finish([], "")
@@ -317,9 +317,9 @@ class Service:
             self._check_adapter(sampling.lora_name)
             messages = turn.conversation(call.messages) if turn and call.messages else call.messages
             if messages is not None:
-                check_count(messages, limits.caps)  # those of a session's earlier turns among them
+                check_count(messages, limits.input_limits)  # those of a session's earlier turns among them
             if turn:
-                limits.caps.check("max_json_chars", "messages", turn.num_chars, "characters")
+                limits.input_limits.check("max_json_chars", "messages", turn.num_chars, "characters")
             if call.prompt is not None:
                 self._check_length(call.prompt_field, call.prompt)
             size = len(call.prompt or "") if messages is None else len(json.dumps([call.messages, call.tools]))
@@ -348,7 +348,7 @@ class Service:
         return Stream(
             request, call, arrival.channel, samples, arrival.arrived, self._encode, self._token_text, offsets,
             arrival.turn,
-            self._assembly.limits.block_size, most_seconds=self._most_seconds,
+            self._assembly.limits.block_size, max_seconds=self._most_seconds,
         )  # fmt: skip
 
     def _tell_adapters(self, channel: Channel) -> None:
@@ -360,7 +360,7 @@ class Service:
                 channel.send(wire.write_adapters(found), final=True)
             except Exception as error:
                 log.exception("the list of adapters could not be sent")
-                _refuse(channel, internal(error))
+                _refuse(channel, internal_error(error))
 
         adapters.run(tell) if adapters else tell()
 
@@ -369,14 +369,19 @@ class Service:
         assert call.sequence
         name = call.sequence.id
         if not self._assembly.scheduler.blocks.caching:
-            raise invalid("sequence_id", name, "sessions keep what the prefix cache finds, and it is off"
+            raise invalid_argument("sequence_id", name, "sessions keep what the prefix cache finds, and it is off"
                           " (enable_prefix_caching)")  # fmt: skip
         if sampling.truncate_prompt_tokens is not None:
-            raise invalid("truncate_prompt_tokens", sampling.truncate_prompt_tokens, "means nothing in a session, which"
-                          " keeps what was said; leave it out")  # fmt: skip
+            raise invalid_argument(
+                "truncate_prompt_tokens",
+                sampling.truncate_prompt_tokens,
+                "means nothing in a session, which keeps what was said; leave it out",
+            )
         if sampling.num_seqs > 1:
             field = next(one for one in ("n", "best_of", "beam_width") if (getattr(sampling, one) or 1) > 1)
-            raise invalid(field, getattr(sampling, field), "must be 1 in a session, which goes on from one answer")
+            raise invalid_argument(
+                field, getattr(sampling, field), "must be 1 in a session, which goes on from one answer"
+            )
         session = SessionName(sampling.cache_salt, name)
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
 
@@ -385,7 +390,7 @@ class Service:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         eos = self._assembly.loaded.spec.eos_ids
         limits, bad_words = self._assembly.limits, self._bad_words(sampling)
-        request = GenerateRequest.admit(arrival.key, tokens, sampling, seed, eos, limits, bad_words)
+        request = GenerateRequest.from_prompt(arrival.key, tokens, sampling, seed, eos, limits, bad_words)
         goes_on = turn.name if turn and not turn.is_last else None
         logprobs = _wanted_logprobs(call, sampling)
         ends = None
@@ -395,7 +400,7 @@ class Service:
             request,
             ends=ends,
             embeds=call.embedding is not None,
-            wants_usage=call.return_receipt,
+            returns_usage=call.return_receipt,
             session=goes_on,
             logprobs=logprobs,
         )
@@ -409,7 +414,9 @@ class Service:
             for token in self._encode(word):
                 if token < self._assembly.limits.vocab_size:  # others never come
                     sums[token] = sums.get(token, 0.0) + bias
-        self._assembly.limits.caps.check("max_logit_biases", "word_bias", len(sums), "tokens with those of logit_bias")
+        self._assembly.limits.input_limits.check(
+            "max_logit_biases", "word_bias", len(sums), "tokens with those of logit_bias"
+        )
         return replace(sampling, logit_bias=tuple(sorted(sums.items())))
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -419,7 +426,7 @@ class Service:
             bare = word.lstrip() or word
             found = [tuple(self._encode(text)) for text in (bare, f" {bare}")]
             if not all(found):
-                raise invalid("bad_words", word, "has no tokens")
+                raise invalid_argument("bad_words", word, "has no tokens")
             runs |= dict.fromkeys(found)
         known = (run for run in runs if max(run) < self._assembly.limits.vocab_size)  # others never come
         return (*known, *sampling.bad_words_token_ids)
@@ -463,7 +470,7 @@ class Service:
         last = self._assembly.limits.vocab_size - 1
         (wrong,) = np.nonzero((ids < 0) | (ids > last))
         if len(wrong):
-            raise invalid(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
+            raise invalid_argument(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
         return ids.tolist()
 
     def _prompt_offsets(self, call: wire.Call, request: GenerateRequest, text: str) -> list[int] | None:
@@ -487,8 +494,8 @@ class Service:
                 stop=sampling.stop,
                 include_stop=sampling.include_stop_str_in_output,
                 min_tokens=sampling.min_tokens,
-                notes_offsets=call.return_text_offsets,
-                num_before=len(echoed),
+                record_offsets=call.return_text_offsets,
+                prefix_chars=len(echoed),
             )
             return Sample(detokenizer, sampling.include_stop_str_in_output, StopTokens.of(sampling, eos), text=echoed)
 
@@ -508,18 +515,19 @@ def _undoing(turn: Turn | None) -> Iterator[None]:
 
 def _check_use(call: wire.Call, sampling: SamplingParams) -> None:
     """Raises RequestError for parameters that this kind of call cannot have."""
-    if call.stream and sampling.picks:
-        raise invalid("best_of", sampling.best_of, f"must be n={sampling.n} when streaming: the best are known at the"
-                      " end only")  # fmt: skip
+    if call.stream and sampling.selects_best_of:
+        raise invalid_argument(
+            "best_of", sampling.best_of, f"must be n={sampling.n} when streaming: the best are known at the end only"
+        )
     if call.messages is not None and sampling.echo:
-        raise invalid("echo", True, "has no meaning with messages; leave it out")
+        raise invalid_argument("echo", True, "has no meaning with messages; leave it out")
 
 
 def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
     """What of log probabilities is worth computing: nothing that is neither sent nor compared."""
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
-    return 0 if call.return_cumulative_logprob or sampling.picks else None
+    return 0 if call.return_cumulative_logprob or sampling.selects_best_of else None
 
 
 def _echoes(call: wire.Call, sampling: SamplingParams) -> bool:
@@ -540,7 +548,7 @@ def _offsets(tokenizer: PreTrainedTokenizerBase, tokens: Rows[int], text: str) -
     """Where in `text`, which is that of the last tokens with or without special ones among them, each begins; those
     before them at its start."""
     for skip in (True, False):
-        detokenizer = Detokenizer(decoder(tokenizer, skip), (), notes_offsets=True)
+        detokenizer = Detokenizer(decoder(tokenizer, skip), (), record_offsets=True)
         said = detokenizer.push(tokens) + detokenizer.flush()
         if said.endswith(text):
             break

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 
 Message = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Turn:
     def tokens_before(self) -> list[int]:
         """What the new text continues. Raises RequestError in a conversation of messages."""
         if self.session.messages is not None:
-            raise invalid("sequence_id", self.name.sequence_id, "was begun with messages; go on with messages")
+            raise invalid_argument("sequence_id", self.name.sequence_id, "was begun with messages; go on with messages")
         return list(self.session.tokens or ())
 
     def hold(self, num_tokens: int) -> None:
@@ -82,7 +82,9 @@ class Turn:
         """All messages, with these new ones. Raises RequestError in a conversation of plain text, and where there is no
         room for them."""
         if self.session.tokens is not None:
-            raise invalid("sequence_id", self.name.sequence_id, "was begun with text_input; go on with text_input")
+            raise invalid_argument(
+                "sequence_id", self.name.sequence_id, "was begun with text_input; go on with text_input"
+            )
         before = self.session.messages or []
         self._say(before, self.session.num_chars, messages)
         self.sessions.hold(self, sum(map(len, self.messages)))
@@ -121,13 +123,13 @@ class Sessions:
         unpin: Callable[[SessionName], None],
         clock: Callable[[], float] = time.monotonic,
         *,
-        most_mib: int = 256,
-        most_of_tenant: int = 0,
+        max_mib: int = 256,
+        max_per_tenant: int = 0,
     ):
         self._ttl = ttl
         self._most = most
-        self._most_mib = most_mib
-        self._most_of_tenant = most_of_tenant
+        self._most_mib = max_mib
+        self._most_of_tenant = max_per_tenant
         self._counted = 0  # bytes of all sessions, those that a start may put back among them
         self._unpin = unpin
         self._clock = clock
@@ -156,7 +158,7 @@ class Sessions:
                     self._unpin(name)  # a start begins anew, as everywhere in Triton
                 session = self._sessions[name] = Session(name)
             elif session is None:
-                raise invalid(
+                raise invalid_argument(
                     "sequence_id",
                     name.sequence_id,
                     f"no such session: never begun, ended, or expired after session_ttl={self._ttl:g} seconds; send"

@@ -15,7 +15,7 @@ from paged_backend.server.channel import Channel
 from paged_backend.server.embedding import embedding_json
 from paged_backend.server.sessions import Turn
 from paged_backend.text.detokenizer import Detokenizer
-from paged_backend.text.stop_tokens import StopTokens, word_reason
+from paged_backend.text.stop_tokens import StopTokens, stop_word_reason
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class Sample:
         tokens, finish, include_last = delta.token_ids, delta.finish, self.include_stop
         if self.stop_tokens.words and (found := self.stop_tokens.find(self.tokens, tokens)):
             tokens, finish, include_last = tokens[: found[0]], FinishReason.STOP, True
-            self.stop_reason = word_reason(found[1])
+            self.stop_reason = stop_word_reason(found[1])
         elif finish is FinishReason.STOP and tokens:
             self.stop_reason = self.stop_tokens.reason(tokens[-1])
         count = len(tokens)
@@ -124,7 +124,7 @@ class Stream:
     prompt_offsets: Sequence[int] | None = None  # where in the prompt's text its tokens begin, until it is sent
     turn: Turn | None = None
     block_size: int = 1
-    most_seconds: float = math.inf  # that it may take, whatever its own limit
+    max_seconds: float = math.inf  # that it may take, whatever its own limit
     error: RequestError | None = None
     usage: Usage | None = None
     entered: float | None = field(default=None, init=False)  # when it first computed
@@ -142,7 +142,7 @@ class Stream:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
         if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
             self.prompt_logprobs = ()  # there is nothing that the engine could tell
-        self.deadline = self.arrived + min(*filter(None, limits), self.most_seconds, math.inf)
+        self.deadline = self.arrived + min(*filter(None, limits), self.max_seconds, math.inf)
 
     def fill(self, stream: Stream) -> None:
         """Its prompt has been tokenized: go on as this stream, of which nothing was sent."""
@@ -191,11 +191,11 @@ class Stream:
     def answers(self) -> list[Sample]:
         """The samples that the client gets, the likeliest first where it gets a part of them."""
         sampling = self.request.sampling
-        if not sampling.picks:
+        if not sampling.selects_best_of:
             return self.samples
         return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
 
-    def receipt(self) -> dict[str, Any]:
+    def usage_receipt(self) -> dict[str, Any]:
         """What the request took: tokens, blocks, and seconds in each phase."""
         now = time.monotonic()
         entered, first, last = self.entered or now, self.first_token or now, self.last_token or now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from paged_backend.api.errors import TenantFull
+from paged_backend.api.errors import TenantLimitReached
 
 
 class Tenants:
@@ -24,7 +24,7 @@ class Tenants:
         """Raises TenantFull where there is no place for one more. leaving: requests that have left, and still take
         memory."""
         if self._most and self._open.get(salt, 0) + leaving >= self._most:
-            raise TenantFull(self._most)
+            raise TenantLimitReached(self._most)
 
     def enter(self, salt: str) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ SECONDS = 0.05  # between two rounds
 BATCH = 48  # asked in a round, of those that hold blocks and of those that wait for some
 
 
-class Watched(Protocol):
+class Pollable(Protocol):
     @property
     def channel(self) -> Channel: ...
 
@@ -28,11 +28,11 @@ class Watched(Protocol):
         """When it got its first blocks; None: it waits for some, or nobody here knows."""
 
 
-One = TypeVar("One", bound=Watched)
+One = TypeVar("One", bound=Pollable)
 
 
 @dataclass(frozen=True)
-class Found(Generic[One]):
+class PollResult(Generic[One]):
     """Of those that were asked."""
 
     gone: list[One] = field(default_factory=list)  # whose clients have left, or called them off
@@ -43,12 +43,12 @@ class Found(Generic[One]):
         return bool(self.gone or self.stopped or self.failed)
 
 
-class Watch(Generic[One]):
+class CancellationPoller(Generic[One]):
     """`tell` gets what was found, on the watch's thread. Where one has gone the next are asked at once: others of the
     same client may have."""
 
     def __init__(
-        self, is_open: Callable[[One], bool], round_trips: RoundTrips, tell: Callable[[Found[One]], None]
+        self, is_open: Callable[[One], bool], round_trips: RoundTrips, tell: Callable[[PollResult[One]], None]
     ) -> None:
         self._is_open, self._round_trips, self._tell = is_open, round_trips, tell
         self._waiting: deque[One] = deque()  # and some that have entered, or ended
@@ -80,7 +80,7 @@ class Watch(Generic[One]):
             self._some.clear()
             if not (self._waiting or self._running or self._stopping.is_set()):
                 self._some.wait()
-            began, found = time.monotonic(), Found[One]()
+            began, found = time.monotonic(), PollResult[One]()
             try:
                 found = self._ask()
                 if found:
@@ -91,8 +91,8 @@ class Watch(Generic[One]):
                 took = time.monotonic() - began
                 self._stopping.wait(max(SECONDS - took, took))
 
-    def _ask(self) -> Found[One]:
-        found: Found[One] = Found()
+    def _ask(self) -> PollResult[One]:
+        found: PollResult[One] = PollResult()
         asked = self._next(self._running) + self._next(self._waiting)
         for (turn, one), answer in self._round_trips.each(_is_cancelled, asked):
             if isinstance(answer, Exception):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid, nearest
-from paged_backend.api.limits import Caps
+from paged_backend.api.errors import ErrorCode, RequestError, closest_match, invalid_argument
+from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import Logprobs
 from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.embedding import EmbeddingCall
@@ -30,14 +30,14 @@ class TensorSpec(NamedTuple):
 
 _STRING, _BOOL = TensorSpec("TYPE_STRING", (1,)), TensorSpec("TYPE_BOOL", (1,))
 # Sampling parameters that may come as tensors: Triton's generate endpoints take lists in no other way.
-LISTS = {
+LIST_PARAMETERS = {
     "stop": TensorSpec("TYPE_STRING", (-1,)),
     "bad_words": TensorSpec("TYPE_STRING", (-1,)),
     "choice": TensorSpec("TYPE_STRING", (-1,)),
     "stop_token_ids": TensorSpec("TYPE_INT32", (-1,)),
     "allowed_token_ids": TensorSpec("TYPE_INT32", (-1,)),
 }
-SINGLES = {"json_schema": _STRING, "json_object": _BOOL, "regex": _STRING, "grammar": _STRING}
+SCALAR_PARAMETERS = {"json_schema": _STRING, "json_object": _BOOL, "regex": _STRING, "grammar": _STRING}
 
 INPUTS = {
     "text_input": _STRING,
@@ -61,8 +61,8 @@ INPUTS = {
     "adapters": _BOOL,
     "stop_request": _BOOL,
     "embedding_request": _STRING,
-    **LISTS,
-    **SINGLES,
+    **LIST_PARAMETERS,
+    **SCALAR_PARAMETERS,
 }
 OUTPUTS = {
     "text_output": TensorSpec("TYPE_STRING", (-1,)),
@@ -94,7 +94,7 @@ NUMPY_TYPES = {
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
 
-QUESTIONS = ("pool_map", "adapters", "stop_request")  # inputs that stand alone and are answered at once
+CONTROL_REQUESTS = ("pool_map", "adapters", "stop_request")  # inputs that stand alone and are answered at once
 _NOT_YET = ("image",)
 # What may stand beside an embedding_request.
 _WITH_EMBEDDING = frozenset(
@@ -175,7 +175,7 @@ def read(
     flags: int = 0,
     own_id: str = "",
     *,
-    caps: Caps = Caps(),
+    input_limits: InputLimits = InputLimits(),
 ) -> Call:
     """Raises RequestError for what is missing, malformed, contradictory or not supported yet. `sequence_id`, `flags`
     and `own_id` are the request's own; over the generate endpoints they come as parameters."""
@@ -183,12 +183,14 @@ def read(
         if name in tensors:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
     stream = _bool(tensors, "stream", False)
-    sequence = _sequence(parameters, sequence_id, flags, caps)
-    embedding = _embedding(tensors, sequence, caps)
+    sequence = _sequence(parameters, sequence_id, flags, input_limits)
+    embedding = _embedding(tensors, sequence, input_limits)
     may_lack = sequence is not None and sequence.end
-    prompt, messages, input_ids = (embedding.text, None, None) if embedding else _prompt(tensors, caps, may_lack)
+    prompt, messages, input_ids = (
+        (embedding.text, None, None) if embedding else _prompt(tensors, input_limits, may_lack)
+    )
     from_parameters, timeout_us = _parameters(parameters, timeout_us)
-    sampling = from_parameters | _sampling_parameters(tensors, caps)
+    sampling = from_parameters | _sampling_parameters(tensors, input_limits)
     return Call(
         prompt=prompt,
         messages=messages,
@@ -202,14 +204,14 @@ def read(
         return_receipt=_bool(tensors, "return_receipt", False),
         timeout_us=timeout_us,
         sequence=sequence,
-        request_id=request_id(parameters, own_id, caps),
+        request_id=request_id(parameters, own_id, input_limits),
         return_logprobs=_bool(tensors, "return_logprobs", False),
         return_cumulative_logprob=_bool(tensors, "return_cumulative_logprob", False),
         input_ids=input_ids,
         return_token_ids=_bool(tensors, "return_token_ids", False),
         return_text_offsets=_bool(tensors, "return_text_offsets", False),
         embedding=embedding,
-        tools=_tools(tensors, caps, chat=messages is not None),
+        tools=_tools(tensors, input_limits, chat=messages is not None),
         return_stop_reason=_bool(tensors, "return_stop_reason", False),
     )
 
@@ -288,27 +290,29 @@ def question(
     flags: int = 0,
     own_id: str = "",
     *,
-    caps: Caps = Caps(),
+    input_limits: InputLimits = InputLimits(),
 ) -> str | None:
     """Which of `QUESTIONS` this is, where it is no prompt. Raises RequestError for whatever stands beside that, which
     would be ignored."""
-    asked = next((name for name in QUESTIONS if _bool(tensors, name, False)), None)
+    asked = next((name for name in CONTROL_REQUESTS if _bool(tensors, name, False)), None)
     if asked is None:
         return None
     sampling, timeout_us = _parameters(parameters, timeout_us)
     beside = [*sorted(tensors.keys() - {asked}), *sorted(sampling)]
-    beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(_sequence(parameters, sequence_id, flags, caps))
+    beside += ["timeout"] * bool(timeout_us) + ["sequence_id"] * bool(
+        _sequence(parameters, sequence_id, flags, input_limits)
+    )
     if beside:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside {asked}; leave it out")
     return asked
 
 
-def request_id(parameters: Mapping[str, Any], own_id: str, caps: Caps) -> str:
+def request_id(parameters: Mapping[str, Any], own_id: str, input_limits: InputLimits) -> str:
     """The client's, or "". The generate endpoints of some servers hand it on as a parameter."""
     name = parameters.get("id", own_id)
     if not isinstance(name, str):
-        raise invalid("id", name, "must be a string")
-    caps.check("max_request_id_bytes", "id", len(name.encode(errors="replace")), "bytes")
+        raise invalid_argument("id", name, "must be a string")
+    input_limits.check("max_request_id_bytes", "id", len(name.encode(errors="replace")), "bytes")
     return name or own_id
 
 
@@ -354,35 +358,39 @@ def _decoded(name: str, value: bytes | str) -> str:
         ) from None
 
 
-def _json(name: str, text: str, caps: Caps) -> Any:
+def _json(name: str, text: str, input_limits: InputLimits) -> Any:
     """Raises RequestError for what is none, or is too long to be parsed while others wait."""
-    caps.check("max_json_chars", name, len(text), "characters")
+    input_limits.check("max_json_chars", name, len(text), "characters")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None
 
 
-def _sequence(parameters: Mapping[str, Any], sequence_id: int | str, flags: int, caps: Caps) -> SequenceControl | None:
+def _sequence(
+    parameters: Mapping[str, Any], sequence_id: int | str, flags: int, input_limits: InputLimits
+) -> SequenceControl | None:
     name = parameters.get("sequence_id", sequence_id)
     if isinstance(name, bool) or not isinstance(name, int | str) or (isinstance(name, int) and name < 0):
-        raise invalid("sequence_id", name, "must be a whole number above 0 or a string; over HTTP at most 2**63 - 1")
+        raise invalid_argument(
+            "sequence_id", name, "must be a whole number above 0 or a string; over HTTP at most 2**63 - 1"
+        )
     if isinstance(name, str):
-        caps.check("max_sequence_id_bytes", "sequence_id", len(name.encode(errors="replace")), "bytes")
+        input_limits.check("max_sequence_id_bytes", "sequence_id", len(name.encode(errors="replace")), "bytes")
     name = name or sequence_id  # 0 and "": none
     given = []
     for field, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
         value = parameters.get(field, False)
         if not isinstance(value, bool):
-            raise invalid(field, value, "must be true or false")
+            raise invalid_argument(field, value, "must be true or false")
         given.append(value or bool(flags & bit))
         if given[-1] and not name:
-            raise invalid(field, True, "needs a sequence_id")
+            raise invalid_argument(field, True, "needs a sequence_id")
     return SequenceControl(name, *given) if name else None
 
 
 def _prompt(
-    tensors: Mapping[str, np.ndarray], caps: Caps, may_lack: bool
+    tensors: Mapping[str, np.ndarray], input_limits: InputLimits, may_lack: bool
 ) -> tuple[str | None, list[dict[str, Any]] | None, np.ndarray | None]:
     """As text, as messages, or as token ids: one of them is not None."""
     prompt, messages, ids = _text(tensors, "text_input"), _text(tensors, "messages"), tensors.get("input_ids")
@@ -398,19 +406,21 @@ def _prompt(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
     if messages is None:
         return prompt, None, ids
-    return None, check_messages(_json("messages", messages, caps), caps), None
+    return None, check_messages(_json("messages", messages, input_limits), input_limits), None
 
 
-def _tools(tensors: Mapping[str, np.ndarray], caps: Caps, *, chat: bool) -> list[dict[str, Any]] | None:
+def _tools(tensors: Mapping[str, np.ndarray], input_limits: InputLimits, *, chat: bool) -> list[dict[str, Any]] | None:
     text = _text(tensors, "tools")
     if text is None:
         return None
     if not chat:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: have a meaning with messages only")
-    return check_tools(_json("tools", text, caps), caps)
+    return check_tools(_json("tools", text, input_limits), input_limits)
 
 
-def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None, caps: Caps) -> EmbeddingCall | None:
+def _embedding(
+    tensors: Mapping[str, np.ndarray], sequence: SequenceControl | None, input_limits: InputLimits
+) -> EmbeddingCall | None:
     text = _text(tensors, "embedding_request")
     if text is None:
         return None
@@ -418,15 +428,17 @@ def _embedding(tensors: Mapping[str, np.ndarray], sequence: SequenceControl | No
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: means nothing beside embedding_request; leave"
                            " it out")  # fmt: skip
     if _bool(tensors, "stream", False):
-        raise invalid("stream", True, "must be false beside embedding_request: an embedding comes whole")
+        raise invalid_argument("stream", True, "must be false beside embedding_request: an embedding comes whole")
     if sequence is not None:
-        raise invalid("sequence_id", sequence.id, "a session goes on from an answer; an embedding_request has none")
-    return EmbeddingCall.parse(_json("embedding_request", text, caps))
+        raise invalid_argument(
+            "sequence_id", sequence.id, "a session goes on from an answer; an embedding_request has none"
+        )
+    return EmbeddingCall.parse(_json("embedding_request", text, input_limits))
 
 
-def _sampling_parameters(tensors: Mapping[str, np.ndarray], caps: Caps) -> dict[str, Any]:
+def _sampling_parameters(tensors: Mapping[str, np.ndarray], input_limits: InputLimits) -> dict[str, Any]:
     text = _text(tensors, "sampling_parameters")
-    values = {} if text is None or not text.strip() else _json("sampling_parameters", text, caps)
+    values = {} if text is None or not text.strip() else _json("sampling_parameters", text, input_limits)
     if not isinstance(values, dict):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
     return values
@@ -435,14 +447,16 @@ def _sampling_parameters(tensors: Mapping[str, np.ndarray], caps: Caps) -> dict[
 def _fields(tensors: Mapping[str, np.ndarray], sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that come as tensors of their own."""
     found: dict[str, Any] = {}
-    for name in (LISTS.keys() | SINGLES.keys()) & tensors.keys():
+    for name in (LIST_PARAMETERS.keys() | SCALAR_PARAMETERS.keys()) & tensors.keys():
         if name in sampling:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, f"{name}: is both a tensor and a sampling parameter; give one of them"
             )
-        values = tensors[name].reshape(-1).tolist() if name in LISTS else [_one(tensors, name)]
+        values = tensors[name].reshape(-1).tolist() if name in LIST_PARAMETERS else [_one(tensors, name)]
         read = [_decoded(name, one) if isinstance(one, bytes | str) else one for one in values]
-        found[name] = read if name in LISTS else bool(read[0]) if SINGLES[name] is _BOOL else read[0]
+        found[name] = (
+            read if name in LIST_PARAMETERS else bool(read[0]) if SCALAR_PARAMETERS[name] is _BOOL else read[0]
+        )
     return found
 
 
@@ -455,14 +469,14 @@ def _parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[st
             sampling[name] = value
         elif name == "timeout":
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise invalid(name, value, "must be a whole number of microseconds, at least 0")
+                raise invalid_argument(name, value, "must be a whole number of microseconds, at least 0")
             timeout_us = value
         elif name in _SEQUENCE or name == "id":
             continue  # read before
-        elif near := nearest(name.lower().replace("-", "_"), _PARAMETERS, cutoff=0.8):
-            raise invalid(name, value, f"unknown parameter; did you mean {near}?")
+        elif near := closest_match(name.lower().replace("-", "_"), _PARAMETERS, cutoff=0.8):
+            raise invalid_argument(name, value, f"unknown parameter; did you mean {near}?")
         elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
-            raise invalid(name, value, f"unknown parameter; known are {', '.join(sorted(_PARAMETERS))}")
+            raise invalid_argument(name, value, f"unknown parameter; known are {', '.join(sorted(_PARAMETERS))}")
     return sampling, timeout_us
 
 
@@ -473,5 +487,5 @@ def _echo(tensors: Mapping[str, np.ndarray], *, stream: bool, chat: bool, tokens
     if stream and not exclude:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, STREAM_WITH_INPUT, verbatim=True)
     if chat and not exclude:
-        raise invalid("exclude_input_in_output", False, "must be true with messages")
+        raise invalid_argument("exclude_input_in_output", False, "must be true with messages")
     return not exclude

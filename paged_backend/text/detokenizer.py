@@ -28,8 +28,8 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
-        notes_offsets: bool = False,
-        num_before: int = 0,
+        record_offsets: bool = False,
+        prefix_chars: int = 0,
     ):
         """stop, include_stop, min_tokens: as the sampling parameters. notes_offsets: whether to fill `offsets`.
         num_before: characters of the text that stand before what these tokens give."""
@@ -42,9 +42,9 @@ class Detokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
-        self._notes_offsets = notes_offsets
+        self._notes_offsets = record_offsets
         self.num_tokens = 0
-        self.num_chars = num_before  # certain so far, held back or not
+        self.num_chars = prefix_chars  # certain so far, held back or not
         self.offsets: list[int] = []  # where each token's text begins, or the character that it is a part of
         self.met: str | None = None  # the stop string that is complete
 

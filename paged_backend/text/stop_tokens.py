@@ -46,5 +46,5 @@ def _ends_with(before: Sequence[int], new: Sequence[int], word: Word) -> bool:
     return tail == word
 
 
-def word_reason(word: Word) -> str:
+def stop_word_reason(word: Word) -> str:
     return json.dumps(word)

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TookTooLong
+from concurrent.futures import TimeoutError as FutureTimeout
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Ca
     return text
 
 
-class Tokenizing:
+class PromptTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seconds: float):
         """seconds: that a long text may take."""
         self._tokenizer = tokenizer
@@ -77,7 +77,7 @@ class Tokenizing:
         thread.start()
         try:
             return done.result(self._seconds)
-        except TookTooLong:
+        except FutureTimeout:
             self._late = thread
             reason = f"tokenizing its {len(text)} characters takes more than {self._seconds:g} s (tokenize_timeout)"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: {reason}") from None

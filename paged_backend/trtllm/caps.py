@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from paged_backend.api.limits import Caps, cap
+from paged_backend.api.limits import InputLimits, cap
 from paged_backend.api.vllm_options import plain
 
 
@@ -16,7 +16,7 @@ class RelayCaps:
     max_open_rows: int = cap(1024, "rows of requests that may be open; what would be more is refused, `UNAVAILABLE`")
     max_biases: int = cap(1024, "words in `embedding_bias_words`, or tokens in `embedding_bias`, of one row")
     max_frame_bytes: int = cap(
-        Caps.max_frame_bytes, "bytes of one row on its way to the engine, which has an option of this name"
+        InputLimits.max_frame_bytes, "bytes of one row on its way to the engine, which has an option of this name"
     )
 
     @classmethod

@@ -20,7 +20,7 @@ log = logging.getLogger("paged_llm")
 Outputs = dict[str, np.ndarray]
 
 
-class NotBegun(RequestError):
+class RetryElsewhere(RequestError):
     """From an engine that leaves: another instance may take the request."""
 
 
@@ -94,7 +94,7 @@ class Link:
             code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
             if not_begun := frame["error"].get("not_begun") is True:
                 self._leave()
-            self._hear(frame["id"], (NotBegun if not_begun else RequestError)(code, text, verbatim=True), True)
+            self._hear(frame["id"], (RetryElsewhere if not_begun else RequestError)(code, text, verbatim=True), True)
         else:
             self._hear(frame["id"], read_tensors(frame["outputs"], wire.OUTPUTS), frame["final"])
 
@@ -143,6 +143,6 @@ class Links:
             link.stop()
 
 
-def wish_frame(own_id: int, wish: str) -> bytes:
+def control_frame(own_id: int, wish: str) -> bytes:
     """wish: "cancel", or "stop", which ends the request with what there is."""
     return pack({"id": own_id, wish: True})

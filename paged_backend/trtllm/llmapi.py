@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import invalid
+from paged_backend.api.errors import invalid_argument
 from paged_backend.trtllm.replies import Outputs, perf_metrics
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, refuse
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
@@ -42,7 +42,9 @@ def read(tensors: Tensors, *, streams: bool) -> list[Ask]:
         parameters.pop("lora_name", None)
     stream = row.one("streaming", False)
     if stream and not streams:
-        raise invalid("streaming", True, "must be false, since this model's config.pbtxt has `decoupled: false`")
+        raise invalid_argument(
+            "streaming", True, "must be false, since this model's config.pbtxt has `decoupled: false`"
+        )
     returned = tuple(name for name in _RETURNED if row.one(f"return_{name}", False))
     asked = {
         "stream": stream,

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, internal
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.server.channel import Channel, Received, ServerChannel
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.server.watch import Found, Watch
+from paged_backend.server.watch import CancellationPoller, PollResult
 from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
-from paged_backend.trtllm.links import Link, Links, NotBegun, Outputs, wish_frame
-from paged_backend.trtllm.rows import in_its_words
+from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame
+from paged_backend.trtllm.rows import use_client_names
 
 log = logging.getLogger("paged_llm")
 
@@ -103,7 +103,9 @@ class Relay:
         self._teller = threading.Thread(target=self._tell_all, name="teller", daemon=True)
         self._teller.start()
         self._round_trips = RoundTrips()
-        self._watch: Watch[Job] = Watch(lambda job: not job.channel.closed, self._round_trips, self._leave)
+        self._watch: CancellationPoller[Job] = CancellationPoller(
+            lambda job: not job.channel.closed, self._round_trips, self._leave
+        )
         self._watch.start()
 
     def stop(self) -> None:
@@ -127,7 +129,7 @@ class Relay:
             _refuse(channel, error)
         except Exception as error:
             log.exception("a request could not be taken")
-            _refuse(channel, internal(error))
+            _refuse(channel, internal_error(error))
             self._wake.set()
 
     def _take(self, channel: Channel) -> None:
@@ -177,7 +179,7 @@ class Relay:
         row = self._rows.get(row_id)
         if row is None:
             return
-        if isinstance(answer, NotBegun):
+        if isinstance(answer, RetryElsewhere):
             with self._lock:
                 row.again = answer
             self._wake.set()
@@ -189,10 +191,10 @@ class Relay:
             if not isinstance(answer, RequestError):
                 row.job.answer(row, list(self._interface.write(row.ask, answer)), last=last)
             else:
-                row.job.fail(RequestError(answer.code, in_its_words(str(answer), row.ask.renamed), verbatim=True))
+                row.job.fail(RequestError(answer.code, use_client_names(str(answer), row.ask.renamed), verbatim=True))
         except Exception as error:
             log.exception("a request could not be answered")
-            _refuse(row.job, internal(error))
+            _refuse(row.job, internal_error(error))
         if row.job.channel.closed and any(one.id in self._rows for one in row.job.rows):
             self._wake.set()  # nobody waits for the others
 
@@ -247,17 +249,17 @@ class Relay:
     def _tell(self, row: Row) -> None:
         """The engine, that nobody waits for the row, or that what there is will do."""
         row.told = True
-        self._send(row, wish_frame(row.id, "cancel" if row.job.channel.closed else "stop"))
+        self._send(row, control_frame(row.id, "cancel" if row.job.channel.closed else "stop"))
 
     def _open(self) -> list[Row]:
         with self._lock:
             return list(self._rows.values())
 
-    def _leave(self, found: Found[Job]) -> None:
+    def _leave(self, found: PollResult[Job]) -> None:
         """On the watch's thread."""
         for job, error in found.failed:
             log.error("a client could not be asked whether it is gone", exc_info=error)
-            _refuse(job, internal(error))
+            _refuse(job, internal_error(error))
         for job in found.gone:
             _refuse(job, RequestError(ErrorCode.CANCELLED, "the request was cancelled by its client"))
         self._wake.set()
@@ -275,7 +277,7 @@ class Relay:
                     self._see_to(row)
                 except Exception as error:  # which is not the others'
                     log.exception("a request could not be handed on")
-                    self._give_up(row, internal(error))
+                    self._give_up(row, internal_error(error))
 
     def _see_to(self, row: Row) -> None:
         closed = row.job.channel.closed

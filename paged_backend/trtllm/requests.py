@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, refuse
 
@@ -98,7 +98,7 @@ def _count(row: Row, parameters: dict[str, Any]) -> tuple[int, int]:
         parameters |= {"beam_width": beams, "n": beams if returned is None else returned}
         return 1, parameters["n"]
     if beams != 1:
-        raise invalid("beam_width", beams, "must be at least 1")
+        raise invalid_argument("beam_width", beams, "must be at least 1")
     if returned is not None:
         parameters["n"] = returned
     return (1 if returned is None else returned), 1
@@ -113,7 +113,7 @@ def _draw(parameters: dict[str, Any], beams: int) -> None:
         if top_p > 0:
             parameters["top_p"] = top_p
     elif top_k < 0:
-        raise invalid("top_k", top_k, "must be at least 0")
+        raise invalid_argument("top_k", top_k, "must be at least 0")
     elif not search:
         parameters["temperature"] = 0
     if search:
@@ -157,22 +157,28 @@ def _words_of_tokens(row: Row, name: str) -> list[list[int]]:
     begins = [0, *ends[:-1]] if ends else []
     for begin, end in zip(begins, ends, strict=True):
         if not begin < end <= len(ids):
-            raise invalid(name, ends, f"must be rising ends of words, of at most {len(ids)}")
+            raise invalid_argument(name, ends, f"must be rising ends of words, of at most {len(ids)}")
     return [ids[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def _bias(row: Row, parameters: dict[str, Any], most: int) -> None:
     words, weights = row.all("embedding_bias_words"), row.all("embedding_bias_weights")
     if len(words) != len(weights):
-        raise invalid("embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}")
+        raise invalid_argument(
+            "embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}"
+        )
     if len(words) > most:
-        raise invalid("embedding_bias_words", f"{len(words)} words", f"must be at most {most} words (max_biases)")
+        raise invalid_argument(
+            "embedding_bias_words", f"{len(words)} words", f"must be at most {most} words (max_biases)"
+        )
     if bias := {word: weight for word, weight in zip(words, weights, strict=True) if word}:
         parameters["word_bias"] = bias
     tokens = row.tensors.get("embedding_bias", np.empty(0))
     biased = np.flatnonzero(tokens)
     if len(biased) > most:
-        raise invalid("embedding_bias", f"{len(biased)} tokens", f"must be at most {most} other than 0 (max_biases)")
+        raise invalid_argument(
+            "embedding_bias", f"{len(biased)} tokens", f"must be at most {most} other than 0 (max_biases)"
+        )
     if len(biased):
         parameters.setdefault("logit_bias", {}).update(
             {str(token): plain("embedding_bias", tokens[token]) for token in biased.tolist()}
@@ -184,10 +190,10 @@ def _guide(row: Row, parameters: dict[str, Any]) -> None:
     if kind is None and guide is None:
         return
     if kind not in _GUIDES:
-        raise invalid("guided_decoding_guide_type", kind, f"must be one of {', '.join(_GUIDES)}")
+        raise invalid_argument("guided_decoding_guide_type", kind, f"must be one of {', '.join(_GUIDES)}")
     if (guide is None) != (kind == "json"):
         which = "is not needed" if guide is not None else "is needed"
-        raise invalid("guided_decoding_guide", guide, f"{which} with guided_decoding_guide_type={kind}")
+        raise invalid_argument("guided_decoding_guide", guide, f"{which} with guided_decoding_guide_type={kind}")
     parameters[_GUIDES[kind]] = True if guide is None else guide
 
 
@@ -197,7 +203,7 @@ def _token_ids(row: Row) -> list[int]:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: missing; give the prompt's token ids")
     length = row.one("input_lengths")
     if not 0 < length <= ids.size:
-        raise invalid("input_lengths", length, f"must be 1..{ids.size}, the length of input_ids")
+        raise invalid_argument("input_lengths", length, f"must be 1..{ids.size}, the length of input_ids")
     return ids.reshape(-1)[:length].tolist()
 
 

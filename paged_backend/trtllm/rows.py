@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.trtllm.tensors import CORE, INPUTS, Input
 
 Tensors = Mapping[str, np.ndarray]
@@ -54,7 +54,7 @@ def refuse(row: Row) -> None:
         asks_for_nothing = row.table[name].refused
         if asks_for_nothing and not asks_for_nothing(value):
             shown = value.reshape(-1)[0].item() if value.size == 1 and value.dtype != np.object_ else "..."
-            raise invalid(name, shown, "not supported; leave it out")
+            raise invalid_argument(name, shown, "not supported; leave it out")
 
 
 def parameters_of(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
@@ -77,7 +77,7 @@ def parameters_of(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
     return values, names
 
 
-def in_its_words(message: str, names: Mapping[str, str]) -> str:
+def use_client_names(message: str, names: Mapping[str, str]) -> str:
     """The engine's error, with the names that the client knows of its parameters."""
     for parameter, name in names.items():
         message = message.replace(f" {parameter}=", f" {name}=", 1)

@@ -18,7 +18,7 @@ OMP_PAUSE_SOFT = 1
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-class Memory(NamedTuple):
+class MemoryUsage(NamedTuple):
     """Bytes that a process has in use."""
 
     cpu: int
@@ -26,7 +26,7 @@ class Memory(NamedTuple):
     pinned: int  # of the host's memory, for blocks: a GPU reaches it by itself
 
 
-def interpreter() -> str:
+def find_python() -> str:
     """A Python like this one. In the server's stub, a program of its own, sys.executable need not be one. Raises
     OSError."""
     beside = [str(Path(prefix, "bin", VERSION)) for prefix in (sys.prefix, sys.base_prefix)]
@@ -46,7 +46,7 @@ def available_memory() -> int:
     return min([free, *_rooms()])
 
 
-def held_memory() -> int:
+def resident_memory() -> int:
     """Bytes of memory that this process has in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -56,21 +56,21 @@ def usable_cores() -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 
-def use_cores(processes: int = 1) -> None:
+def limit_torch_threads(processes: int = 1) -> None:
     """Have PyTorch compute with as many threads as there are cores for each of `processes`, unless OMP_NUM_THREADS says
     how many. By itself it counts the machine's, whatever a container may use of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 
-def return_memory() -> None:
+def trim_memory() -> None:
     """Give the system back what was freed: glibc keeps pieces below its threshold, of which loading a model leaves
     hundreds of megabytes."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
-def release_threads() -> None:
+def release_openmp_threads() -> None:
     """End the threads that compute for the calling one, before another thread computes: OpenMP keeps a team for each
     thread that ever asked for one, and where teams have more threads than there are cores, none waits awake for its
     next piece of work. A decode step then took half as long again. (`omp_pause_resource_all` of OpenMP 5.0; the next
@@ -78,7 +78,7 @@ def release_threads() -> None:
     _tell_openmp("omp_pause_resource_all", OMP_PAUSE_SOFT)
 
 
-def compute_alone() -> None:
+def use_single_thread() -> None:
     """Have the calling thread compute by itself, without a team: one that only copies, beside the one that computes."""
     torch.get_num_threads()  # else PyTorch would set the number later, when this thread first computes
     _tell_openmp("omp_set_num_threads", 1)

@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger("paged_llm")
 
 
-class Worker:
+class BackgroundWorker:
     """What hangs on it is left to the end of the process, and does not keep that: an executor's threads would."""
 
     def __init__(self, name: str, begin: Callable[[], object] = lambda: None):

@@ -11,15 +11,15 @@ import pytest
 from client.cli import build_parser
 from paged_backend.api import errors
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import SHOWN_CHARS, RequestError, invalid
-from paged_backend.api.limits import Caps, Limits
+from paged_backend.api.errors import SHOWN_CHARS, RequestError, invalid_argument
+from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server import wire
 from paged_backend.trtllm.caps import RelayCaps
 from tests.support.callers import Caller, serving
 from tests.support.wire_requests import text
 
-LIMITS = Limits(64, 320, 256, 4, 8)
+LIMITS = EngineLimits(64, 320, 256, 4, 8)
 # What is one too much of each: sampling parameters that exceed a limit of 3.
 SAMPLING = {
     "max_logprobs": {"logprobs": 4},
@@ -54,36 +54,38 @@ CALLS = {
 
 # Of the others, the test whose error names it.
 ELSEWHERE = {
-    "max_queued_structures": "test_grammars.test_more_than_may_wait_are_refused_at_once",
-    "max_remembered_structures": "test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
-    "max_remembered_structure_bytes": "test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
-    "max_frame_bytes": "test_local_socket.test_a_frame_that_is_too_large_is_neither_sent_nor_read",
-    "max_local_connections": "test_local_socket.test_an_engine_that_lets_no_connection_in_says_why",
-    "max_model_len": "test_embeddings.test_a_prompt_may_be_as_long_as_the_context",
-    "min_priority": "test_caps.test_a_priority_may_be_no_lower_than_the_operator_lets_it",
-    "max_prompt_chars": "test_caps.test_the_limits_are_options",
-    "max_queue_size": "test_admission.test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away",
-    "max_tenant_requests": "test_admission.test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside",
-    "max_response_mib": "test_admission.test_an_answer_has_a_largest_size",
-    "request_timeout": "test_faults.test_a_step_that_never_ends_keeps_neither_requests_nor_the_end",
-    "stop_timeout": "test_faults.test_a_step_that_never_ends_keeps_neither_requests_nor_the_end",
-    "stall_timeout": "test_admission.test_a_step_that_does_not_end_is_told_as_not_ready",
-    "max_sessions": "test_sessions.test_one_too_many_is_refused",
-    "max_tenant_sessions": "test_sessions.test_a_tenant_has_so_many_sessions_and_others_begin_beside",
-    "max_sessions_mib": "test_sessions.test_all_sessions_together_keep_so_much",
-    "chat_template_timeout": "test_conversation.test_a_template_that_does_not_end_is_ended",
-    "tokenize_timeout": "test_tokenizing.test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most",
-    "structured_outputs_timeout": (
-        "test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"
+    "max_queued_structures": "guided/test_grammars.test_more_than_may_wait_are_refused_at_once",
+    "max_remembered_structures": "guided/test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
+    "max_remembered_structure_bytes": (
+        "guided/test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room"
     ),
-    "max_open_rows": "test_local_socket.test_more_rows_than_may_be_open_are_refused",
-    "max_biases": "test_trtllm.test_more_biases_than_a_row_may_have_are_refused",
-    "(--max-open-requests)": "test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
-    "(--max-request-bytes)": "test_openai.test_a_body_over_the_limit_is_refused",
-    "(--max-prompts)": "test_openai.test_more_prompts_than_may_be_are_refused",
-    "(--max-inputs)": "test_openai_embeddings.test_what_is_refused",
-    "(--body-timeout)": "test_openai_operators.test_a_body_that_does_not_come_in_time_gives_its_place_back",
-    "(--chat-template-timeout)": "test_openai.test_a_template_that_does_not_end_is_ended",
+    "max_frame_bytes": "server/test_local_socket.test_an_oversized_frame_is_neither_sent_nor_read",
+    "max_local_connections": "server/test_local_socket.test_a_refused_connection_reports_the_reason",
+    "max_model_len": "server/test_embedding.test_an_embedding_prompt_may_fill_the_context",
+    "min_priority": "api/test_limits.test_a_priority_may_be_no_lower_than_the_operator_lets_it",
+    "max_prompt_chars": "api/test_limits.test_the_limits_are_options",
+    "max_queue_size": "server/test_admission.test_a_full_queue_rejects_requests_until_a_place_is_free",
+    "max_tenant_requests": "server/test_admission.test_the_open_request_limit_applies_per_tenant",
+    "max_response_mib": "server/test_admission.test_a_response_larger_than_max_response_mib_fails",
+    "request_timeout": "server/test_faults.test_stuck_step_delays_neither_requests_nor_shutdown",
+    "stop_timeout": "server/test_faults.test_stuck_step_delays_neither_requests_nor_shutdown",
+    "stall_timeout": "server/test_admission.test_a_stalled_step_makes_the_service_not_ready",
+    "max_sessions": "server/test_sessions.test_sessions_beyond_max_sessions_are_rejected",
+    "max_tenant_sessions": "server/test_sessions.test_max_tenant_sessions_applies_per_tenant",
+    "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
+    "chat_template_timeout": "client/test_openai.test_a_template_that_does_not_end_is_ended",
+    "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
+    "structured_outputs_timeout": (
+        "guided/test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"
+    ),
+    "max_open_rows": "server/test_local_socket.test_rows_beyond_max_open_rows_are_rejected",
+    "max_biases": "trtllm/test_relay.test_biases_beyond_max_biases_are_rejected",
+    "(--max-open-requests)": "client/test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
+    "(--max-request-bytes)": "client/test_openai.test_a_body_over_the_limit_is_refused",
+    "(--max-prompts)": "client/test_openai.test_more_prompts_than_may_be_are_refused",
+    "(--max-inputs)": "client/test_openai_embeddings.test_what_is_refused",
+    "(--body-timeout)": "client/test_openai_operators.test_a_body_that_does_not_come_in_time_gives_its_place_back",
+    "(--chat-template-timeout)": "client/test_openai.test_a_template_that_does_not_end_is_ended",
 }
 # Options of such names that refuse no request: they size what runs at once, or judge files of the operator's.
 NO_CAPS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
@@ -104,12 +106,13 @@ def test_each_limit_is_tried():
         if re.match("--max-|.*-timeout$", name)
     }
     assert (
-        set(SAMPLING) | set(CALLS) | set(ELSEWHERE) == {spec.name for spec in fields(Caps)} | engines | relays | flags
+        set(SAMPLING) | set(CALLS) | set(ELSEWHERE)
+        == {spec.name for spec in fields(InputLimits)} | engines | relays | flags
     )
 
 
 def test_a_priority_may_be_no_lower_than_the_operator_lets_it():
-    limits = replace(LIMITS, caps=Caps(min_priority=0))
+    limits = replace(LIMITS, input_limits=InputLimits(min_priority=0))
     assert SamplingParams.parse({"priority": 0}, limits).priority == 0
     with pytest.raises(RequestError, match=r"priority=-1: must be 0\.\.2147483647 \(min_priority\)"):
         SamplingParams.parse({"priority": -1}, limits)
@@ -118,7 +121,7 @@ def test_a_priority_may_be_no_lower_than_the_operator_lets_it():
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_is_said_to_try_a_limit_names_it(name):
     module, _, test = ELSEWHERE[name].partition(".")
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
+    tree = ast.parse((Path(__file__).parents[1] / f"{module}.py").read_text())
     (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == test]
     texts = [node.value for node in ast.walk(found) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert any(name in text.replace("\\", "") for text in texts)
@@ -141,7 +144,7 @@ def test_no_limit_is_a_constant():
 @pytest.mark.parametrize("name", SAMPLING)
 def test_one_too_much_is_refused_with_the_name_of_the_limit(name):
     def parse(most):
-        return SamplingParams.parse(SAMPLING[name], replace(LIMITS, caps=Caps(**{name: most})))
+        return SamplingParams.parse(SAMPLING[name], replace(LIMITS, input_limits=InputLimits(**{name: most})))
 
     parse(4)
     with pytest.raises(RequestError) as caught:
@@ -156,7 +159,7 @@ def test_one_too_much_of_a_call_is_refused_with_the_name_of_the_limit(name):
     tensors, parameters = CALLS[name]
     tensors = {key: text(value) for key, value in tensors.items()}
     with pytest.raises(RequestError, match=rf"must be at most 3 \w+ \({name}\)"):
-        wire.read(tensors, parameters, caps=Caps(**{name: 3}))
+        wire.read(tensors, parameters, input_limits=InputLimits(**{name: 3}))
     wire.read(tensors, parameters)
 
 
@@ -190,7 +193,7 @@ def test_what_an_error_shows_of_a_long_name_or_value_is_its_beginning():
     for _ in range(100_000):
         nested = [nested]
     for name, value in (("a" * 10**6, 1), ("a", "b" * 10**6), ("a", nested), ("a", 10**5000)):
-        assert len(str(invalid(name, value, "no"))) < 2 * SHOWN_CHARS + 40
+        assert len(str(invalid_argument(name, value, "no"))) < 2 * SHOWN_CHARS + 40
 
 
 @pytest.mark.parametrize("name", ["z" * 10**6, "max_token" * 10**5])

@@ -6,11 +6,11 @@ from dataclasses import fields
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import Limits
+from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 
-LIMITS = Limits(max_model_len=8192, vocab_size=1000, num_blocks=256, block_size=16, max_num_seqs=64)
+LIMITS = EngineLimits(max_model_len=8192, vocab_size=1000, num_blocks=256, block_size=16, max_num_seqs=64)
 
 
 def refusal(**values):
@@ -149,7 +149,7 @@ def test_a_bad_bias_is_refused_with_its_token(bias):
 
 def admitted(bad_words=(), eos=(), **sampling):
     params = SamplingParams.parse(sampling, LIMITS)
-    return GenerateRequest.admit(0, [1], params, 0, frozenset(eos), LIMITS, bad_words)
+    return GenerateRequest.from_prompt(0, [1], params, 0, frozenset(eos), LIMITS, bad_words)
 
 
 def test_allowed_tokens_are_a_mask_of_whole_32_bits():
@@ -188,7 +188,7 @@ def test_the_best_are_of_no_fewer():
     assert "best_of=2: must be n=3..64" in refusal(n=3, best_of=2)
     assert "best_of=4: must be n=2 with beam_width=4" in refusal(n=2, best_of=4, beam_width=4)
     params = SamplingParams.parse({"n": 2, "best_of": 2, "beam_width": 4}, LIMITS)
-    assert (params.num_seqs, params.picks) == (4, False)
+    assert (params.num_seqs, params.selects_best_of) == (4, False)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])
@@ -222,9 +222,9 @@ def test_min_tokens_above_max_tokens():
     assert "min_tokens=5: must be 0..max_tokens=4" in refusal(min_tokens=5, max_tokens=4)
 
 
-def admit(prompt, max_tokens):
+def from_prompt(prompt, max_tokens):
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest.admit(0, [1] * prompt, sampling, 0, frozenset({2}), LIMITS)
+    return GenerateRequest.from_prompt(0, [1] * prompt, sampling, 0, frozenset({2}), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -238,23 +238,23 @@ def admit(prompt, max_tokens):
 )
 def test_a_request_that_can_never_fit_is_refused_at_once(prompt, max_tokens, text):
     with pytest.raises(RequestError) as caught:
-        admit(prompt, max_tokens)
+        from_prompt(prompt, max_tokens)
     assert str(caught.value).startswith(f"INVALID_ARGUMENT: {text}")
 
 
 def test_a_token_that_the_model_does_not_know_is_refused():
     with pytest.raises(RequestError, match=rf"holds token {LIMITS.vocab_size}, but the model's vocabulary ends at"):
-        GenerateRequest.admit(0, [1, LIMITS.vocab_size], SamplingParams(), 0, frozenset(), LIMITS)
+        GenerateRequest.from_prompt(0, [1, LIMITS.vocab_size], SamplingParams(), 0, frozenset(), LIMITS)
 
 
 def test_the_largest_request_that_fits_is_admitted():
-    assert len(admit(4000, 97).prompt_token_ids) == 4000
+    assert len(from_prompt(4000, 97).prompt_token_ids) == 4000
 
 
 @pytest.mark.parametrize(("ignore_eos", "stop_ids"), [(False, {2, 5}), (True, {5})])
 def test_what_ends_the_output(ignore_eos, stop_ids):
     sampling = SamplingParams.parse({"ignore_eos": ignore_eos, "stop_token_ids": [5]}, LIMITS)
-    request = GenerateRequest.admit(0, [1], sampling, 0, frozenset({2}), LIMITS)
+    request = GenerateRequest.from_prompt(0, [1], sampling, 0, frozenset({2}), LIMITS)
     assert request.stop_ids == stop_ids
 
 
@@ -271,14 +271,14 @@ def test_an_error_is_text_that_can_be_sent():
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 1000, 4000])
 def test_as_many_tokens_as_there_is_room_for(prompt, sampling):
     params = SamplingParams.parse({"max_tokens": None} | sampling, LIMITS)
-    room = GenerateRequest.admit(0, [1] * prompt, params, 0, frozenset(), LIMITS).sampling.max_tokens
+    room = GenerateRequest.from_prompt(0, [1] * prompt, params, 0, frozenset(), LIMITS).sampling.max_tokens
     given = [SamplingParams.parse({"max_tokens": count} | sampling, LIMITS) for count in (room, room + 1)]
-    GenerateRequest.admit(0, [1] * prompt, given[0], 0, frozenset(), LIMITS)
+    GenerateRequest.from_prompt(0, [1] * prompt, given[0], 0, frozenset(), LIMITS)
     with pytest.raises(RequestError, match=f"max_tokens={room + 1}: "):
-        GenerateRequest.admit(0, [1] * prompt, given[1], 0, frozenset(), LIMITS)
+        GenerateRequest.from_prompt(0, [1] * prompt, given[1], 0, frozenset(), LIMITS)
 
 
 def test_min_tokens_may_be_more_than_there_is_room_for():
     params = SamplingParams.parse({"max_tokens": None, "min_tokens": 200}, LIMITS)
     with pytest.raises(RequestError, match=r"min_tokens=200: must be 0\.\.max_tokens=97"):
-        GenerateRequest.admit(0, [1] * 4000, params, 0, frozenset(), LIMITS)
+        GenerateRequest.from_prompt(0, [1] * 4000, params, 0, frozenset(), LIMITS)

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from client.cli import main
 from paged_bench import kernels
 from paged_bench._attention import (
-    BY_EACH,
     CONTESTANTS,
-    WIDE,
+    NO_SHARED_PREFIX,
+    UNQUANTIZED,
+    AttentionInputs,
     Cell,
-    Prepared,
     contestants,
     error,
     targets,
@@ -138,7 +138,7 @@ def test_kernels_writes_its_records_and_a_picture(tmp_path, capsys):
 def test_an_attention_cell_has_the_same_answer_from_all(change):
     half = torch.float32
     cell = replace(Cell("decode", 3, 70, 1, 6, 2, 16, half, half), **change)
-    prepared = Prepared(cell, torch.device("cpu"), 1 << 20)
+    prepared = AttentionInputs(cell, torch.device("cpu"), 1 << 20)
     tried = [CONTESTANTS[who] for who in ("paged", "SDPA, contiguous", "gather + SDPA")]
     for make in tried if cell.pool == cell.dtype else [tried[0], tried[2]]:
         assert error(prepared, make(prepared)(0)) < 1e-4
@@ -146,7 +146,7 @@ def test_an_attention_cell_has_the_same_answer_from_all(change):
 
 def test_a_wrong_answer_shows_as_an_error():
     cell = Cell("decode", 3, 70, 1, 6, 2, 16, torch.float32, torch.float32)
-    prepared = Prepared(cell, torch.device("cpu"), 1 << 20)
+    prepared = AttentionInputs(cell, torch.device("cpu"), 1 << 20)
     assert error(prepared, CONTESTANTS["paged"](prepared)(0).roll(1, 0)) > 0.1
 
 
@@ -168,13 +168,13 @@ def test_every_target_of_attention_is_held_against_somebody():
     cells = kernels.grid(torch.device("cuda"), quick=False)
     aimed = {who: value for cell in cells for who, value in targets(cell).items()}
     assert aimed.keys() <= CONTESTANTS.keys()
-    assert aimed[WIDE] == 1.8
+    assert aimed[UNQUANTIZED] == 1.8
     for cell in cells:
         who = contestants(cell, torch.device("cuda"))
-        assert (WIDE in who) == (cell.pool != cell.dtype)
-        assert (BY_EACH in who) == (cell.shared > 0)
+        assert (UNQUANTIZED in who) == (cell.pool != cell.dtype)
+        assert (NO_SHARED_PREFIX in who) == (cell.shared > 0)
     (one,) = (cell for cell in cells if cell.shared and cell.batch == 64)
-    assert targets(one)[BY_EACH] == pytest.approx(0.7 * 8.0)  # the formula's 8 for 64 rows of 2,048 + 256
+    assert targets(one)[NO_SHARED_PREFIX] == pytest.approx(0.7 * 8.0)  # the formula's 8 for 64 rows of 2,048 + 256
     long = [cell for cell in cells if cell.batch == 1 and cell.context == 32768 and cell.kind == "decode"]
     assert long and all(targets(cell)["vLLM"] == 1.15 for cell in long)
 

@@ -21,15 +21,15 @@ from paged_bench.cpu import (
     PADDED,
     PEERS,
     THEIRS,
-    Field,
+    Contestants,
     Scenario,
     agreement,
     measure,
     output_rate,
+    permute_tokens,
     scenarios,
     step_ms,
-    verdicts,
-    with_tokens_of,
+    target_report,
 )
 
 FAKE = """
@@ -133,7 +133,7 @@ def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target
         raise RuntimeError("out of memory\nand more")
 
     jobs = [Job([1, 2], 2), Job([3], 1)]
-    there = Field({OURS: lambda jobs: run_of([1, 2], [3]), THEIRS: fails}, {"another": "no wheel"})
+    there = Contestants({OURS: lambda jobs: run_of([1, 2], [3]), THEIRS: fails}, {"another": "no wheel"})
     scenario = Scenario("words", jobs, output_rate, "tokens/s", {THEIRS: 1.3, "another": 2.0})
     records = {one.name: one for one in measure(scenario, there, 10, rounds=2, exact=True)}
     assert records["words"].value == 3 and records["words"].peers == {}
@@ -143,7 +143,7 @@ def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target
 
 
 def test_a_run_without_a_steady_moment_is_listed_with_the_reason():
-    there = Field({who: lambda jobs: run_of([1]) for who in (OURS, THEIRS)})
+    there = Contestants({who: lambda jobs: run_of([1]) for who in (OURS, THEIRS)})
     scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {THEIRS: 1.3}, 28.0)
     records = {one.name: one for one in measure(scenario, there, 10, rounds=1, exact=False)}
     why = "Unsteady: no step in which all 1 sequences decode"
@@ -153,7 +153,7 @@ def test_a_run_without_a_steady_moment_is_listed_with_the_reason():
 
 @pytest.mark.parametrize(("figure", "unit"), [(output_rate, "tokens/s"), (step_ms, "ms")])
 def test_ratios_above_one_are_in_our_favour(figure, unit):
-    there = Field({OURS: lambda jobs: run_of([1, 2, 3]), THEIRS: lambda jobs: run_of([1, 2, 4], gap=2.0)})
+    there = Contestants({OURS: lambda jobs: run_of([1, 2, 3]), THEIRS: lambda jobs: run_of([1, 2, 4], gap=2.0)})
     scenario = Scenario("words", [Job([1], 3)], figure, unit, {THEIRS: 1.3})
     records = {one.name: one for one in measure(scenario, there, 10, rounds=3, exact=False)}
     paired = records[f"words: times {THEIRS}"]
@@ -168,14 +168,14 @@ def test_contestants_get_the_same_tokens_in_a_round_and_others_in_the_next():
     def contestant(who):
         return lambda jobs: asked[who].append([job.prompt for job in jobs]) or run_of([1])
 
-    there = Field({who: contestant(who) for who in asked})
+    there = Contestants({who: contestant(who) for who in asked})
     measure(Scenario("words", [Job([1, 2, 1], 1)], output_rate, "tokens/s", {THEIRS: None}), there, 50, 3, exact=False)
     assert asked[OURS] == asked[THEIRS]
     assert len({tuple(prompt) for (prompt,) in asked[OURS]}) == 3
 
 
 def test_what_requests_share_they_share_in_other_tokens():
-    first, second = with_tokens_of(4, [Job([1, 2, 3], 5), Job([1, 2, 4], 6)], 50)
+    first, second = permute_tokens(4, [Job([1, 2, 3], 5), Job([1, 2, 4], 6)], 50)
     assert first.prompt[:2] == second.prompt[:2] != [1, 2]
     assert first.prompt[2] != second.prompt[2]
 
@@ -194,7 +194,7 @@ def test_outputs_that_must_be_the_same_have_a_target():
 
 def test_each_target_is_told_as_reached_or_missed_by_how_much():
     lines = list(
-        verdicts(
+        target_report(
             [
                 Record("a step", 35.0, "ms", 28.0),
                 Record("another", 14.0, "ms", 28.0),

@@ -318,7 +318,7 @@ class TestChat:
                 raise KeyboardInterrupt
             stream.cancel()
 
-        monkeypatch.setattr(session.Session, "_print_deltas", print_deltas)
+        monkeypatch.setattr(session.TerminalSession, "_print_deltas", print_deltas)
         sent = self.converse(grpc_fake, monkeypatch, ["one", "two"], "-p", SAY, "-p", "hold=true")
         assert grpc_fake.seen.left.wait(WAIT)
         assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"]

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from client.serving.environments import Locked, Package, SetUpError
+from client.serving.environments import EnvironmentSetupError, LockedEnvironment, PackageEnvironment
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def put(wheels):
 
 
 def test_one_is_made_once_and_what_is_in_the_way_is_told(wheels, capsys):
-    environment = Package("engine", "an-engine", "1.2", without=("torch",))
-    with pytest.raises(SetUpError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
+    environment = PackageEnvironment("engine", "an-engine", "1.2", without=("torch",))
+    with pytest.raises(EnvironmentSetupError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
         environment.make()
     assert not environment.ready
     put(wheels)
@@ -45,7 +45,7 @@ def test_one_that_is_locked_has_what_its_file_lists_and_no_more(wheels, tmp_path
     put(wheels)
     file = tmp_path / "pinned.txt"
     file.write_text("# Its requirements would not be found.\nan-engine==1.2\n")
-    environment = Locked("clients", file)
+    environment = LockedEnvironment("clients", file)
     environment.make()
     subprocess.run([environment.python, "-c", "import an_engine"], check=True)
     file.write_text("an-engine==1.3\n")

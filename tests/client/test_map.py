@@ -45,7 +45,7 @@ def counts_in(text):
     return {kind.name: int(re.search(rf"([\d,]+) {kind.name} \(", text).group(1).replace(",", "")) for kind in KINDS}
 
 
-def test_every_state_is_of_one_kind_and_has_a_colour_of_its_own():
+def test_every_state_has_one_kind_and_its_own_colour():
     assert "".join(kind.states for kind in KINDS) == EVERY
     assert all(kind_of(state).states.count(state) == 1 for state in EVERY)
     assert len({colour_of(state) for state in EVERY}) == len(EVERY)
@@ -58,7 +58,7 @@ def test_a_grid_is_wider_than_high_and_holds_every_block(blocks):
     assert rows <= columns <= blocks
 
 
-def test_a_clock_that_is_set_back_stands_still():
+def test_a_clock_set_back_does_not_move_time_backwards():
     recording = Recording(*(pool_of(".", time=when) for when in (10.0, 12.0, 7.0, 13.0)))
     assert recording.seconds == [0, 2, 2, 3]
 
@@ -154,7 +154,7 @@ class TestTerminal:
         assert map_terminal._fit(values, 40).count(1.0) == 1
         assert len(map_terminal._fit(values, 40)) == 40
 
-    def test_the_curve_ends_with_what_is_now(self):
+    def test_the_curve_ends_with_the_current_sample(self):
         recording = over_time(*["1" * used + "c" + "." * (9 - used) for used in range(10)])
         text = "\n".join(frame(recording, 80, 40, Style()))
         assert re.search(r"held +[▁▂▃▄▅▆▇█ ]+ 90\.0%", text)
@@ -201,14 +201,14 @@ class TestHtml:
         assert not re.search(r"https?:|//[a-z]|url\(|@import", text)
         assert not any({"src", "href"} & attributes.keys() for _, attributes in Page(text).tags)
 
-    def test_what_others_named_is_no_markup(self):
+    def test_names_are_escaped_in_html(self):
         text = map_html.page(over_time("1"), '</script><b>"&@@DATA@@')
         page = Page(text)
         assert '</script><b>"&@@DATA@@' in page.text
         assert text.count("</script>") == 2
         assert [tag for tag, _ in page.tags].count("b") == len(KINDS)
 
-    def test_data_cannot_end_their_script(self):
+    def test_data_cannot_close_the_script_element(self):
         evil = {"states": "</script><!--"}
         made = map_html._json_in_script(evil)
         assert "<" not in made
@@ -233,7 +233,7 @@ class TestHtml:
         assert [[y for _, y in run] for run in filled] == [[(low + high) / 2], [high]]  # none where nothing is held
         assert used[0][0] < used[1][0] < used[2][0] == used[3][0]
 
-    def test_one_look_is_no_curve(self):
+    def test_one_sample_has_no_curve(self):
         assert "<svg" not in map_html.page(over_time("1"), "x")
         assert "<svg" in map_html.page(Recording(pool_of("1"), pool_of("1")), "x")  # in the same instant
 
@@ -266,7 +266,7 @@ class TestPng:
         seen = [to_hex(image[int(120 * 1.21), int(120 * (0.7 + 0.3 * block)) + 5][:3]) for block in range(len(states))]
         assert seen == [colour_of(state) for state in states]
 
-    def test_a_curve_takes_more_than_one_look(self, tmp_path):
+    def test_a_curve_needs_more_than_one_sample(self, tmp_path):
         assert self.draw(tmp_path, over_time("1")).shape[0] < self.draw(tmp_path, over_time("1", "1")).shape[0]
 
 
@@ -284,7 +284,7 @@ def fake(request):
 
 class TestCommand:
     @pytest.mark.parametrize("flags", [[], ["--once"]])
-    def test_one_look_is_printed_without_colour(self, fake, capsys, flags):
+    def test_one_sample_is_printed_without_colour(self, fake, capsys, flags):
         assert main(["map", *fake.flags, *flags]) == 0
         captured = capsys.readouterr()
         assert counts_in(captured.out) == {"free": 15, "cached": 1, "owned": 0, "shared": 0, "pinned": 0}
@@ -292,7 +292,7 @@ class TestCommand:
         assert captured.err == ""
         assert len(fake.seen.requests) == 1
 
-    def test_all_samples_make_the_curve_and_the_last_one_the_grid(self, fake, capsys):
+    def test_the_curve_uses_all_samples_and_the_grid_the_last(self, fake, capsys):
         assert main(["map", *fake.flags, "--samples", "4", "--interval", "0.001"]) == 0
         captured = capsys.readouterr()
         assert "the last 3.0 s" in captured.out
@@ -312,14 +312,14 @@ class TestCommand:
         assert main(["map", *fake.flags, "--once", "--html", str(html)]) == 0
         assert counts_in(capsys.readouterr().out)["owned"] == 2
 
-    def test_without_matplotlib_a_page_is_still_made(self, fake, capsys, tmp_path, monkeypatch):
+    def test_html_is_written_without_matplotlib(self, fake, capsys, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert main(["map", *fake.flags, "--png", str(tmp_path / "a.png")]) == 2
         assert "--png: needs matplotlib" in capsys.readouterr().err
         assert fake.seen.requests == []
         assert main(["map", *fake.flags, "--html", str(tmp_path / "a.html")]) == 0
 
-    def test_a_terminal_that_knows_ascii_only(self, fake):
+    def test_an_ascii_only_terminal(self, fake):
         command = [sys.executable, "-m", "client", "map", *fake.flags]
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=WAIT)
@@ -349,7 +349,7 @@ class TestCommand:
             (["--samples", "²"], "must be a whole number, at least 1"),
         ],
     )
-    def test_what_argparse_refuses(self, capsys, flags, named):
+    def test_argparse_errors(self, capsys, flags, named):
         with pytest.raises(SystemExit, match="2"):
             main(["map", *flags])
         assert named in capsys.readouterr().err
@@ -404,7 +404,7 @@ class Terminal:
 
 
 class TestLive:
-    def test_frames_in_place_until_ctrl_c(self, fake):
+    def test_frames_are_redrawn_in_place_until_ctrl_c(self, fake):
         terminal = Terminal(*fake.flags, "--interval", "0.01", columns=60, lines=20)
         first = terminal.read_until(r"\x1b\[J")
         assert first.startswith("\x1b[?1049h\x1b[?25l\x1b[H16 blocks of 16 tokens")
@@ -416,7 +416,7 @@ class TestLive:
         assert (code, err) == (130, "")
         assert text.endswith("\x1b[?25h\x1b[?1049l")
 
-    def test_a_resized_window_is_drawn_anew_before_the_next_look(self, fake):
+    def test_a_resized_window_is_redrawn_at_once(self, fake):
         terminal = Terminal(*fake.flags, "--interval", "1000", columns=60, lines=20)
         assert " 0 " in terminal.read_until(r"\x1b\[J")
         terminal.resize(9, 20)
@@ -432,7 +432,7 @@ class TestLive:
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end()[0] == 130
 
-    def test_a_server_that_goes_away_leaves_the_terminal_as_it_was(self, fake):
+    def test_the_terminal_is_restored_when_the_server_goes_away(self, fake):
         fake.seen.maps[1:] = ["UNAVAILABLE: the engine has stopped"]
         terminal = Terminal(*fake.flags, "--interval", "0.01", columns=60, lines=20)
         code, text, err = terminal.end()
@@ -446,6 +446,6 @@ class TestLive:
         assert "\x1b" not in text and "16 blocks of 16 tokens" in text
 
 
-def test_colours_of_shared_blocks_grow_darker():
+def test_shared_blocks_get_darker_colours():
     brightness = [sum(int(colour[at : at + 2], 16) for at in (1, 3, 5)) for colour in SHARED_COLOURS.values()]
     assert brightness == sorted(brightness, reverse=True)

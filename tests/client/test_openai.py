@@ -24,7 +24,7 @@ from client.openai.embeddings import EmbeddingRequest
 from client.openai.errors import ApiError
 from client.openai.schema import CompletionRequest, SamplingFields, parse
 from paged_backend.api.sampling_params import SamplingParams
-from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
+from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
 from tests.support.triton import until
 
 
@@ -42,7 +42,7 @@ def front(fake):
 
 @pytest.fixture
 def says(fake):
-    return partial(saying, fake)
+    return partial(respond_with, fake)
 
 
 # Sampling parameters that have a word of OpenAI's.
@@ -324,7 +324,9 @@ REQUESTS = {
 }
 CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 # Each field at the top, and what is in the fields of models; of the latter the place is a key or an index.
-PLACES = [(path, (name,)) for path, (kind, _) in REQUESTS.items() for name in [*kind.model_fields, *kind.not_served]]
+PLACES = [
+    (path, (name,)) for path, (kind, _) in REQUESTS.items() for name in [*kind.model_fields, *kind.unsupported_fields]
+]
 PLACES += [("/v1/completions", ())]
 PLACES += [
     ("/v1/chat/completions", place)
@@ -434,7 +436,7 @@ class TestPrompts:
     @pytest.mark.parametrize("stream", [False, True])
     def test_each_has_a_choice_in_its_place(self, front, fake, prompt, texts, stream):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-        with saying(fake, echo):
+        with respond_with(fake, echo):
             asked = {"stream_options": {"include_usage": True}} if stream else {}
             answer = client.completions.create(model="paged_llm", prompt=prompt, stream=stream, **asked)
             chunks = list(answer) if stream else [answer]
@@ -451,7 +453,7 @@ class TestPrompts:
             return echo(inputs) if inputs["text_input"] == "fail" else {"say": [], "hold": True}
 
         fake.left.clear()
-        with saying(fake, hold):
+        with respond_with(fake, hold):
             status, body = front.ask("/v1/completions", PROMPT | {"prompt": ["a", "fail"], "stream": stream})
         assert (status, error_of(status, body)["param"]) == (400, "prompt.1")
         assert fake.left.wait(WAIT), "the other goes on"

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from client.openai.metrics import SECONDS, Histogram
-from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
+from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
 from tests.support.triton import until
 
 
@@ -49,13 +49,16 @@ class TestServers:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_full_one_sends_requests_to_the_next(self, front, fakes, stream):
-        with saying(fakes[0], say=[], fail="UNAVAILABLE: max_queue_size=1: the queue is full"):
+        with respond_with(fakes[0], say=[], fail="UNAVAILABLE: max_queue_size=1: the queue is full"):
             answers = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert answers == [200] * 3
 
     def test_what_one_refuses_no_other_is_asked(self, front, fakes):
         before = sum(counts(fakes))
-        with saying(fakes[0], say=[], fail="INVALID_ARGUMENT: n=0: no"), saying(fakes[1], say=[], fail="INTERNAL: no"):
+        with (
+            respond_with(fakes[0], say=[], fail="INVALID_ARGUMENT: n=0: no"),
+            respond_with(fakes[1], say=[], fail="INTERNAL: no"),
+        ):
             statuses = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert sorted(statuses) == [400, 400, 500]
         assert sum(counts(fakes)) == before + 3
@@ -64,7 +67,7 @@ class TestServers:
     def test_a_request_whose_time_is_over_is_not_begun_again(self, front, fakes, path):
         late = {"say": [], "fail": "DEADLINE_EXCEEDED: the time limit passed"}
         before = sum(counts(fakes))
-        with saying(fakes[0], **late), saying(fakes[1], **late):
+        with respond_with(fakes[0], **late), respond_with(fakes[1], **late):
             status, body = front.ask(path, BODIES.get(path, {"model": "paged_llm", "input": "x"}))
         assert (status, error_of(status, body)["code"]) == (504, "deadline_exceeded")
         assert sum(counts(fakes)) == before + 1
@@ -72,7 +75,7 @@ class TestServers:
     def test_an_answer_that_has_begun_is_not_begun_again(self, client, fakes):
         before = sum(counts(fakes))
         fail = {"say": ["a"], "fail": "UNAVAILABLE: the engine has stopped"}
-        with saying(fakes[0], **fail), saying(fakes[1], **fail):
+        with respond_with(fakes[0], **fail), respond_with(fakes[1], **fail):
             stream = client.completions.create(**PROMPT, stream=True)
             assert next(stream).choices[0].text == "a"
             with pytest.raises(openai.APIError, match="the engine has stopped"):
@@ -81,7 +84,7 @@ class TestServers:
 
     def test_where_none_lets_anybody_in_the_last_one_says_why(self, front, fakes):
         full = {"say": [], "fail": "UNAVAILABLE: the queue is full"}
-        with saying(fakes[0], **full), saying(fakes[1], **full):
+        with respond_with(fakes[0], **full), respond_with(fakes[1], **full):
             statuses = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert statuses == [503] * 3
 
@@ -91,7 +94,7 @@ def test_tokens_and_seconds_are_told_by_route(fakes):
         front.ask("/v1/completions", PROMPT)
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
             list(client.chat.completions.create(**CHAT, stream=True))
-        with saying(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
+        with respond_with(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
             assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
         told = front.metrics()
     assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14

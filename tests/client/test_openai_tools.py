@@ -9,8 +9,8 @@ import pytest
 
 from client.openai.chat_schema import ChatRequest
 from client.openai.tool_calls import ANY, FORMATS
-from client.openai.tools import format_of, tool_use
-from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, saying
+from client.openai.tools import detect_format, tool_use
+from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": CITY}}
@@ -45,7 +45,7 @@ def front(fake):
 
 @pytest.fixture
 def says(fake):
-    return partial(saying, fake)
+    return partial(respond_with, fake)
 
 
 @pytest.fixture
@@ -312,12 +312,12 @@ def test_the_schema_of_required_calls_allows_what_each_tool_takes():
     [("…<tool_call>…", "hermes"), ("…[TOOL_CALLS]…", "mistral"), ("…<|python_tag|>…", "llama3_json")],
 )
 def test_a_template_tells_how_its_model_writes_calls(template, name):
-    assert format_of(template) is FORMATS[name]
+    assert detect_format(template) is FORMATS[name]
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
 def test_any_way_is_read_where_the_template_does_not_tell(template):
-    assert format_of(template) is ANY
+    assert detect_format(template) is ANY
 
 
 def test_one_way_may_be_asked_for(fake, says):

@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from client.openai.tool_calls import ANY, FORMATS, JSON, Arguments, ArgumentsReader, CallBegun, CallReader, Content
+from client.openai.tool_calls import (
+    ANY,
+    FORMATS,
+    JSON,
+    ArgumentsDelta,
+    ArgumentsParser,
+    CallStart,
+    Content,
+    ToolCallParser,
+)
 
 NAMES = ("weather", "search", "now")
 PARIS = '{"city": "Paris", "days": [1, 2], "note": "a \\"}{\\" é"}'
@@ -17,7 +26,7 @@ WEATHER = ("weather", PARIS)
 
 def read(form, pieces, **options):
     """(content, [(name, arguments)])."""
-    reader = CallReader(form, NAMES, **options)
+    reader = ToolCallParser(form, NAMES, **options)
     read = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
     return joined(read)
 
@@ -27,11 +36,11 @@ def joined(pieces):
     for piece in pieces:
         if isinstance(piece, Content):
             content += piece.text
-        elif isinstance(piece, CallBegun):
+        elif isinstance(piece, CallStart):
             assert piece.call == len(calls)
             calls.append([piece.name, ""])
         else:
-            assert isinstance(piece, Arguments)
+            assert isinstance(piece, ArgumentsDelta)
             calls[piece.call][1] += piece.text
     return content, [tuple(call) for call in calls]
 
@@ -120,10 +129,10 @@ def test_text_without_a_call_stays_as_it_is(form, text):
 
 
 def test_a_call_is_told_before_it_is_whole():
-    reader = CallReader(ANY, NAMES)
+    reader = ToolCallParser(ANY, NAMES)
     pieces = reader.push('<tool_call>{"name": "weather", "arguments": {"city": "Pa')
-    assert pieces == [CallBegun(0, "weather"), Arguments(0, '{"city": "Pa')]
-    assert reader.push('ris"}') == [Arguments(0, 'ris"}')]
+    assert pieces == [CallStart(0, "weather"), ArgumentsDelta(0, '{"city": "Pa')]
+    assert reader.push('ris"}') == [ArgumentsDelta(0, 'ris"}')]
     assert reader.push("}</tool_call>") + reader.finish() == []
 
 
@@ -146,7 +155,7 @@ def test_what_spoils_a_second_call_is_text_and_the_first_one_stays():
 
 
 def test_the_arguments_of_a_named_tool_are_the_whole_text():
-    reader = ArgumentsReader("weather")
+    reader = ArgumentsParser("weather")
     pieces = [piece for text in ("", '{"a"', ": 1}") for piece in reader.push(text)] + reader.finish()
     assert joined(pieces) == ("", [("weather", '{"a": 1}')])
 

@@ -64,7 +64,7 @@ def config_of(server, model):
 
 
 @pytest.mark.parametrize("name", ["paged", "vllm"])
-def test_a_config_that_names_the_backend_is_enough(server, name):
+def test_a_minimal_config_is_completed(server, name):
     body = {"text_input": "Once", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     (status, text), (_, expected) = post(server, body, model=f"of_{name}"), post(server, body, model="paged_llm")
     assert status == 200
@@ -74,7 +74,7 @@ def test_a_config_that_names_the_backend_is_enough(server, name):
 
 
 @pytest.mark.parametrize("name", ["paged", "vllm"])
-def test_what_is_completed_is_what_the_projects_own_config_says(server, name):
+def test_the_completed_config_matches_the_repository_config(server, name):
     completed, own = config_of(server, f"of_{name}"), config_of(server, "paged_llm")
     assert completed["backend"] == name
     assert completed["model_transaction_policy"] == own["model_transaction_policy"] == {"decoupled": True}
@@ -110,7 +110,7 @@ def samples(server, model):
     return found
 
 
-def test_the_metrics_of_the_vllm_backend_count_each_request(server):
+def test_vllm_backend_metrics_count_each_request(server):
     before = samples(server, "of_vllm")
     sampling = {"max_tokens": 6, "ignore_eos": True}
     for body in ({"n": 2}, {}, {}):  # prompts of 4 bytes
@@ -130,7 +130,7 @@ def test_the_metrics_of_the_vllm_backend_count_each_request(server):
     assert buckets == {1, 2, 5, 10, 20, 50, 100, 200, float("inf")}
 
 
-def test_the_gauges_of_tensorrt_llm(server):
+def test_tensorrt_llm_gauges(server):
     now = samples(server, "of_paged")
     kinds = ("max", "used", "free", "tokens_per", "reused", "fraction")
     assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0, 0]
@@ -146,12 +146,12 @@ def test_the_gauges_of_tensorrt_llm(server):
 
 
 @pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
-def test_who_wants_no_metrics_has_none(server, model):
+def test_metrics_can_be_disabled(server, model):
     assert post(server, {"text_input": "Once"}, model=model)[0] == 200
     assert samples(server, model) == {}
 
 
-def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
+def test_models_load_and_unload_on_a_server_without_metrics(tiny, tmp_path, server):
     """Loaded and unloaded on demand; one that cannot be is refused with the reason, and harms no other."""
     good = {"text_input": "Once", "max_tokens": 2}
     add_model(tmp_path, "good", tiny[0], backend="vllm")
@@ -181,7 +181,7 @@ def test_models_come_and_go_on_a_server_without_metrics(tiny, tmp_path, server):
         assert post(quiet, good, model="good")[0] == 200
 
 
-def test_an_ensemble_may_have_it_as_a_step(server):
+def test_an_ensemble_can_use_the_model_as_a_step(server):
     status, text = post(server, {"text_input": "Once", "max_tokens": 3}, "generate_stream", model="pipeline")
     assert status == 200
     assert json.loads(text.removeprefix("data: "))["text_output"].startswith("Once")

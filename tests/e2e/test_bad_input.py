@@ -80,7 +80,7 @@ class OverGrpc:
         self._channel.close()
 
 
-class Storm:
+class StressTest:
     """Bad requests from several clients, until so many were refused."""
 
     def __init__(self, server, count, seed, until=None):
@@ -141,7 +141,7 @@ def undisturbed(server):
 
 
 def storm(server, count, seed, until=None):
-    made, pid = Storm(server, count, seed, until), server.pid
+    made, pid = StressTest(server, count, seed, until), server.pid
     with undisturbed(server), ThreadPoolExecutor(2 * WORKERS) as pool:
         working = [pool.submit(made.work, kind, index) for kind in (OverHttp, OverGrpc) for index in range(WORKERS)]
         for one in working:
@@ -156,7 +156,7 @@ def storm(server, count, seed, until=None):
     return made.found
 
 
-def test_bad_requests_are_answered_with_what_is_wrong(tiny_server):
+def test_bad_requests_are_rejected_with_the_reason(tiny_server):
     found = storm(tiny_server, 8000, seed=os.environ.get("PAGED_TEST_SEED", "1"))
     assert found["ours"] > 1000 and found["core"] > 500
 
@@ -179,7 +179,7 @@ NAMES = st.sampled_from(("text_input", "sampling_parameters", "messages", "stop"
 @seed(1)
 @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(changes=st.dictionaries(NAMES | st.text(max_size=8), JSON, min_size=1, max_size=3), inside=st.booleans())
-def test_any_json_is_answered(tiny_server, changes, inside):
+def test_any_json_gets_a_response(tiny_server, changes, inside):
     sent = GOOD | ({"sampling_parameters": json.dumps(changes)} if inside else changes)
     status, text = post(tiny_server, sent)
     assert status == 200 or classify(text), text
@@ -211,7 +211,7 @@ BEFORE_THE_SERVER = [
 ]
 
 
-def test_the_gateway_keeps_what_a_server_does_not_survive_from_it(tiny_server):
+def test_the_gateway_blocks_input_that_crashes_a_server(tiny_server):
     pid = tiny_server.pid
     with gateway(tiny_server.grpc_url) as front, undisturbed(tiny_server):
         for data, reason in BEFORE_THE_SERVER:
@@ -223,7 +223,7 @@ def test_the_gateway_keeps_what_a_server_does_not_survive_from_it(tiny_server):
     assert tiny_server.pid == pid
 
 
-def test_what_is_huge_is_refused(tiny_server):
+def test_huge_input_is_rejected(tiny_server):
     with undisturbed(tiny_server), raw_stream(tiny_server) as stream:
         for change, reason in HUGE:
             stream.send(**{"text_input": "abcd"} | change)

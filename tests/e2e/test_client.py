@@ -32,7 +32,7 @@ def client(url, protocol):
         yield made
 
 
-def test_streamed_and_whole_answers_agree(client):
+def test_streaming_and_non_streaming_responses_agree(client):
     whole = client.generate("The sea is", max_tokens=24, **GREEDY)
     with client.stream("The sea is", max_tokens=24, **GREEDY) as stream:
         deltas = list(stream)
@@ -43,7 +43,7 @@ def test_streamed_and_whole_answers_agree(client):
     assert whole.num_input_tokens > 0
 
 
-def test_a_receipt_tells_what_a_request_took(client, protocol):
+def test_a_receipt_reports_usage(client, protocol):
     prompt = "A receipt lists what was bought and what it cost. " * 4
     first, second = (client.generate(prompt, max_tokens=4, temperature=0, cache_salt=protocol) for _ in range(2))
     assert second == first
@@ -56,7 +56,7 @@ def test_a_receipt_tells_what_a_request_took(client, protocol):
     assert all(second.receipt[f"{phase}_seconds"] > 0 for phase in ("queued", "prefill", "decode"))
 
 
-def test_messages_get_the_chat_template(client):
+def test_messages_are_rendered_with_the_chat_template(client):
     answer = client.generate(messages=QUESTION, max_tokens=32, **GREEDY)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
@@ -66,20 +66,20 @@ def test_messages_get_the_chat_template(client):
     ("sampling", "named"),
     [({"max_tokens": 0}, "max_tokens=0"), ({"temprature": 1}, "temprature"), ({"top_p": 2}, "top_p=2")],
 )
-def test_the_servers_refusals_have_their_class(client, sampling, named):
+def test_server_errors_map_to_exception_classes(client, sampling, named):
     with pytest.raises(PagedError, match=named) as raised:
         client.generate("x", **sampling)
     assert raised.value.code == "INVALID_ARGUMENT"
 
 
-def test_leaving_a_stream_frees_its_blocks(client, server):
+def test_closing_a_stream_frees_its_blocks(client, server):
     with client.stream("Once", **LONG) as stream:
         assert next(stream).num_output_tokens > 0
     assert stream.completion.finish_reason == "cancelled"
     idle(server)
 
 
-def test_the_best_of_several_samples(client, server):
+def test_best_of(client, server):
     sampling = {"max_tokens": 8, "temperature": 1.2, "seed": 5, "logprobs": 0}
     every = client.generate("Once upon a time", n=4, **sampling)
     best = max((every, *every.others), key=lambda one: one.cumulative_logprob)
@@ -88,7 +88,7 @@ def test_the_best_of_several_samples(client, server):
     idle(server)
 
 
-def test_a_request_ends_by_its_id(client, server):
+def test_stop_request_over_the_client(client, server):
     with client.stream("Once upon a time", request_id="mine", **LONG) as stream:
         next(stream)
         assert client.cancel("mine") == 1
@@ -98,7 +98,7 @@ def test_a_request_ends_by_its_id(client, server):
     idle(server)
 
 
-def test_a_time_limit_keeps_what_there_is(client, server):
+def test_a_timeout_returns_partial_output(client, server):
     answer = client.generate("Once upon a time", timeout_ms=1500, **LONG)
     assert (answer.finish_reason, answer.text != "") == ("timeout", True)
     idle(server)
@@ -111,7 +111,7 @@ def test_a_timeout_frees_the_blocks(client, server):
     idle(server)
 
 
-def test_asyncio_streams_together_and_cancels(url, protocol, server):
+def test_asyncio_concurrent_streams_and_cancellation(url, protocol, server):
     async def scenario():
         async with AsyncClient(url, protocol=protocol) as client:
             lost = asyncio.create_task(client.generate("Once", **LONG))
@@ -125,7 +125,7 @@ def test_asyncio_streams_together_and_cancels(url, protocol, server):
     idle(server)
 
 
-def test_the_command_line_answers(url, protocol, client):
+def test_the_command_line(url, protocol, client):
     command = [sys.executable, "-m", "client", "generate", "--url", url, "--protocol", protocol]
     flags = ["--max-tokens", "8", "--temperature", "0", "--stats"]
     done = subprocess.run(

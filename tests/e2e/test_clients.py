@@ -11,7 +11,7 @@ import pytest
 
 from client import Client
 from client.serving import server_files
-from client.serving.environments import Locked, SetUpError
+from client.serving.environments import EnvironmentSetupError, LockedEnvironment
 from tests.support.gateway import gateway
 from tests.support.triton import MODEL, WAIT, idle
 
@@ -26,10 +26,10 @@ def clients():
     """A folder of programs."""
     if sys.version_info < (3, 11):
         pytest.skip("the clients' packages are pinned for CPython 3.11 and later, which aiperf needs")
-    environment = Locked("clients", HERE / "clients.txt")
+    environment = LockedEnvironment("clients", HERE / "clients.txt")
     try:
         environment.make()
-    except SetUpError as error:  # a machine without a network
+    except EnvironmentSetupError as error:  # a machine without a network
         pytest.skip(f"the clients cannot be installed: {error}")
     return environment.python.parent
 
@@ -111,7 +111,7 @@ def check_streams(average, *, least=OUTPUT - 2):
 
 class TestAIPerf:
     @pytest.mark.parametrize("kind", ["chat", "completions", pytest.param("embeddings", marks=pytest.mark.nightly)])
-    def test_it_measures_the_gateway(self, clients, front, server, demo_model, tmp_path, kind):
+    def test_benchmark_through_the_gateway(self, clients, front, server, demo_model, tmp_path, kind):
         generates = kind != "embeddings"
         output = ("--osl", OUTPUT, "--osl-stddev", 0, "--streaming", "--extra-inputs", "ignore_eos:true")
         run(
@@ -158,13 +158,13 @@ class TestGenAIPerf:
             (report,) = place.glob("*/profile_export_genai_perf.json")
             return json.loads(report.read_text())
 
-    def test_it_measures_the_server(self, clients, server, demo_model, tmp_path):
+    def test_benchmark_through_the_server(self, clients, server, demo_model, tmp_path):
         """Extra inputs would be tensors of these names, so some answers may end before they are long enough."""
         flags = ("--backend", "vllm", "--endpoint-type", "kserve", "--url", server.grpc_url)
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)), least=1)
         idle(server)
 
-    def test_it_measures_the_gateway(self, clients, front, server, demo_model, tmp_path):
+    def test_benchmark_through_the_gateway(self, clients, front, server, demo_model, tmp_path):
         flags = ("--endpoint-type", "chat", "--url", front.url, "--extra-inputs", "ignore_eos:true")
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)))
         idle(server)

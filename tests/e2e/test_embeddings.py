@@ -39,7 +39,7 @@ def ask(server, embedding_request, **inputs):
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, IDS], ids=["text", "ids"])
-def test_as_clients_of_the_vllm_backend_ask(tiny_server, expected, prompt):
+def test_vllm_backend_embedding_request(tiny_server, expected, prompt):
     counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     response = ask(tiny_server, {"input": prompt, "pooling_params": {}}, **counts)
     assert response.final
@@ -50,7 +50,7 @@ def test_as_clients_of_the_vllm_backend_ask(tiny_server, expected, prompt):
     idle(tiny_server)
 
 
-def test_over_http(tiny_server, expected):
+def test_embeddings_over_http(tiny_server, expected):
     status, text = post(tiny_server, {"embedding_request": json.dumps({"input": PROMPT}), "return_finish_reason": True})
     answer = json.loads(text)
     assert (status, answer["finish_reason"]) == (200, "stop")
@@ -58,7 +58,7 @@ def test_over_http(tiny_server, expected):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_through_the_client(tiny_server, expected, protocol):
+def test_embeddings_through_the_client(tiny_server, expected, protocol):
     with Client(getattr(tiny_server, f"{protocol}_url"), protocol=protocol) as client:
         for given in (PROMPT, IDS):
             embedding = client.embed(given, priority=1, cache_salt="mine")
@@ -69,7 +69,7 @@ def test_through_the_client(tiny_server, expected, protocol):
 
 
 @pytest.mark.parametrize("encoding", ["float", None])  # without one, OpenAI's package asks for base64 and decodes it
-def test_through_the_gateway(tiny_server, expected, encoding):
+def test_embeddings_through_the_gateway(tiny_server, expected, encoding):
     with gateway(tiny_server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="key") as client:
         options = {"encoding_format": encoding} if encoding else {}
         answer = client.embeddings.create(model=MODEL, input=[PROMPT, "x", PROMPT], **options)
@@ -85,7 +85,7 @@ def test_through_the_gateway(tiny_server, expected, encoding):
             client.embeddings.create(model=MODEL, input="x", dimensions=8)
 
 
-def test_many_beside_generation(tiny_server, expected):
+def test_embeddings_concurrent_with_generation(tiny_server, expected):
     """More than fit into the pool at once."""
 
     async def scenario():
@@ -114,19 +114,19 @@ def test_many_beside_generation(tiny_server, expected):
         ({"input": "x"}, {"sampling_parameters": {"top_k": 1}}, "top_k=1: means nothing beside embedding_request"),
     ],
 )
-def test_what_is_refused(tiny_server, values, beside, named):
+def test_invalid_embedding_requests_are_rejected(tiny_server, values, beside, named):
     error = ask(tiny_server, values, **beside).error
     assert error is not None
     assert str(error).find(named) >= 0, error
 
 
-def test_a_prompt_is_cut_where_that_is_asked_for(tiny_server, expected):
+def test_truncate_prompt_tokens(tiny_server, expected):
     for given in (PROMPT, IDS):
         response = ask(tiny_server, {"input": given}, sampling_parameters={"truncate_prompt_tokens": 3})
         assert json.loads(response.text) == expected(IDS[-3:])
 
 
-def test_a_session_has_none(tiny_server):
+def test_embeddings_in_a_session_are_rejected(tiny_server):
     with grpcclient.InferenceServerClient(tiny_server.grpc_url) as client, raw_stream(tiny_server) as connection:
         assert client.is_model_ready(MODEL)
         inputs = tensors({"embedding_request": {"input": "x"}})
@@ -134,7 +134,7 @@ def test_a_session_has_none(tiny_server):
         assert "sequence_id=5: a session goes on from an answer" in str(connection.next().error)
 
 
-def test_a_time_limit_is_an_error(server):
+def test_an_embedding_timeout_is_an_error(server):
     """The engine is busy with a prompt of 8,000 tokens."""
     with raw_stream(server) as connection, raw_stream(server) as late:
         connection.send(text_input="x " * 8000, sampling_parameters={"max_tokens": 1})
@@ -145,7 +145,7 @@ def test_a_time_limit_is_an_error(server):
     idle(server)
 
 
-def test_one_that_is_cancelled_gives_its_blocks_back(server):
+def test_a_cancelled_embedding_frees_its_blocks(server):
     def ended():
         return metrics(server)["paged_requests_finished_total{cancelled}"]
 
@@ -158,7 +158,7 @@ def test_one_that_is_cancelled_gives_its_blocks_back(server):
     idle(server)
 
 
-def test_the_demo_models_embeddings_tell_topics_apart(server):
+def test_demo_model_embeddings_separate_topics(server):
     with Client(server.grpc_url) as client:
         near, other, far = (
             np.array(client.embed(text).values)

@@ -40,7 +40,7 @@ def ends_at_its_time(stream):
     assert last.outputs["finish_reason"] == [b"timeout"]
 
 
-def test_a_request_without_end_and_a_step_without_end_do_not_keep_a_server(tiny, stuck):
+def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
     """SIGTERM ends it in order: with 0, and with none of its shared memory left."""
     with TritonServer(tiny[0], LIMITS) as server, raw_stream(server) as stream:
         begun(stream)
@@ -50,7 +50,7 @@ def test_a_request_without_end_and_a_step_without_end_do_not_keep_a_server(tiny,
         assert server.wait(60) == 0
 
 
-def test_a_request_of_another_model_has_one_error_when_the_engines_time_is_over(tiny, stuck):
+def test_a_relayed_request_fails_once_when_the_stop_timeout_is_over(tiny, stuck):
     with TritonServer(tiny[0], LIMITS | {"request_timeout": 0}) as server, opened(server, "ensemble") as stream:
         stream.send(**ASKED | {"max_tokens": [[200]]})
         stream.next()
@@ -62,7 +62,7 @@ def test_a_request_of_another_model_has_one_error_when_the_engines_time_is_over(
         assert server.wait(60) == 0
 
 
-def test_a_model_whose_step_never_ends_is_unloaded_and_loaded_again(tiny, tmp_path):
+def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
     repository = engine_alone(tmp_path)
     (repository / MODEL / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0])} | LIMITS))
     ask = {"text_input": "x", "sampling_parameters": json.dumps(LONG | {"max_tokens": 8})}
@@ -83,7 +83,7 @@ def test_a_model_whose_step_never_ends_is_unloaded_and_loaded_again(tiny, tmp_pa
     assert expected[0] == 200
 
 
-def test_a_wall_clock_that_jumps_changes_no_deadline_no_session_and_no_queue(tiny, monkeypatch):
+def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, monkeypatch):
     """By an hour ahead or back with each request, where every limit is shorter."""
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"wall_clock": 2}))
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}

@@ -54,7 +54,7 @@ def test_cancel_while_prefilling_and_while_queued(server):
     idle(server)
 
 
-def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
+def test_an_http_disconnect_while_streaming_is_detected(server):
     before = cancelled(server)
     body = json.dumps(
         {"text_input": "Once upon a time", "stream": True, "max_tokens": 4000, "ignore_eos": True}
@@ -67,7 +67,7 @@ def test_a_client_that_goes_away_over_http_is_noticed_while_it_streams(server):
     idle(server)
 
 
-def test_a_client_that_goes_away_over_http_before_the_first_token_is_noticed(tiny_server):
+def test_an_http_disconnect_before_the_first_token_is_detected(tiny_server):
     """It waits for the pool, which another has; the server has had an empty response to write."""
     before = cancelled(tiny_server)
     body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
@@ -86,7 +86,7 @@ def test_a_client_that_goes_away_over_http_before_the_first_token_is_noticed(tin
     idle(tiny_server)
 
 
-def test_a_cancelled_stream_changes_nothing_for_the_others(server):
+def test_a_cancelled_stream_does_not_affect_others(server):
     body = {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 24}
     expected = json.loads(post(server, body | {"exclude_input_in_output": True})[1])["text_output"]
     with raw_streams(server, 3) as streams:
@@ -99,7 +99,7 @@ def test_a_cancelled_stream_changes_nothing_for_the_others(server):
     idle(server)
 
 
-def test_a_probe_is_let_in_where_clients_are_limited(tiny):
+def test_health_probes_bypass_the_client_limit(tiny):
     """It goes as far ahead as they may, and takes none of their places."""
     options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
     with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
@@ -109,7 +109,7 @@ def test_a_probe_is_let_in_where_clients_are_limited(tiny):
         assert main(["probe", "--url", server.grpc_url]) == 0
 
 
-def test_a_time_limit_ends_a_request_with_what_it_has(server):
+def test_a_timeout_ends_a_request_with_its_partial_output(server):
     body = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "timeout": 1_500_000}
     status, text = post(server, body | {"return_finish_reason": True})
     assert status == 200
@@ -118,7 +118,7 @@ def test_a_time_limit_ends_a_request_with_what_it_has(server):
     idle(server)
 
 
-def test_a_request_over_http_ends_by_its_id(server):
+def test_stop_request_over_http(server):
     """Its client waits for the whole of it, and no connection is closed that would tell."""
     before = cancelled(server)
     long = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "id": "mine"}
@@ -199,7 +199,7 @@ def test_bad_input_over_grpc(server):
     idle(server)
 
 
-def test_the_grpc_status_matches_the_class_where_a_client_asks_for_it(tiny):
+def test_grpc_status_codes_match_error_classes(tiny):
     """About one such answer in 150 kills tritonserver 2.51, whatever the model (triton-inference-server/server#7368,
     mended in later ones): a server that died of signal 11 is no finding of this test, and another is asked."""
     for _ in range(5):
@@ -215,19 +215,19 @@ def test_the_grpc_status_matches_the_class_where_a_client_asks_for_it(tiny):
     pytest.fail("the server died of signal 11 five times")
 
 
-def test_raw_bytes_that_are_not_utf8(server):
+def test_invalid_utf8(server):
     with raw_stream(server) as stream:
         stream.send(text_input=b"ab\xff")
         assert "INVALID_ARGUMENT: text_input: byte 2 is not valid UTF-8" in stream.next().error.message()
 
 
-def test_unknown_parameters_of_generate_are_refused_by_name(server):
+def test_unknown_generate_parameters_are_rejected_by_name(server):
     status, text = post(server, {"text_input": "x", "temprature": 0.5})
     assert status == 400
     assert json.loads(text)["error"].startswith(told("temprature=0.5: unknown parameter"))
 
 
-def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
+def test_a_request_larger_than_the_pool_is_rejected_at_once(tiny_server):
     """24 blocks of 4 tokens, and a model that would take 256."""
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
     assert status == 400
@@ -239,13 +239,13 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(tiny_server):
     idle(tiny_server)
 
 
-def test_a_model_without_a_chat_template_says_so(tiny_server):
+def test_messages_without_a_chat_template_are_rejected(tiny_server):
     status, text = post(tiny_server, {"messages": '[{"role": "user", "content": "hi"}]'})
     assert status == 400
     assert "messages: this model has no chat template" in json.loads(text)["error"]
 
 
-def test_a_pool_that_runs_dry_loses_no_token(tiny_server):
+def test_no_token_is_lost_when_the_pool_is_exhausted(tiny_server):
     """12 requests of up to 24 blocks in a pool of 24: they wait, are pushed out, and come back."""
     bodies = [
         {

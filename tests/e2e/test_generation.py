@@ -33,7 +33,7 @@ def alone(demo_model, tokenizer):
     return generate
 
 
-def test_32_concurrent_streams_return_what_32_lone_generate_calls_return(server, tokenizer, alone):
+def test_32_concurrent_streams_match_32_sequential_calls(server, tokenizer, alone):
     """Different prompts, different lengths, all at once; afterwards every block is free."""
     words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
     rnd = random.Random(4)
@@ -53,7 +53,7 @@ def test_32_concurrent_streams_return_what_32_lone_generate_calls_return(server,
     idle(server)
 
 
-def test_final_comes_exactly_once_and_on_the_last_data(server):
+def test_the_final_flag_is_sent_once_with_the_last_data(server):
     with raw_stream(server) as stream:
         stream.send(text_input="One, two,", stream=True, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
         stream.send(text_input="One, two,", stream=False, sampling_parameters=GREEDY | {"max_tokens": 5}, **COUNTED)
@@ -69,7 +69,7 @@ def test_final_comes_exactly_once_and_on_the_last_data(server):
     assert "One, two," + "".join(answer.text for answer in answers if answer is not finals[1]) == finals[1].text
 
 
-def test_generate_over_http_prepends_the_prompt_unless_told_not_to(server):
+def test_http_generate_echoes_the_prompt_unless_excluded(server):
     body = {"text_input": "The capital of France is", "parameters": GREEDY | {"max_tokens": 3}}
     status, text = post(server, body)
     assert status == 200
@@ -78,7 +78,7 @@ def test_generate_over_http_prepends_the_prompt_unless_told_not_to(server):
     assert json.loads(text)["text_output"].startswith(" Paris")
 
 
-def test_generate_stream_over_http_sends_events_of_deltas(server):
+def test_http_generate_stream_sends_text_deltas(server):
     body = {"text_input": "The capital of France is", "stream": True, "temperature": 0, "max_tokens": 6}
     status, text = post(server, body, "generate_stream")
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
@@ -87,7 +87,7 @@ def test_generate_stream_over_http_sends_events_of_deltas(server):
     assert "".join(event["text_output"] for event in events).startswith(" Paris")
 
 
-def test_a_conversation_goes_through_the_chat_template(server, tokenizer, alone):
+def test_messages_use_the_chat_template(server, tokenizer, alone):
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     template = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(template, add_special_tokens=False)
@@ -102,7 +102,7 @@ def test_a_conversation_goes_through_the_chat_template(server, tokenizer, alone)
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_over_token_boundaries(server, include):
+def test_a_stop_string_across_token_boundaries(server, include):
     prompt = "The capital of France is"
     whole = json.loads(post(server, {"text_input": prompt, "temperature": 0, "max_tokens": 16})[1])["text_output"]
     whole = whole.removeprefix(prompt)
@@ -129,7 +129,7 @@ def test_streamed_text_is_never_cut_inside_a_character(server):
     assert any(ord(char) > 127 for char in streamed)
 
 
-def test_a_seed_repeats_its_output_in_any_company(server):
+def test_a_seed_reproduces_output_in_any_batch(server):
     request = {"text_input": "Once upon a time", "temperature": 1.0, "top_p": 0.95, "max_tokens": 12}
     first = post(server, request | {"seed": 7})[1]
     with raw_streams(server, 6) as streams:
@@ -141,7 +141,7 @@ def test_a_seed_repeats_its_output_in_any_company(server):
     assert post(server, request | {"seed": 8})[1] != first
 
 
-def test_metrics_count_what_happened(server):
+def test_metrics_count_requests_and_tokens(server):
     idle(server)
     before = metrics(server)
     post(server, {"text_input": "One two three", "temperature": 0, "max_tokens": 5, "ignore_eos": True})
@@ -158,7 +158,7 @@ def test_metrics_count_what_happened(server):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_samples_come_side_by_side_and_each_is_that_of_its_seed(server, streaming):
+def test_parallel_samples_match_their_seeds(server, streaming):
     sampling = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "seed": 40}
     with raw_stream(server) as stream:
         alone = []
@@ -179,7 +179,7 @@ def test_samples_come_side_by_side_and_each_is_that_of_its_seed(server, streamin
     idle(server)
 
 
-def test_a_sample_that_meets_its_stop_string_leaves_the_others_going(server):
+def test_a_stopped_sample_does_not_stop_the_others(server):
     """Three greedy samples differ in nothing; one of other seeds is stopped by a word that only it says."""
     sampling = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 7, "n": 3}
     with raw_stream(server) as stream:
@@ -199,7 +199,7 @@ def test_a_sample_that_meets_its_stop_string_leaves_the_others_going(server):
     idle(server)
 
 
-def test_a_second_request_of_the_same_prompt_finds_its_blocks_and_says_the_same(server, tokenizer, alone):
+def test_a_repeated_prompt_hits_the_prefix_cache_and_generates_the_same(server, tokenizer, alone):
     """100 tokens and more, cold and then from the cache; with a salt of its own it is cold again."""
     prompt = "The old lighthouse keeper climbed the stairs and counted them. " * 8
     hits = []
@@ -217,7 +217,7 @@ def test_a_second_request_of_the_same_prompt_finds_its_blocks_and_says_the_same(
     assert hits == [0, most, 0, most]
 
 
-def test_metrics_count_the_token_that_ends_the_output_and_what_was_refused(server):
+def test_metrics_count_the_end_token_and_rejections(server):
     body = {"text_input": "One two three", "temperature": 0, "max_tokens": 20, "return_num_output_tokens": True}
     first = json.loads(post(server, body | {"max_tokens": 1, "exclude_input_in_output": True})[1])["text_output"]
     idle(server)
@@ -232,7 +232,7 @@ def test_metrics_count_the_token_that_ends_the_output_and_what_was_refused(serve
     assert grown["paged_requests_finished_total{stop}"] == 1
 
 
-def test_dashboards_of_other_backends_find_their_gauges(server):
+def test_vllm_dashboard_gauges(server):
     idle(server)
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
         text = reply.read().decode()

@@ -17,7 +17,7 @@ def generated(server, **inputs):
     return json.loads(body)["text_output"]
 
 
-def test_stop_strings_over_http_as_a_list_and_as_one(server):
+def test_stop_strings_over_http_as_list_and_scalar(server):
     whole = generated(server)
     cut = whole.split(",")[0].split(".")[0]
     assert cut != whole
@@ -40,7 +40,7 @@ def test_lists_over_grpc(server):
     assert (answer.text, answer.outputs["finish_reason"]) == (" ", [b"stop"])
 
 
-def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
+def test_bad_words_and_allowed_tokens(server):
     assert "Paris" in generated(server)
     assert "Paris" not in generated(server, bad_words=["Paris"])
     assert "Paris" not in generated(server, parameters={"bad_words": " Paris"})
@@ -60,7 +60,7 @@ def test_words_and_tokens_that_must_not_come_and_those_that_may(server):
         ({"stop": ["a"], "sampling_parameters": '{"stop": "b"}'}, "stop: is both a tensor and a sampling parameter"),
     ],
 )
-def test_what_is_wrong_with_a_list_is_told(server, inputs, reason):
+def test_invalid_lists_are_rejected(server, inputs, reason):
     status, body = post(server, {"text_input": PROMPT, **inputs})
     assert status == 400
     assert reason in json.loads(body)["error"]

@@ -78,7 +78,7 @@ def engine(served, **values):
     return json.loads(post(served, body)[1])["text_output"]
 
 
-def test_plain_calls_with_every_input_and_output(served, client):
+def test_infer_calls_with_all_inputs_and_outputs(served, client):
     sampled = {
         "sampling_param_temperature": [1.5], "sampling_param_top_k": [20], "sampling_param_top_p": [0.9],
         "sampling_param_frequency_penalty": [0.25], "sampling_param_presence_penalty": [0.5],
@@ -109,7 +109,7 @@ def test_plain_calls_with_every_input_and_output(served, client):
     assert ask(client).keys() == {"text_output"}
 
 
-def test_what_a_client_leaves_out_and_what_ends_it(served, client):
+def test_defaults_and_finish_reasons(served, client):
     whole = engine(served, max_tokens=32)
     assert ask(client)["text_output"][0].decode(errors="replace") == "The sea" + whole
     stop = next(char for char in whole[1:] if char.isascii())
@@ -121,14 +121,14 @@ def test_what_a_client_leaves_out_and_what_ends_it(served, client):
     assert best["cumulative_logprob"].shape == (1,)
 
 
-def test_curl_as_its_documentation_shows(served):
+def test_documented_curl_commands(served):
     status, text = post(served, {"text_input": "The sea", "sampling_param_max_tokens": 8}, model=MODEL)
     assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(served))
     status, text = post(served, {"text_input": "The sea", "max_tokens": 8}, model=MODEL)
     assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(served))
 
 
-def test_a_stream_has_the_whole_text_so_far(served):
+def test_stream_responses_have_the_whole_text_so_far(served):
     said = engine(served)
     body = {"text_input": "The sea", "streaming": True, "sampling_param_max_tokens": 8, "return_finish_reason": True}
     events = post(served, body, "generate_stream", model=STREAMING)[1].strip().split("\n\n")
@@ -145,7 +145,7 @@ def test_a_stream_has_the_whole_text_so_far(served):
         assert stream.all()[-1]["text_output"][0].decode() == said
 
 
-def test_stop_ends_a_request_with_what_there_is(server):
+def test_stop_ends_a_request_with_partial_output(server):
     """Of the model as it stands in the repository, with an engine that takes its time."""
     before = metrics(server)["paged_generation_tokens_total"]
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
@@ -160,7 +160,7 @@ def test_stop_ends_a_request_with_what_there_is(server):
     idle(server)
 
 
-def test_a_plain_call_that_its_client_calls_off_ends(server):
+def test_a_cancelled_infer_call_ends(server):
     before = metrics(server)
     long = inputs(text_input=["The sea"], sampling_param_max_tokens=[2000])
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
@@ -177,7 +177,7 @@ def test_a_plain_call_that_its_client_calls_off_ends(server):
     idle(server)
 
 
-def test_what_its_own_test_tries(served, client):
+def test_inputs_of_the_upstream_tests(served, client):
     """A stop before there is such a request, and after it has ended, harms nobody."""
     short = {"text_input": ["The sea"], "sampling_param_max_tokens": [8]}
     stop = {"text_input": [""], "stop": [True]}

@@ -11,7 +11,7 @@ from client.cli import main
 from client.types import PagedError
 from paged_bench import server as bench
 from paged_bench._workload import Job
-from paged_bench.server import AnalyzerError, Load, Work, by_perf_analyzer, read_export
+from paged_bench.server import AnalyzerError, LoadResult, TextWorkload, read_export, run_perf_analyzer
 from tests.support.records import records_of
 from tests.support.triton import MODEL, idle
 
@@ -21,7 +21,7 @@ def ask(**sampling):
     return {"text_input": "One, two, three,", "stream": True, "sampling_parameters": text}
 
 
-def test_every_request_is_answered_whatever_is_open(server):
+def test_every_request_is_answered_at_any_concurrency(server):
     asks = [ask(max_tokens=2 + index) for index in range(7)]
     answers = load.closed_loop(server.grpc_url, MODEL, asks, concurrency=3)
     assert len(answers) == 7
@@ -34,21 +34,21 @@ def test_every_request_is_answered_whatever_is_open(server):
     idle(server)
 
 
-def test_requests_go_out_at_their_times(server):
+def test_requests_are_sent_on_schedule(server):
     arrivals = [0.0, 0.05, 0.3]
     answers = load.open_loop(server.grpc_url, MODEL, [ask(max_tokens=3)] * 3, arrivals)
     assert [one.sent - answers[0].sent for one in answers] == pytest.approx(arrivals)
     idle(server)
 
 
-def test_a_refused_request_ends_the_load(server):
+def test_a_rejected_request_stops_the_load(server):
     with pytest.raises(PagedError) as caught:
         load.closed_loop(server.grpc_url, MODEL, [ask(max_tokens=3), ask(max_tokens=0)], concurrency=2)
     assert caught.value.code == "INVALID_ARGUMENT"
     idle(server)
 
 
-def test_an_export_of_perf_analyzer_is_read():
+def test_a_perf_analyzer_export_is_parsed():
     """Two requests, of three and of two tokens in two responses and one."""
     requests = [
         {
@@ -84,34 +84,34 @@ def fake_analyzer(tmp_path, monkeypatch):
     return make
 
 
-WORK = Work([Job([1], 3)], ["a"])
+WORK = TextWorkload([Job([1], 3)], ["a"])
 NOWHERE = SimpleNamespace(grpc_url="localhost:1")
 
 
 @pytest.mark.parametrize("length", [0, 40])
-def test_an_export_that_is_cut_off_is_asked_for_again(fake_analyzer, length):
+def test_a_truncated_export_is_retried(fake_analyzer, length):
     request = {"timestamp": 0, "request_inputs": {"sampling_parameters": '{"max_tokens": 3}'}}
     whole = json.dumps({"experiments": [{"requests": [request | {"response_timestamps": [2_000_000_000]}]}]})
     fake_analyzer(
         '[ -e "$export" ] && { echo "Error: Path must not already exist." >&2; exit 99; }\n'
         f"[ $calls = 1 ] && echo -n '{whole[:length]}' > $export || echo '{whole}' > $export"
     )
-    found = by_perf_analyzer(NOWHERE, WORK)
+    found = run_perf_analyzer(NOWHERE, WORK)
     assert (found.tokens, found.seconds) == (3, 2)
 
 
-def test_perf_analyzers_own_words_are_told(fake_analyzer):
+def test_perf_analyzer_errors_are_reported(fake_analyzer):
     fake_analyzer('printf "failed to find\\nthe version\\nUsage: perf_analyzer [options]\\n -m\\n" >&2; exit 99')
     with pytest.raises(AnalyzerError, match=r"perf_analyzer exits with 99: failed to find the version$"):
-        by_perf_analyzer(NOWHERE, WORK)
+        run_perf_analyzer(NOWHERE, WORK)
 
 
-def test_a_load_of_single_responses_has_no_time_between():
-    found = Load.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
+def test_non_streaming_load_has_no_inter_token_latency():
+    found = LoadResult.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
     assert [record.name for record in found.records("x") if "between" in record.name] == []
 
 
-def test_the_server_path_is_measured_with_a_model_that_costs_nothing(demo_model, tmp_path):
+def test_server_overhead_with_a_null_model(demo_model, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--null", "--streams", "6", "--tokens", "8", "--json", str(file)]
     assert main(["bench", "server", *arguments]) == 0
@@ -124,7 +124,7 @@ def test_the_server_path_is_measured_with_a_model_that_costs_nothing(demo_model,
 
 
 @pytest.mark.nightly
-def test_a_served_model_is_measured_beside_the_engine_alone(tiny, tmp_path):
+def test_a_served_model_is_compared_with_the_engine_alone(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--requests", "4", "--concurrency", "2", "--rate", "4", "--rounds", "1"]
     arguments += ["--streams", "4", "--tokens", "8", "--json", str(file)]
@@ -136,7 +136,7 @@ def test_a_served_model_is_measured_beside_the_engine_alone(tiny, tmp_path):
         assert record["value"] is None or record["value"] > 0
 
 
-def test_what_the_models_of_tensorrtllm_backend_add_is_measured(tiny, tmp_path):
+def test_overhead_of_the_tensorrtllm_backend_models(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "trtllm", *arguments]) == 0
@@ -149,7 +149,7 @@ def test_what_the_models_of_tensorrtllm_backend_add_is_measured(tiny, tmp_path):
             assert added["target"] == 1.0
 
 
-def test_what_the_gateway_adds_and_carries_is_measured(tiny, tmp_path):
+def test_overhead_and_throughput_of_the_gateway(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--requests", "4", "--rounds", "1"]
     assert main(["bench", "gateway", *arguments, "--json", str(file)]) == 0

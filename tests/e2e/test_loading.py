@@ -18,7 +18,7 @@ from tests.support.triton import WAIT, idle, metrics, plain_server, post, raw_st
 ROOT = Path(__file__).parents[2]
 
 
-def test_plain_tritonserver_serves_the_repository_as_it_stands(demo_model):
+def test_plain_tritonserver_serves_the_repository(demo_model):
     """No wrapper and no variable of ours: what the environment holds is what the wheel's server itself needs."""
     with plain_server(ROOT / "model_repository", without=ROOT) as server:
         status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
@@ -35,7 +35,7 @@ def test_plain_tritonserver_serves_the_repository_as_it_stands(demo_model):
         ({"load_format": "pickle"}, 'load_format="pickle": must be'),
     ],
 )
-def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
+def test_an_invalid_option_fails_the_load_by_name(tiny, options, reason):
     server = TritonServer(tiny[0], options)
     try:
         server.start()
@@ -46,7 +46,7 @@ def test_a_bad_option_stops_the_load_and_is_named(tiny, options, reason):
     assert reason in str(caught.value)
 
 
-def test_a_broken_model_says_why_and_its_neighbour_serves(tiny, tmp_path):
+def test_a_broken_model_reports_why_and_others_serve(tiny, tmp_path):
     """One server, two models, of which one has a file that was cut."""
     broken = tmp_path / "broken"
     shutil.copytree(tiny[0], broken)
@@ -68,7 +68,7 @@ def test_a_broken_model_says_why_and_its_neighbour_serves(tiny, tmp_path):
     assert f"ConfigError: {broken}/model.safetensors: " in models["bad"]["reason"]
 
 
-def test_a_pool_of_fp8_answers_as_it_should_and_again_from_its_cache(demo_model):
+def test_fp8_kv_cache_with_prefix_cache_hits(demo_model):
     options = {"dtype": "float32", "kv_cache_dtype": "fp8", "num_gpu_blocks_override": 64}
     request = {"text_input": "The capital of France is Paris. The capital of Germany is", "temperature": 0}
     with TritonServer(demo_model, options) as server:
@@ -79,7 +79,7 @@ def test_a_pool_of_fp8_answers_as_it_should_and_again_from_its_cache(demo_model)
     assert replies[1] == replies[0]
 
 
-def test_a_stopped_server_leaves_nothing_behind(tiny):
+def test_a_stopped_server_leaves_no_processes_or_files(tiny):
     with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
         stream.send(text_input="x", stream=True)
         stream.all()
@@ -89,7 +89,7 @@ def test_a_stopped_server_leaves_nothing_behind(tiny):
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_streams_that_are_open_at_sigterm_still_end(tiny):
+def test_open_streams_finish_after_sigterm(tiny):
     with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
         stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 200, "ignore_eos": True})
         assert not stream.next().error
@@ -99,7 +99,7 @@ def test_streams_that_are_open_at_sigterm_still_end(tiny):
         assert server.wait(60) == 0
 
 
-def test_stopping_waits_for_the_streams_and_for_nothing_else(tiny, monkeypatch):
+def test_shutdown_waits_only_for_open_streams(tiny, monkeypatch):
     """No second is given to a server that still answers, though it lets nobody in; nor to one that is done."""
     monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)
     with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
@@ -110,7 +110,7 @@ def test_stopping_waits_for_the_streams_and_for_nothing_else(tiny, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("tritonserver") is not None, reason="an installed server brings its own stub")
-def test_the_stub_runs_this_interpreter(tiny_server):
+def test_the_stub_uses_this_interpreter(tiny_server):
     stubs = subprocess.run(["pgrep", "-f", tiny_server.shm_prefix], capture_output=True, text=True, check=True)
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in stubs.stdout.split()]
     assert any(f"libpython{sys.version_info.major}.{sys.version_info.minor}" in text for text in maps)

@@ -32,7 +32,7 @@ def told(responses, sample=0):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_they_are_those_of_the_model(tiny_server, tiny, stream, n):
+def test_logprobs_match_transformers(tiny_server, tiny, stream, n):
     responses = answer(tiny_server, stream=stream, n=n, logprobs=3)
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT)
@@ -54,7 +54,7 @@ def test_they_are_those_of_the_model(tiny_server, tiny, stream, n):
     idle(tiny_server)
 
 
-def test_a_stream_has_those_of_the_whole_answer_in_pieces(tiny_server):
+def test_streamed_logprobs_add_up_to_the_whole(tiny_server):
     (whole,) = answer(tiny_server, stream=False, logprobs=2)
     parts = answer(tiny_server, stream=True, logprobs=2)
     pieces = [json.loads(part.outputs["logprobs"][0]) for part in parts]
@@ -69,7 +69,7 @@ def test_a_stream_has_those_of_the_whole_answer_in_pieces(tiny_server):
     assert sums[-1] == pytest.approx(whole.outputs["cumulative_logprob"][0], abs=1e-4)
 
 
-def test_without_the_sampling_parameter_they_are_null_and_their_sum_is_not(tiny_server):
+def test_without_logprobs_only_the_cumulative_sum_is_sent(tiny_server):
     (asked,) = answer(tiny_server, stream=False, logprobs=0)
     (unasked,) = answer(tiny_server, stream=False)
     assert unasked.outputs["logprobs"] == [b"null"]
@@ -77,7 +77,7 @@ def test_without_the_sampling_parameter_they_are_null_and_their_sum_is_not(tiny_
     assert unasked.outputs["cumulative_logprob"][0] < 0
 
 
-def test_what_a_stop_string_cuts_off_has_none(tiny_server):
+def test_tokens_cut_by_a_stop_string_have_no_logprobs(tiny_server):
     (whole,) = answer(tiny_server, stream=False, logprobs=0)
     ids = [token for token, _ in told([whole])]
     end = next(token for token in ids[1:] if token < 94)  # a byte that is a character by itself
@@ -86,7 +86,7 @@ def test_what_a_stop_string_cuts_off_has_none(tiny_server):
     assert len(ids) > ids.index(end) + 1
 
 
-def test_beams_have_their_own(tiny_server):
+def test_logprobs_of_beams(tiny_server):
     with raw_stream(tiny_server) as connection:
         search = {"beam_width": 3, "n": 2, "logprobs": 1, "max_tokens": 6, "ignore_eos": True}
         connection.send(text_input=PROMPT, stream=True, sampling_parameters=search, **ASKED)
@@ -100,7 +100,7 @@ def test_beams_have_their_own(tiny_server):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_client_library_has_them(tiny_server, protocol):
+def test_logprobs_in_the_client_library(tiny_server, protocol):
     url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
     with Client(url, protocol=protocol) as client:
         whole = client.generate(PROMPT, logprobs=2, n=2, **SAMPLED)

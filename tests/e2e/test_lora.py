@@ -8,7 +8,7 @@ from client import Client, PagedError
 from client.serving.tritonserver import TritonServer
 from tests.support.adapters import generate_with, listing, make_adapter
 from tests.support.gateway import gateway
-from tests.support.in_process import byte_tokenizer, generate_alone
+from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.triton import post, raw_stream, raw_streams
 
 PROMPT = "The sea"
@@ -32,7 +32,7 @@ def texts(tiny, files):
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
     tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in files.items()}
-    tokens[None] = generate_alone(tiny[1], prompt, 12)
+    tokens[None] = generate_with_transformers(tiny[1], prompt, 12)
     expected = {name: tokenizer.decode(one).rstrip(CUT) for name, one in tokens.items()}
     assert len(set(expected.values())) == len(expected)
     return expected
@@ -61,13 +61,13 @@ def test_streams_of_different_adapters_at_once(lora_server, texts):
             assert "".join(one.text or "" for one in stream.all()).rstrip(CUT) == texts[name]
 
 
-def test_a_name_is_a_request_parameter_too(lora_server, texts):
+def test_lora_name_as_a_request_parameter(lora_server, texts):
     ask = {"text_input": PROMPT, "exclude_input_in_output": True, "lora_name": "b"}
     status, body = post(lora_server, ask | GREEDY)
     assert (status, json.loads(body)["text_output"].rstrip(CUT)) == (200, texts["b"])
 
 
-def test_an_adapter_that_is_not_listed_is_refused_until_it_is(lora_server, client, place, texts):
+def test_an_adapter_is_served_once_it_is_listed(lora_server, client, place, texts):
     listing(place, {"a": "a", "b": "b"})
     with pytest.raises(PagedError) as raised:
         client.generate(PROMPT, lora_name="c", **GREEDY)
@@ -80,7 +80,7 @@ def test_an_adapter_that_is_not_listed_is_refused_until_it_is(lora_server, clien
         client.generate(PROMPT, lora_name="c", **GREEDY)
 
 
-def test_the_list_of_adapters(client, place):
+def test_list_adapters(client, place):
     client.generate(PROMPT, lora_name="a", **GREEDY)
     listing(place, {"a": "a", "broken": "broken"})
     first, broken = client.adapters()
@@ -92,7 +92,7 @@ def test_the_list_of_adapters(client, place):
     listing(place, {"a": "a", "b": "b"})
 
 
-def test_a_server_without_adapters_says_so(tiny_server):
+def test_a_server_without_adapters_rejects_lora_name(tiny_server):
     with Client(tiny_server.grpc_url) as client:
         assert client.adapters() == ()
     with raw_stream(tiny_server) as stream:
@@ -100,7 +100,7 @@ def test_a_server_without_adapters_says_so(tiny_server):
         assert stream.next().error.message() == "LoRA feature is not enabled."
 
 
-def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
+def test_session_turns_can_use_different_adapters(client, texts):
     """What was said stays; what other weights computed of it is not used."""
     with client.conversation(cache_salt=f"{id(client)}", **GREEDY) as talk:
         first = talk.generate(PROMPT, lora_name="a")
@@ -111,7 +111,7 @@ def test_a_turn_of_a_session_may_change_its_adapter(client, texts):
         assert more.receipt["cached_tokens"] > 0
 
 
-def test_openais_clients_ask_for_adapters_as_models(lora_server, texts):
+def test_openai_clients_select_adapters_as_models(lora_server, texts):
     with gateway(lora_server.grpc_url) as front:
         assert [card["id"] for card in front.ask("/v1/models")[1]["data"]] == ["paged_llm", "a", "b"]
         for name, adapter in (("paged_llm", None), ("a", "a"), ("b", "b")):

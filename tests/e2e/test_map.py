@@ -27,7 +27,7 @@ def finished(server):
     return {name: value for name, value in metrics(server).items() if name.startswith("paged_requests_finished")}
 
 
-def test_owned_while_it_runs_and_cached_after(server, client):
+def test_blocks_are_owned_while_running_and_cached_afterwards(server, client):
     idle(server)
     before = finished(server)
     with raw_stream(server) as stream:
@@ -49,7 +49,7 @@ def test_owned_while_it_runs_and_cached_after(server, client):
     assert pool.cached_tokens_hit == now["paged_prefix_cache_hit_tokens_total"]
 
 
-def test_samples_of_one_prompt_share_its_blocks(server, client):
+def test_samples_share_prompt_blocks(server, client):
     with raw_stream(server) as stream:
         begin(stream, n=2)
         pool = client.pool_map()
@@ -60,7 +60,7 @@ def test_samples_of_one_prompt_share_its_blocks(server, client):
     idle(server)
 
 
-def test_it_is_answered_while_the_pool_is_full(server, client):
+def test_a_pool_map_is_answered_while_the_pool_is_full(server, client):
     """The second prompt does not fit beside the first, so it waits; who asks for a map does not."""
     with raw_stream(server) as first, raw_stream(server) as second:
         for stream in (first, second):
@@ -73,7 +73,7 @@ def test_it_is_answered_while_the_pool_is_full(server, client):
     idle(server)
 
 
-def test_over_http_in_one_response(server):
+def test_a_pool_map_over_http(server):
     status, text = post(server, {"pool_map": True})
     assert status == 200
     pool = json.loads(json.loads(text)["pool_map"])
@@ -81,7 +81,7 @@ def test_over_http_in_one_response(server):
     assert "text_output" not in json.loads(text)
 
 
-def test_what_stands_beside_it_is_refused(server):
+def test_inputs_beside_pool_map_are_rejected(server):
     for beside in ({"text_input": "x"}, {"max_tokens": 3}, {"stream": True}):
         status, text = post(server, {"pool_map": True} | beside)
         (name,) = beside
@@ -90,6 +90,6 @@ def test_what_stands_beside_it_is_refused(server):
     assert "give exactly one" in post(server, {"pool_map": False})[1]
 
 
-def test_a_model_that_is_not_there(server):
+def test_a_pool_map_of_an_unknown_model(server):
     with Client(server.grpc_url, model="nobody") as client, pytest.raises(PagedError, match="unknown model"):
         client.pool_map()

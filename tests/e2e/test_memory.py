@@ -120,7 +120,7 @@ def beams(printable, text, width, max_tokens, stop=None):
 
 
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 4), (5, 3)])
-def test_beams_are_those_of_transformers(printable, swapping, width, n):
+def test_beams_match_transformers(printable, swapping, width, n):
     """Over gRPC in a stream and over HTTP at once, cold and then from the cache."""
     expected = beams(printable, PROMPT, width, 24)[:n]
     sampling = {"beam_width": width, "n": n, "max_tokens": 24}
@@ -136,7 +136,7 @@ def test_beams_are_those_of_transformers(printable, swapping, width, n):
     idle(swapping)
 
 
-def test_a_streamed_search_sends_what_its_outputs_agree_on_before_its_end(printable, swapping):
+def test_a_streamed_beam_search_sends_its_common_prefix_early(printable, swapping):
     early = []
     for seed in range(4):
         with raw_stream(swapping) as stream:
@@ -151,7 +151,7 @@ def test_a_streamed_search_sends_what_its_outputs_agree_on_before_its_end(printa
     idle(swapping)
 
 
-def test_a_stop_string_ends_outputs_of_a_search(printable, swapping):
+def test_a_stop_string_ends_beams(printable, swapping):
     """Each on its own where only some say it; the whole search where all have agreed on it."""
     free = beams(printable, PROMPT, 4, 24)
     for stop in (free[0][-6:], free[0][:2]):
@@ -193,7 +193,7 @@ def test_a_stop_string_ends_one_sample_only(swapping):
 
 
 @pytest.mark.parametrize("fixture", ["swapping", "small"])
-def test_a_receipt_tells_what_the_cache_had(request, fixture):
+def test_a_receipt_reports_cache_hits(request, fixture):
     server = request.getfixturevalue(fixture)
     receipts, answers = [], set()
     for salt in ("one", "one", "another"):
@@ -209,7 +209,7 @@ def test_a_receipt_tells_what_the_cache_had(request, fixture):
     assert len(answers) == 1
 
 
-def test_what_was_evicted_comes_back_from_the_host(swapping):
+def test_evicted_blocks_are_restored_from_the_host(swapping):
     texts, _, _ = ask(swapping, PROMPT, cache_salt="host", max_tokens=8)
     for seed in (10, 11):
         ask(swapping, long_text(seed, 900), cache_salt="others", max_tokens=1)
@@ -227,7 +227,7 @@ def test_what_was_evicted_comes_back_from_the_host(swapping):
 # --- the queue ---------------------------------------------------------------------------------------------------
 
 
-def test_a_lower_number_overtakes(swapping):
+def test_a_higher_priority_request_is_admitted_first(swapping):
     """All three want most of the pool. The last one's number lets it pass the second, which waits, but not the first,
     which runs."""
     idle(swapping)
@@ -242,7 +242,7 @@ def test_a_lower_number_overtakes(swapping):
     idle(swapping)
 
 
-def test_a_lower_number_displaces_what_runs(swapping):
+def test_a_higher_priority_request_preempts_a_running_one(swapping):
     before = metrics(swapping)
     alone = [ask(swapping, long_text(seed, 500), max_tokens=400)[0] for seed in (24, 25)]
     with raw_streams(swapping, 2) as (first, second):
@@ -257,7 +257,7 @@ def test_a_lower_number_displaces_what_runs(swapping):
 
 
 @pytest.mark.parametrize(("fixture", "kind"), [("swapping", "swap"), ("small", "recompute")])
-def test_a_pool_that_runs_dry_loses_no_token(request, fixture, kind):
+def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
     """Six requests, two of them of two samples, that each would end with 60 blocks or more, in a pool of 256."""
     server = request.getfixturevalue(fixture)
     wanted = [(long_text(30 + index, 60), {"n": 2 if index < 2 else 1, "max_tokens": 180}) for index in range(6)]
@@ -280,7 +280,7 @@ def test_a_pool_that_runs_dry_loses_no_token(request, fixture, kind):
 # --- keys and values in one byte ---------------------------------------------------------------------------------
 
 
-def test_samples_and_beams_in_a_pool_of_int8(small):
+def test_samples_and_beams_with_an_int8_kv_cache(small):
     sampling = {"temperature": 1, "max_tokens": 24}
     alone = [ask(small, PROMPT, cache_salt=str(seed), seed=seed, **sampling)[0][0] for seed in (7, 8)]
     assert ask(small, PROMPT, n=2, seed=7, **sampling)[0] == alone
@@ -304,7 +304,7 @@ def damage_first_block_of(text, directory):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_a_server_that_starts_again_finds_its_prefixes_and_survives_a_damaged_one(printable, swapping, tiered, disk):
+def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(printable, swapping, tiered, disk):
     good, bad = long_text(50, 41), long_text(51, 41)
     texts = [ask(swapping, text, max_tokens=8)[0] for text in (good, bad)]
     assert metrics(swapping)["paged_disk_tier_up"] == 1

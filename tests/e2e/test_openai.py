@@ -49,7 +49,7 @@ def run(front, scenario):
     return asyncio.run(asyncio.wait_for(whole(), WAIT))
 
 
-def test_a_completion_is_the_engines(client, engine):
+def test_a_completion_matches_the_engine(client, engine):
     expected = engine.generate("The sea is", temperature=0, max_tokens=24)
     answer = client.completions.create(model=MODEL, prompt="The sea is", temperature=0, max_tokens=24)
     assert [(one.index, one.text, one.finish_reason) for one in answer.choices] == [(0, expected.text, "length")]
@@ -59,7 +59,7 @@ def test_a_completion_is_the_engines(client, engine):
     assert (answer.object, answer.model) == ("text_completion", MODEL)
 
 
-def test_a_chat_is_the_engines(client, engine):
+def test_a_chat_matches_the_engine(client, engine):
     expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     (choice,) = answer.choices
@@ -68,7 +68,7 @@ def test_a_chat_is_the_engines(client, engine):
     assert (choice.finish_reason, answer.usage.prompt_tokens) == ("stop", expected.num_input_tokens)
 
 
-def test_the_gateways_template_gives_the_same_prompt(own_template, engine):
+def test_the_gateway_template_renders_the_same_prompt(own_template, engine):
     expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
 
     async def scenario(client):
@@ -79,7 +79,7 @@ def test_the_gateways_template_gives_the_same_prompt(own_template, engine):
     assert answer.usage.prompt_tokens == expected.num_input_tokens
 
 
-def test_an_answer_goes_on_as_the_next_turn(client):
+def test_a_reply_is_part_of_the_next_turn(client):
     """The message that came back may be sent as it is."""
     first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
     turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]
@@ -89,7 +89,7 @@ def test_an_answer_goes_on_as_the_next_turn(client):
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_streamed_completion_is_the_whole_one(client, include_usage):
+def test_a_streamed_completion_matches_the_whole(client, include_usage):
     asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 24}
     whole = client.completions.create(**asked)
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
@@ -105,7 +105,7 @@ def test_a_streamed_completion_is_the_whole_one(client, include_usage):
         assert chunk.usage.total_tokens == whole.usage.total_tokens
 
 
-def test_a_streamed_chat_is_the_whole_one(front):
+def test_a_streamed_chat_matches_the_whole(front):
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 32}
 
     async def scenario(client):
@@ -121,7 +121,7 @@ def test_a_streamed_chat_is_the_whole_one(front):
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_two_samples_are_those_of_two_seeds(client, engine):
+def test_two_samples_match_two_seeds(client, engine):
     asked = {"temperature": 1, "max_tokens": 12, "seed": 5, "n": 2}
     expected = [engine.generate("The sea is", temperature=1, max_tokens=12, seed=seed).text for seed in (5, 6)]
     whole = client.completions.create(model=MODEL, prompt="The sea is", **asked)
@@ -134,7 +134,7 @@ def test_two_samples_are_those_of_two_seeds(client, engine):
     assert texts == expected
 
 
-def test_two_streamed_chats_have_a_role_each(client):
+def test_each_streamed_choice_has_a_role(client):
     roles = [0, 0]
     asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "seed": 1, "n": 2}
     for chunk in client.chat.completions.create(**asked, stream=True):
@@ -143,7 +143,7 @@ def test_two_streamed_chats_have_a_role_each(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_completion_are_the_engines(client, engine, stream):
+def test_completion_logprobs_match_the_engine(client, engine, stream):
     asked = {"temperature": 1.2, "seed": 4, "max_tokens": 12, "n": 2, "logprobs": 2}
     expected = engine.generate("The sea is", **asked)
     answer = client.completions.create(model=MODEL, prompt="The sea is", stream=stream, **asked)
@@ -163,7 +163,7 @@ def test_log_probabilities_of_a_completion_are_the_engines(client, engine, strea
 
 @pytest.mark.parametrize("count", [None, 0, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_chat_are_the_engines(client, engine, stream, count):
+def test_chat_logprobs_match_the_engine(client, engine, stream, count):
     expected = engine.generate(messages=QUESTION, temperature=1.5, seed=1, max_tokens=12, logprobs=count or 0)
     top = {} if count is None else {"top_logprobs": count}
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 1.5, "seed": 1, "max_tokens": 12}
@@ -178,7 +178,7 @@ def test_log_probabilities_of_a_chat_are_the_engines(client, engine, stream, cou
         assert {one.token for one in token.top_logprobs} == likeliest
 
 
-def test_too_many_log_probabilities_are_refused_under_their_own_name(client):
+def test_too_many_logprobs_are_rejected_by_their_openai_name(client):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=21)
     assert raised.value.param == "top_logprobs"
@@ -193,7 +193,7 @@ def test_the_same_seed_gives_the_same_text(client):
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_stop_string_ends_the_text_before_it(client, many):
+def test_text_ends_before_the_stop_string(client, many):
     asked = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 24}
     whole = client.completions.create(**asked).choices[0].text
     word = whole.split()[2]
@@ -209,7 +209,7 @@ def test_penalties_and_filters_reach_the_engine(client, engine):
     assert client.completions.create(**asked, **sampling, extra_body=more).choices[0].text == expected.text
 
 
-def test_prompts_of_text_and_of_token_ids_are_the_same(client, engine):
+def test_text_and_token_id_prompts_are_equivalent(client, engine):
     prompts = ["The sea is", "Once upon a time"]
     told = [engine.generate(prompt, max_tokens=1, return_token_ids=True) for prompt in prompts]
     asked = {"model": MODEL, "temperature": 0, "max_tokens": 12}
@@ -224,7 +224,7 @@ def test_prompts_of_text_and_of_token_ids_are_the_same(client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_of_the_answer_are_told_where_asked_for(client, engine, stream):
+def test_return_token_ids(client, engine, stream):
     asked = {"temperature": 0, "max_tokens": 8}
     expected = engine.generate("The sea is", return_token_ids=True, **asked)
     more = {"extra_body": {"return_token_ids": True}}
@@ -233,7 +233,7 @@ def test_token_ids_of_the_answer_are_told_where_asked_for(client, engine, stream
     assert [token for choice in choices for token in choice.token_ids] == list(expected.token_ids)
 
 
-def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
+def test_prompt_logprobs_match_vllm(client, engine):
     expected = engine.generate("The sea is", max_tokens=0, prompt_logprobs=1).prompt_logprobs
     more = {"extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
     whole = client.completions.create(model=MODEL, prompt=["The sea is"], max_tokens=0, **more)
@@ -259,7 +259,7 @@ def test_log_probabilities_of_a_prompt_are_told_as_vllm_does(client, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_prompt_comes_before_the_output_where_asked_for(client, stream):
+def test_echo_prepends_the_prompt(client, stream):
     asked = {"model": MODEL, "prompt": "The sea is", "temperature": 0, "max_tokens": 6}
     plain = client.completions.create(**asked).choices[0].text
     answer = client.completions.create(**asked, echo=True, stream=stream)
@@ -268,7 +268,7 @@ def test_the_prompt_comes_before_the_output_where_asked_for(client, stream):
 
 
 @pytest.mark.parametrize("length", [0, 4])
-def test_a_text_is_scored_as_evaluations_do_it(client, engine, length):
+def test_scoring_a_text_like_evaluation_harnesses(client, engine, length):
     """The tokens of prompt and output, each with its text, its place and its log probability."""
     text, sampling = "The sea is blue", {"max_tokens": length, "temperature": 0}
     expected = engine.generate(text, prompt_logprobs=1, logprobs=1, **sampling)
@@ -286,7 +286,7 @@ def test_a_text_is_scored_as_evaluations_do_it(client, engine, length):
     assert [set(one) for one in told.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
 
 
-def test_a_prompt_that_begins_with_a_special_token_tells_its_text(client):
+def test_the_text_of_a_leading_special_token_is_returned(client):
     """Which the text has not."""
     begin, word, end = 1, 504, 2
     asked = {"model": MODEL, "prompt": [begin, word, end], "max_tokens": 0, "echo": True, "logprobs": 1}
@@ -295,7 +295,7 @@ def test_a_prompt_that_begins_with_a_special_token_tells_its_text(client):
     assert choice.logprobs.text_offset == [0, 0, 3]
 
 
-def test_a_bias_decides(client, engine):
+def test_logit_bias_selects_the_token(client, engine):
     (word,) = engine.generate("The sea is", max_tokens=1, temperature=0, return_token_ids=True).token_ids
     asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
     first = client.completions.create(**asked).choices[0].text
@@ -305,25 +305,25 @@ def test_a_bias_decides(client, engine):
     assert raised.value.param == "logit_bias"
 
 
-def test_the_best_of_several_is_the_likeliest(client, engine):
+def test_best_of_returns_the_most_likely_sample(client, engine):
     asked = {"temperature": 1.5, "seed": 1, "max_tokens": 8}
     expected = engine.generate("The sea is", best_of=4, **asked).text
     (choice,) = client.completions.create(model=MODEL, prompt="The sea is", best_of=4, **asked).choices
     assert choice.text == expected
 
 
-def test_a_chat_without_a_limit_ends_by_itself(client):
+def test_a_chat_without_max_tokens_ends_by_itself(client):
     (choice,) = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices
     assert choice.finish_reason == "stop"
 
 
-def test_a_deadline_ends_an_answer_with_what_it_has(client):
+def test_a_timeout_returns_partial_output_over_openai(client):
     more = {"extra_body": {"timeout_ms": 1, "ignore_eos": True}}
     (choice,) = client.completions.create(model=MODEL, prompt="Once", max_tokens=500, **more).choices
     assert (choice.finish_reason, choice.stop_reason) == ("length", "timeout")
 
 
-def test_tools_and_what_they_found_go_through_the_models_template(client):
+def test_tools_and_tool_results_use_the_chat_template(client):
     """The demo model's has no place for tools: it answers as if there were none."""
     call = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
     turns = [
@@ -337,7 +337,7 @@ def test_tools_and_what_they_found_go_through_the_models_template(client):
     assert answer.choices[0].message.tool_calls is None
 
 
-def test_the_model_is_listed(client):
+def test_models_endpoint(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
@@ -346,7 +346,7 @@ def test_the_model_is_listed(client):
 @pytest.mark.parametrize(
     ("sampling", "param"), [({"max_tokens": 0}, "max_tokens"), ({"top_p": 2}, "top_p"), ({"n": 1000}, "n")]
 )
-def test_what_the_engine_refuses_is_a_bad_request(client, sampling, param, stream):
+def test_a_request_rejected_by_the_engine_is_a_bad_request(client, sampling, param, stream):
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(model=MODEL, prompt="x", stream=stream, **sampling)
     assert raised.value.param == param
@@ -354,18 +354,18 @@ def test_what_the_engine_refuses_is_a_bad_request(client, sampling, param, strea
     assert (raised.value.type, raised.value.code) == ("invalid_request_error", "invalid_argument")
 
 
-def test_an_unknown_model_and_a_wrong_key_have_their_errors(client, front):
+def test_errors_for_an_unknown_model_and_a_wrong_key(client, front):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt", prompt="x")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{front.url}/v1", api_key="other", max_retries=0).models.list()
 
 
-def test_health_says_that_the_model_answers(front):
+def test_health_endpoint(front):
     assert front.ask("/health") == (200, {"status": "ok"})
 
 
-def test_leaving_a_stream_cancels_the_request(front, client, server):
+def test_closing_a_stream_cancels_the_request(front, client, server):
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
     stream = client.completions.create(model=MODEL, prompt="Once", stream=True, **LONG)
     assert next(stream).choices[0].text
@@ -376,7 +376,7 @@ def test_leaving_a_stream_cancels_the_request(front, client, server):
     until(lambda: front.metrics()["paged_openai_open_streams"] == 0, "the end of the stream")
 
 
-def test_leaving_while_the_whole_answer_is_awaited_cancels_the_request(front, server):
+def test_disconnecting_from_a_non_streaming_call_cancels_the_request(front, server):
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
 
     async def scenario(client):
@@ -393,7 +393,7 @@ def test_leaving_while_the_whole_answer_is_awaited_cancels_the_request(front, se
     until(lambda: front.metrics().get(gone) == 1, "the count of the request")
 
 
-def test_many_asynchronous_clients_are_served_together(front, engine):
+def test_many_async_clients_are_served_concurrently(front, engine):
     expected = engine.generate("The sea is", temperature=0, max_tokens=8).text
 
     async def scenario(client):
@@ -403,7 +403,7 @@ def test_many_asynchronous_clients_are_served_together(front, engine):
     assert {answer.choices[0].text for answer in run(front, scenario)} == {expected}
 
 
-def test_a_stream_ends_with_done(front):
+def test_a_stream_ends_with_the_done_event(front):
     """As the specification of the interface has it, which the package hides."""
     body = b'{"model": "paged_llm", "prompt": "Once", "max_tokens": 2, "stream": true}'
     head = f"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -50,7 +50,7 @@ def calls_of(choices, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_named_tool_is_called_with_arguments_that_fit(client, stream):
+def test_a_named_tool_call_has_valid_arguments(client, stream):
     answer = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=WEATHER, stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     ((name, arguments),), reason = calls_of(choices, stream)
@@ -59,7 +59,7 @@ def test_a_named_tool_is_called_with_arguments_that_fit(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_required_tools_are_called_with_arguments_that_fit(client, stream):
+def test_required_tool_calls_have_valid_arguments(client, stream):
     asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 2, "seed": 3}
     answer = client.chat.completions.create(**ASKED | {"temperature": 1}, **asked, stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
@@ -70,7 +70,7 @@ def test_required_tools_are_called_with_arguments_that_fit(client, stream):
         jsonschema.validate(json.loads(call[1]), CITY if call[0] == "weather" else {"const": {}})
 
 
-def test_an_answer_parses_as_the_model_that_was_asked_for(client):
+def test_output_parses_as_the_requested_pydantic_model(client):
     answer = client.chat.completions.parse(**ASKED, response_format=City)
     assert answer.choices[0].message.parsed.name in ("Paris", "Rome")
 
@@ -91,7 +91,7 @@ def test_an_answer_parses_as_the_model_that_was_asked_for(client):
         ({"extra_body": {"structured_outputs": {"choice": ["left", "right"]}}}, ("left", "right").__contains__),
     ],
 )
-def test_an_answer_has_the_form_that_was_asked_for(client, asked, fits, stream):
+def test_output_has_the_requested_format(client, asked, fits, stream):
     answer = client.chat.completions.create(**ASKED, **asked, stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
@@ -117,7 +117,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client, asked, fits, stream):
         ),
     ],
 )
-def test_a_form_that_is_none_is_refused_under_the_callers_name(client, asked, param):
+def test_an_invalid_format_is_rejected_by_its_openai_name(client, asked, param):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**ASKED, **asked, max_tokens=5)
     assert param is None or raised.value.param == param

@@ -27,7 +27,7 @@ def ranks(server):
     return found
 
 
-def test_two_processes_answer_as_one_and_open_streams_end_with_either(tiny, tiny_server, monkeypatch):
+def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server, monkeypatch):
     request = {"text_input": "one, two", "sampling_parameters": {"temperature": 0, "ignore_eos": True}}
     with raw_stream(tiny_server) as stream:
         stream.send(**request)
@@ -53,7 +53,7 @@ def test_two_processes_answer_as_one_and_open_streams_end_with_either(tiny, tiny
 
 
 @pytest.mark.nightly
-def test_no_process_is_left_where_the_server_is_killed(tiny, monkeypatch):
+def test_no_worker_process_survives_a_killed_server(tiny, monkeypatch):
     server = TritonServer(tiny[0], {"device": "cpu", "tensor_parallel_size": 2})
     monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
     with server:

@@ -35,7 +35,7 @@ def profile(server, directory):
     pytest.fail(f"{ATTEMPTS} exports were empty; the last run printed\n{done.stdout}{done.stderr}")
 
 
-def test_perf_analyzer_streams_with_no_failed_request(server, tmp_path):
+def test_perf_analyzer_streams_without_failed_requests(server, tmp_path):
     if perf_analyzer() is None:
         pytest.skip("perf_analyzer cannot run on this machine")
     prompts = ["The capital of France is", "Once upon a time", "One, two, three,", "Water boils at"]

@@ -36,7 +36,7 @@ def whole(server, text):
 
 
 @pytest.mark.parametrize("sequence_id", [7, "a talk"])
-def test_a_turn_goes_on_where_the_last_one_ended(server, sequence_id):
+def test_a_turn_continues_where_the_last_one_ended(server, sequence_id):
     texts = ["Once upon a time, in a house at the edge of the wood, there lived", " The next day,", " And then"]
     said = ""
     for number, text in enumerate(texts):
@@ -51,7 +51,7 @@ def test_a_turn_goes_on_where_the_last_one_ended(server, sequence_id):
     idle(server)
 
 
-def test_over_http_too(server):
+def test_sessions_over_http(server):
     def ask(**body):
         body = {"exclude_input_in_output": True, "sequence_id": 9} | GREEDY | body
         status, reply = post(server, body)
@@ -69,7 +69,7 @@ def test_over_http_too(server):
     idle(server)
 
 
-def test_messages(server):
+def test_sessions_of_messages(server):
     """A conversation of messages is the one that a client would send whole."""
     first, second = ({"role": "user", "content": text} for text in ("Name a colour.", "And another one."))
     with Client(server.grpc_url) as client:
@@ -82,7 +82,7 @@ def test_messages(server):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_cancelled_turn_changes_nothing(server, protocol):
+def test_a_cancelled_turn_restores_the_session(server, protocol):
     url = server.grpc_url if protocol == "grpc" else server.http_url
     with Client(url, protocol=protocol) as client, client.conversation(temperature=0, ignore_eos=True) as talk:
         first = talk.generate("Once upon a time", max_tokens=8)
@@ -97,7 +97,7 @@ def test_a_cancelled_turn_changes_nothing(server, protocol):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_conversation_for_asyncio(server, protocol):
+def test_an_asyncio_conversation(server, protocol):
     """Turns that were called off, by leaving the stream or with their task, leave it as it was."""
     url = server.grpc_url if protocol == "grpc" else server.http_url
 
@@ -129,7 +129,7 @@ def test_a_conversation_for_asyncio(server, protocol):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, None])
-def test_an_error_in_a_conversation_for_asyncio(server, error):
+def test_an_error_in_an_asyncio_conversation(server, error):
     async def scenario():
         async with AsyncClient(server.grpc_url) as client, client.conversation(ignore_eos=True) as talk:
             await talk.generate("Once", max_tokens=2)
@@ -145,7 +145,7 @@ def test_an_error_in_a_conversation_for_asyncio(server, error):
     idle(server)
 
 
-def test_a_second_turn_at_once_is_refused(server):
+def test_a_concurrent_turn_of_a_session_is_rejected(server):
     with Client(server.grpc_url) as client, client.conversation(ignore_eos=True) as talk:
         talk.generate("Once", max_tokens=2)
         with talk.stream(" upon", max_tokens=4000) as stream:
@@ -156,7 +156,7 @@ def test_a_second_turn_at_once_is_refused(server):
     idle(server)
 
 
-def test_a_stop_string_ends_a_turn_and_is_not_remembered(server):
+def test_a_stop_string_is_not_part_of_the_session(server):
     with Client(server.grpc_url) as client:
         free = client.generate("Once upon a time", temperature=0, max_tokens=24).text
         stop = " " + free.split()[3]
@@ -170,12 +170,12 @@ def test_a_stop_string_ends_a_turn_and_is_not_remembered(server):
 
 
 @pytest.mark.parametrize(("sampling", "field"), [({"n": 2}, "n=2"), ({"beam_width": 2}, "beam_width=2")])
-def test_a_session_goes_on_from_one_answer(server, sampling, field):
+def test_a_session_rejects_several_samples(server, sampling, field):
     with Client(server.grpc_url) as client, pytest.raises(PagedError, match=f"{field}: must be 1 in a session"):
         client.generate("Once", sequence_id=11, sequence_start=True, **sampling)
 
 
-def test_sessions_expire(tiny):
+def test_sessions_expire_after_session_ttl(tiny):
     """On a server of its own, with a short time to live."""
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "session_ttl": 0.2, "max_sessions": 2}
     with TritonServer(tiny[0], options) as server:
@@ -189,14 +189,14 @@ def test_sessions_expire(tiny):
             until(lambda: metrics(server)["paged_sessions"] == 0, "the end of the session")  # closing it is no error
 
 
-def test_without_the_prefix_cache_there_are_no_sessions(tiny):
+def test_sessions_need_the_prefix_cache(tiny):
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
     refused = pytest.raises(Exception, match="sequence_id=1: sessions keep what the prefix cache finds")
     with TritonServer(tiny[0], options) as server, refused:
         turn(server, "x", 1, sequence_start=True)
 
 
-def test_a_turn_that_runs_out_of_time_keeps_its_blocks_too(server):
+def test_a_timed_out_turn_keeps_its_blocks(server):
     body = {"text_input": "Once upon a time " * 8, "max_tokens": 4000, "ignore_eos": True, "timeout": 1_000_000}
     assert post(server, body | {"sequence_id": 12, "sequence_start": True})[0] == 200
     until(lambda: metrics(server)["paged_kv_blocks{pinned}"] > 0, "the blocks that the session keeps")
@@ -204,7 +204,7 @@ def test_a_turn_that_runs_out_of_time_keeps_its_blocks_too(server):
     idle(server)
 
 
-def test_an_error_inside_a_conversation_is_the_one_that_is_seen(server):
+def test_an_error_inside_a_conversation_is_not_masked(server):
     """Even where the conversation cannot be ended, as the server has forgotten it."""
 
     def stumble(client):

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from client.serving.tritonserver import TritonServer
-from tests.support.stress.asks import ALWAYS, MODEL, Ask, ask_alone
+from tests.support.stress.asks import ALWAYS, MODEL, Ask, record_expected
 from tests.support.stress.checker import check
 from tests.support.stress.footprint import resident
 from tests.support.stress.plans import Plan, to_json
-from tests.support.stress.server import OPTIONS, engine_alone, save_printable, settled
+from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
 from tests.support.triton import idle, metrics, post, until
 
 READERS, MIB = 4, 1  # that one of them may be answered with
@@ -36,7 +36,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asked(server):
-    (ask,) = ask_alone(server.http_url, [Ask("Call/me", SAMPLING)])
+    (ask,) = record_expected(server.http_url, [Ask("Call/me", SAMPLING)])
     return ask
 
 
@@ -102,10 +102,10 @@ class Sockets:
 
 
 @pytest.mark.parametrize(("readers", "end"), [(Stopped, "read_on"), (Stopped, "die"), (Sockets, "die")])
-def test_who_does_not_read_costs_others_nothing_and_the_server_little(server, asked, readers, end, figures):
+def test_slow_readers_do_not_affect_others_and_use_bounded_memory(server, asked, readers, end, figures):
     status, alone = post(server, SMALL)
     assert status == 200
-    _, before = settled(server)
+    _, before = wait_until_idle(server)
     if readers is Stopped and end == "die":
         del before["processes"]["tritonserver"]  # it may keep such a stream's socket: see tests/support/stress
     memory, failed = resident(server.pid), metrics(server)["paged_requests_finished_total{refused}"]
@@ -121,7 +121,7 @@ def test_who_does_not_read_costs_others_nothing_and_the_server_little(server, as
     assert grown["tritonserver"] < 4 * READERS * MIB
     figures(f"MiB kept for {READERS} answers of {MIB} MiB: {grown}")
     getattr(slow, end)()
-    _, after = settled(server, before)
+    _, after = wait_until_idle(server, before)
     assert after["shm"] == before["shm"]
     for process, held in before["processes"].items():
         assert after["processes"][process] == held, process

@@ -12,9 +12,9 @@ import pytest
 
 from client.serving.tritonserver import TritonServer
 from paged_backend.server import faults
-from tests.support.in_process import byte_tokenizer, generate_alone
+from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.stress import table
-from tests.support.stress.campaign import Storm
+from tests.support.stress.campaign import StressTest
 from tests.support.stress.models import Models
 from tests.support.stress.server import OPTIONS, ROOMY, Log, engine_alone, save_printable, with_floor
 from tests.support.triton import plain_server
@@ -64,27 +64,27 @@ def well(verdict):
     return verdict
 
 
-def test_nothing_is_lost_in_storms(printable, repository, size, hours, tmp_path, tell, monkeypatch):
+def test_no_request_is_lost_under_stress(printable, repository, size, hours, tmp_path, tell, monkeypatch):
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
-        storm = Storm(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
+        storm = StressTest(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
-                assert ask.tokens == [generate_alone(printable[1], prompt, ask.sampling["max_tokens"])]
+                assert ask.tokens == [generate_with_transformers(printable[1], prompt, ask.sampling["max_tokens"])]
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.dry(size.preemptions))
         assert well(storm.soak(size.responses)).responses >= size.responses or storm.was_cut
         well(storm.stop())
 
 
-def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp_path, monkeypatch):
+def test_cancelled_streams_leak_nothing(printable, repository, size, hours, tmp_path, monkeypatch):
     """Those of gRPC: see Storm."""
     monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
-        storm = Storm(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
+        storm = StressTest(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.leave(size.left))
         well(storm.hold(size.held))
@@ -92,16 +92,16 @@ def test_cancelled_streams_leave_nothing(printable, repository, size, hours, tmp
 
 
 @pytest.mark.nightly
-def test_thousands_stream_at_once(repository, tmp_path):
+def test_thousands_of_concurrent_streams(repository, tmp_path):
     save_printable(tmp_path / "model", positions=1024)
     log = Log()
     with TritonServer(tmp_path / "model", ROOMY, repository=repository, echo=log) as server:
-        storm = Storm(server, tmp_path, SEED, asks=16, log=log)
+        storm = StressTest(server, tmp_path, SEED, asks=16, log=log)
         assert well(storm.stream(6_000, tokens=600)).most_begun >= 2_000
         well(storm.stop())
 
 
-def test_models_come_and_go_under_load(printable, size, hours, tmp_path, tell):
+def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_path, tell):
     repository = engine_alone(tmp_path / "repository")
     settings = repository / "paged_llm" / "1" / "model.json"
     settings.write_text(json.dumps(OPTIONS | {"model": str(printable[0])}))
@@ -109,21 +109,21 @@ def test_models_come_and_go_under_load(printable, size, hours, tmp_path, tell):
         plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server,
         closing(Models(server, repository)) as models,
     ):
-        storm = Storm(server, tmp_path, SEED, asks=16, tell=tell, hours=hours)
+        storm = StressTest(server, tmp_path, SEED, asks=16, tell=tell, hours=hours)
         verdict = well(storm.reload(models, size.cycles))
         assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while there was none
         models.close()
         well(storm.stop())
 
 
-def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, size, hours, tmp_path, tell):
+def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size, hours, tmp_path, tell):
     """On the same ports, and answers as before."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
         log = Log()
         with TritonServer(printable[0], OPTIONS, repository=repository, echo=log, **ports) as server:
             ports = {name: getattr(server, name) for name in ("http_port", "grpc_port", "metrics_port")}
-            storm = Storm(server, tmp_path, SEED, asks=16, log=log)
+            storm = StressTest(server, tmp_path, SEED, asks=16, log=log)
             assert storm.asks == (first := first or storm.asks)
             well(storm.kill(50))
             well(storm.crash() if number % 2 else storm.stop())
@@ -134,12 +134,12 @@ def test_a_server_that_stops_or_is_killed_starts_again(printable, repository, si
             break
 
 
-def test_faults_on_purpose_are_found(printable, repository, tmp_path, monkeypatch):
+def test_injected_faults_are_detected(printable, repository, tmp_path, monkeypatch):
     """One block that leaks, one last response that does not come, one that comes twice, one token that is another."""
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
     monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = Storm(server, tmp_path, SEED, patience=5, control=True)
+        storm = StressTest(server, tmp_path, SEED, patience=5, control=True)
         storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # past which no token is seen
         verdict = storm.calm(600)
         server.kill()  # it would wait for what it has lost

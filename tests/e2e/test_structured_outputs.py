@@ -39,7 +39,7 @@ def check(text):
     return value
 
 
-def test_plain_fields_over_http(server):
+def test_structured_output_tensors_over_http(server):
     assert check(generated(server, json_schema=json.dumps(SCHEMA)))["age"] == 30
     assert isinstance(json.loads(generated(server, json_object=True, max_tokens=400)), dict)
     assert re.fullmatch(DATE, generated(server, regex=DATE))
@@ -51,14 +51,14 @@ def test_plain_fields_over_http(server):
     idle(server)
 
 
-def test_special_tokens_in_a_grammar_are_drawn(server):
+def test_special_tokens_in_a_grammar_are_generated(server):
     said = generated(server, grammar='start: "yes" <|im_start|> /[a-z]{3}/ <[4]>', skip_special_tokens=False)
     assert re.fullmatch(r"yes<\|im_start\|>[a-z]{3}<reponame>", said)
     status, body = post(server, {"text_input": PROMPT, "grammar": "start: <|nope|>"})
     assert (status, 'unknown special token: \\"<|nope|>\\"' in body) == (400, True), body
 
 
-def test_white_space_in_json_is_left_out_where_asked(server):
+def test_disable_any_whitespace(server):
     asked = {"json": SCHEMA, "disable_any_whitespace": True}
     said = generated(server, sampling_parameters=json.dumps({"structured_outputs": asked}))
     assert said == json.dumps(check(said), separators=(",", ":"), ensure_ascii=False)
@@ -75,13 +75,13 @@ def test_white_space_in_json_is_left_out_where_asked(server):
         ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
     ],
 )
-def test_what_is_wrong_is_told(server, inputs, reason):
+def test_invalid_structures_are_rejected(server, inputs, reason):
     status, body = post(server, {"text_input": PROMPT, **inputs})
     assert status == 400
     assert reason in json.loads(body)["error"]
 
 
-def test_streamed_samples_with_log_probabilities_over_grpc(server):
+def test_streamed_guided_samples_with_logprobs_over_grpc(server):
     with raw_stream(server) as stream:
         stream.send(
             text_input=PROMPT, stream=True, return_finish_reason=True, return_logprobs=True, json_schema=SCHEMA,
@@ -95,7 +95,7 @@ def test_streamed_samples_with_log_probabilities_over_grpc(server):
         check(text)
 
 
-def test_others_are_served_while_one_compiles_and_it_can_be_cancelled(server):
+def test_grammar_compilation_does_not_block_others_and_can_be_cancelled(server):
     with raw_stream(server) as slow, raw_stream(server) as stream:
         slow.send(text_input=PROMPT, json_schema=SLOW)
         stream.send(
@@ -109,7 +109,7 @@ def test_others_are_served_while_one_compiles_and_it_can_be_cancelled(server):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_client_library(server, protocol):
+def test_structured_outputs_in_the_client_library(server, protocol):
     url = {"grpc": server.grpc_url, "http": server.http_url}[protocol]
     with Client(url, protocol=protocol) as client:
         answer = client.generate(PROMPT, json_schema=SCHEMA, temperature=0, max_tokens=96)

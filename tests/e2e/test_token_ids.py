@@ -30,7 +30,7 @@ def test_token_ids_in_and_out(tiny_server, stream):
     assert not any("prompt_token_ids" in piece.outputs for piece in pieces[1:])
 
 
-def test_the_generate_endpoint_takes_and_gives_lists(tiny_server):
+def test_token_id_lists_over_the_generate_endpoint(tiny_server):
     status, body = post(tiny_server, {"input_ids": IDS, **SAMPLED, **ASKED})
     answer = json.loads(body)
     assert (status, answer["prompt_token_ids"], len(answer["token_ids"])) == (200, IDS, 12)
@@ -41,7 +41,7 @@ def test_the_generate_endpoint_takes_and_gives_lists(tiny_server):
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_scored_and_echoed_without_generating_anything(tiny_server, protocol, stream):
+def test_scoring_and_echoing_a_prompt_without_generation(tiny_server, protocol, stream):
     """Outputs without an element among what comes back."""
     wanted = {
         "max_tokens": 0,
@@ -67,7 +67,7 @@ def test_a_prompt_is_scored_and_echoed_without_generating_anything(tiny_server, 
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_client_library_has_them(tiny_server, protocol):
+def test_token_ids_in_the_client_library(tiny_server, protocol):
     url = {"grpc": tiny_server.grpc_url, "http": tiny_server.http_url}[protocol]
     asked = {"return_token_ids": True, "return_text_offsets": True, **SAMPLED}
     with Client(url, protocol=protocol) as client:

@@ -43,7 +43,7 @@ def expected(server, prompt, **sampling):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_curl_as_its_readme_shows(tiny_server, model):
+def test_curl_commands_of_the_upstream_readme(tiny_server, model):
     body = {"text_input": "What is machine learning?", "max_tokens": 8, "bad_words": "", "stop_words": ""}
     status, text = post(tiny_server, body, model=model)
     (said,) = expected(tiny_server, body["text_input"], max_tokens=8, temperature=0)
@@ -56,7 +56,7 @@ def test_curl_as_its_readme_shows(tiny_server, model):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_an_answer_over_grpc_and_http_without_a_stream_of_responses(tiny_server, model):
+def test_non_streaming_responses_over_grpc_and_http(tiny_server, model):
     """The models are decoupled, so plain calls need one that streams; the end is on the last response."""
     parts = answers(tiny_server, model, text_input=[["The sea"]], max_tokens=[[6]], stream=[[True]])
     (said,) = expected(tiny_server, "The sea", max_tokens=6, temperature=0)
@@ -67,7 +67,7 @@ def test_an_answer_over_grpc_and_http_without_a_stream_of_responses(tiny_server,
         assert client.get_model_config(model)["max_batch_size"] == 64
 
 
-def test_rows_are_told_apart_by_batch_index(tiny_server):
+def test_rows_are_identified_by_batch_index(tiny_server):
     prompts = ["The sea", "A mountain"]
     parts = answers(
         tiny_server,
@@ -85,14 +85,14 @@ def test_rows_are_told_apart_by_batch_index(tiny_server):
     idle(tiny_server)
 
 
-def test_whole_answers_of_a_batch_have_one_response_each(tiny_server):
+def test_each_row_of_a_non_streaming_batch_has_one_response(tiny_server):
     parts = answers(tiny_server, text_input=[["One"], ["Two"], ["Three"]], max_tokens=[[3]] * 3)
     assert sorted(part["batch_index"].item() for part in parts) == [0, 1, 2]
     assert all(part["text_output"][0].startswith((b"One", b"Two", b"Three")) for part in parts)
 
 
 @pytest.mark.parametrize(("seed", "least"), [("seed", "min_tokens"), ("random_seed", "min_length")])
-def test_sampling_with_either_generation_of_names(tiny_server, seed, least):
+def test_sampling_with_old_and_new_tensor_names(tiny_server, seed, least):
     values = {seed: [[11]], least: [[2]], "top_k": [[20]], "top_p": [[0.9]], "temperature": [[1.5]]}
     values |= {"repetition_penalty": [[1.1]], "presence_penalty": [[0.5]], "frequency_penalty": [[0.25]]}
     parts = answers(tiny_server, text_input=[["The sea"]], max_tokens=[[8]], exclude_input_in_output=[[True]], **values)
@@ -103,7 +103,7 @@ def test_sampling_with_either_generation_of_names(tiny_server, seed, least):
     assert text_of(parts).decode(errors="replace") == said
 
 
-def test_samples_are_told_apart_by_sequence_index(tiny_server):
+def test_samples_are_identified_by_sequence_index(tiny_server):
     sampling = {"n": 3, "seed": 5, "top_k": 30, "max_tokens": 6}
     parts = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[6]], num_return_sequences=[[3]], seed=[[5]], top_k=[[30]],
@@ -113,7 +113,7 @@ def test_samples_are_told_apart_by_sequence_index(tiny_server):
     assert [one.decode(errors="replace") for one in texts] == expected(tiny_server, "The sea", **sampling)
 
 
-def test_samples_over_http_come_on_generate_stream_alone(tiny_server):
+def test_several_samples_over_http_need_generate_stream(tiny_server):
     """Each is a response of its own, of which the server's `generate` takes one."""
     body = {"text_input": "The sea", "max_tokens": 4, "num_return_sequences": 2, "top_k": 30, "seed": 5}
     _, text = post(tiny_server, body, model="ensemble")  # the status says nothing of it
@@ -122,7 +122,7 @@ def test_samples_over_http_come_on_generate_stream_alone(tiny_server):
     assert sorted(json.loads(event.removeprefix("data: "))["sequence_index"] for event in events) == [0, 1]
 
 
-def test_beams_come_together(tiny_server):
+def test_beams_are_returned_together(tiny_server):
     (part,) = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[5]], beam_width=[[3]], exclude_input_in_output=[[True]],
         length_penalty=[[0.5]],
@@ -131,14 +131,14 @@ def test_beams_come_together(tiny_server):
     assert [one.decode(errors="replace") for one in part["text_output"]] == expected(tiny_server, "The sea", **sampling)
 
 
-def test_a_stop_word_ends_the_text_and_is_part_of_it(tiny_server):
+def test_a_stop_word_is_part_of_the_text(tiny_server):
     (whole,) = expected(tiny_server, "The sea", max_tokens=12, temperature=0)
     word = whole[3:5]
     parts = answers(tiny_server, text_input=[["The sea"]], max_tokens=[[12]], stop_words=[[word, ""]], stream=[[True]])
     assert text_of(parts).decode() == whole[: whole.index(word) + len(word)]
 
 
-def test_biased_and_bad_words(tiny_server):
+def test_embedding_bias_and_bad_words(tiny_server):
     asked = {"text_input": [["The sea"]], "max_tokens": [[6]], "exclude_input_in_output": [[True]]}
     (part,) = answers(tiny_server, **asked, embedding_bias_words=[["k", ""]], embedding_bias_weights=[[100.0, 1.0]])
     assert part["text_output"].tolist() == [b"kkkkkk"]
@@ -149,7 +149,7 @@ def test_biased_and_bad_words(tiny_server):
     assert part["text_output"].tolist() == [b"mmmmmm"]
 
 
-def test_an_end_id_ends_it(tiny_server):
+def test_end_id_ends_the_output(tiny_server):
     parts = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[9]], end_id=[[-1]], pad_id=[[0]], stream=[[True]],
         return_num_output_tokens=[[True]],
@@ -157,7 +157,7 @@ def test_an_end_id_ends_it(tiny_server):
     assert sum(part["num_output_tokens"].item() for part in parts) == 9
 
 
-def test_log_probabilities(tiny_server):
+def test_log_probs(tiny_server):
     parts = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[6]], return_log_probs=[[True]], end_id=[[-1]],
         stream=[[True]],
@@ -168,7 +168,7 @@ def test_log_probabilities(tiny_server):
     assert parts[-1]["cum_log_probs"].item() == pytest.approx(every.sum(), abs=1e-4)
 
 
-def test_log_probabilities_of_beams(tiny_server):
+def test_log_probs_of_beams(tiny_server):
     (part,) = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[5]], beam_width=[[2]], return_log_probs=[[True]],
         end_id=[[-1]],
@@ -185,7 +185,7 @@ def test_log_probabilities_of_beams(tiny_server):
         ("ebnf_grammar", 'root ::= "yes" | "no"', r"yes|no"),
     ],
 )
-def test_guides(tiny_server, kind, guide, form):
+def test_guided_decoding_over_the_server(tiny_server, kind, guide, form):
     parts = answers(
         tiny_server, text_input=[["The sea"]], max_tokens=[[12]], guided_decoding_guide_type=[[kind]],
         guided_decoding_guide=[[guide]], stream=[[True]],
@@ -193,7 +193,7 @@ def test_guides(tiny_server, kind, guide, form):
     assert re.fullmatch(form, text_of(parts).decode())
 
 
-def test_what_the_cache_had_and_how_long_it_took(tiny_server):
+def test_perf_metrics(tiny_server):
     asked = {"text_input": [["What a cache has it need not compute"]], "max_tokens": [[4]]}
     first, second = (answers(tiny_server, **asked, return_perf_metrics=[[True]])[-1] for _ in range(2))
     assert all(value.shape == (1, 1) for name, value in first.items() if name != "text_output")
@@ -219,14 +219,14 @@ def test_what_the_cache_had_and_how_long_it_took(tiny_server):
         ({"text_input": [[""]]}, "INVALID_ARGUMENT: text_input: the prompt is empty; give at least one character"),
     ],
 )
-def test_bad_input_is_named(tiny_server, values, message):
+def test_bad_input_is_rejected_by_name(tiny_server, values, message):
     with pytest.raises(InferenceServerException) as caught:
         answers(tiny_server, **{"text_input": [["The sea"]], "max_tokens": [[4]]} | values)
     assert caught.value.message().startswith(message)
     idle(tiny_server)
 
 
-def test_one_bad_row_ends_the_request_once(tiny_server):
+def test_one_bad_row_fails_the_request_once(tiny_server):
     with opened(tiny_server) as stream:
         stream.send(text_input=[["One"], ["Two"]], max_tokens=[[40], [5000]], end_id=[[-1], [-1]])
         with pytest.raises(InferenceServerException, match="max_tokens=5000"):
@@ -237,7 +237,7 @@ def test_one_bad_row_ends_the_request_once(tiny_server):
 
 
 @pytest.mark.parametrize("name", [7, "mine"])
-def test_a_session_goes_through(server, name):
+def test_sessions_through_the_relay(server, name):
     counts = []
     with opened(server) as stream:
         for turn, prompt in enumerate(("Count: one, two,", " and")):
@@ -255,7 +255,7 @@ def test_a_session_goes_through(server, name):
     idle(server)
 
 
-def test_a_deadline_goes_through(server):
+def test_timeouts_through_the_relay(server):
     with opened(server) as stream:
         asked = inputs(text_input=[["The sea"]], max_tokens=[[2000]], end_id=[[-1]], return_num_output_tokens=[[True]])
         stream.client.async_stream_infer(stream.model, asked, timeout=1_000_000, enable_empty_final_response=True)
@@ -264,14 +264,14 @@ def test_a_deadline_goes_through(server):
     idle(server)
 
 
-def test_parameters_that_it_has_no_tensors_for_reach_the_engine(tiny_server):
+def test_other_request_parameters_reach_the_engine(tiny_server):
     body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "cache_salt": "mine", "min_p": 0.1}}
     assert post(tiny_server, body, model="ensemble")[0] == 200
     status, text = post(tiny_server, body | {"parameters": {"prioritty": 3}}, model="ensemble")
     assert (status, "did you mean priority?" in text) == (400, True)
 
 
-def test_a_client_that_leaves_ends_the_engines_requests(server):
+def test_a_disconnected_client_ends_the_engine_requests(server):
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
     long = {"max_tokens": [[2000]] * 2, "end_id": [[-1]] * 2}
     with opened(server) as stream:
@@ -282,7 +282,7 @@ def test_a_client_that_leaves_ends_the_engines_requests(server):
     idle(server)
 
 
-def test_many_streams_at_once(tiny_server):
+def test_many_concurrent_streams(tiny_server):
     """More than the server has threads to send with, most of them waiting in the engine's queue."""
     with opened(tiny_server) as stream:
         for index in range(80):
@@ -316,7 +316,7 @@ def greedy(tiny, prompt, tokens):
     return found[0, len(prompt) :].tolist()
 
 
-def test_tokens_are_those_of_the_model(tiny_server, tiny):
+def test_tokens_match_the_engine(tiny_server, tiny):
     expected = greedy(tiny, IDS, 6)
     parts = core(tiny_server)
     assert [token for part in parts for token in part["output_ids"][0, 0].tolist()] == expected
@@ -327,7 +327,7 @@ def test_tokens_are_those_of_the_model(tiny_server, tiny):
     assert part["output_ids"].tolist() == [[expected]]
 
 
-def test_rows_of_token_ids_are_padded_to_one_length(tiny_server, tiny):
+def test_rows_of_token_ids_are_padded(tiny_server, tiny):
     rows = {"input_ids": [IDS, [33, 34, 0, 0, 0]], "input_lengths": [[5], [2]]}
     both = {name: [[value], [value]] for name, value in {"request_output_len": 4, "end_id": -1}.items()}
     parts = answers(tiny_server, "tensorrt_llm", **rows, **both, exclude_input_in_output=[[True], [True]])
@@ -335,7 +335,7 @@ def test_rows_of_token_ids_are_padded_to_one_length(tiny_server, tiny):
     assert found == {0: greedy(tiny, IDS, 4), 1: greedy(tiny, [33, 34], 4)}
 
 
-def test_an_end_id_is_no_part_of_the_tokens_and_a_stop_word_is(tiny_server, tiny):
+def test_output_ids_include_stop_words_but_not_end_id(tiny_server, tiny):
     expected = greedy(tiny, IDS, 6)
     last = next(index for index in range(1, 6) if expected[index] not in expected[:index])
     asked = {"streaming": [[False]], "exclude_input_in_output": [[True]], "return_num_output_tokens": [[True]]}
@@ -346,7 +346,7 @@ def test_an_end_id_is_no_part_of_the_tokens_and_a_stop_word_is(tiny_server, tiny
     assert part["output_ids"].tolist() == [[expected[: last + 1]]]
 
 
-def test_words_of_several_tokens(tiny_server, tiny):
+def test_stop_and_bad_words_of_several_tokens(tiny_server, tiny):
     expected = greedy(tiny, IDS, 6)
     asked = {"exclude_input_in_output": [[True]], "return_num_output_tokens": [[True]]}
     for streaming in (False, True):
@@ -366,7 +366,7 @@ def test_words_of_several_tokens(tiny_server, tiny):
         core(tiny_server, bad_words_list=[[[1, 320], [2, -1]]])
 
 
-def test_biased_tokens(tiny_server):
+def test_embedding_bias_of_tokens(tiny_server):
     bias = np.zeros((1, 320), np.float32)
     bias[0, 77] = 100
     (part,) = core(tiny_server, embedding_bias=bias, streaming=[[False]], exclude_input_in_output=[[True]])
@@ -382,7 +382,7 @@ def test_beams_of_token_ids(tiny_server):
     assert part["sequence_length"].tolist() == [[6, 6, 6]]
 
 
-def test_what_its_own_tests_send_beside(tiny_server):
+def test_extra_inputs_of_the_upstream_tests(tiny_server):
     """A pad token for a decoder that has none, and settings with their default values."""
     parts = core(
         tiny_server, decoder_input_ids=[[0]], decoder_input_lengths=[[1]], runtime_top_p_decay=[[1.0]],
@@ -392,7 +392,7 @@ def test_what_its_own_tests_send_beside(tiny_server):
     assert parts[-1]["kv_cache_alloc_total_blocks"] > 0
 
 
-def test_bad_token_ids_are_named(tiny_server):
+def test_bad_token_ids_are_rejected_by_name(tiny_server):
     with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: request_output_len=999: must be"):
         core(tiny_server, request_output_len=[[999]])
     with pytest.raises(InferenceServerException, match=r"^INVALID_ARGUMENT: input_ids"):
@@ -400,7 +400,7 @@ def test_bad_token_ids_are_named(tiny_server):
     idle(tiny_server)
 
 
-def test_stop_ends_the_request_of_that_id(server):
+def test_stop_ends_the_request_with_that_id(server):
     """As the client of tensorrtllm_backend sends it, on the same stream; both end without an error, and the request
     with the tokens that there are."""
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
@@ -447,7 +447,7 @@ def tensor(model, name, value):
 
 
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
-def test_every_tensor_of_its_namesake_is_declared_and_may_be_sent(tiny_server, model):
+def test_every_upstream_tensor_is_declared_and_accepted(tiny_server, model):
     """Those that are not served: where they ask for something they are refused by name, where they ask for nothing they
     do no harm."""
     needed = {"text_input": b"The sea", "max_tokens": 2, "input_ids": 40, "input_lengths": 1, "request_output_len": 2}
@@ -494,7 +494,7 @@ def refusal(server):
     return None
 
 
-def test_the_engine_may_be_unloaded_and_loaded_again(tiny, tmp_path):
+def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
     """By hand, which this server allows. What is open ends first, as where clients ask the engine itself."""
     for name in ("paged_llm", "ensemble"):
         shutil.copytree(Path(__file__).parents[2] / "model_repository" / name, tmp_path / name)
@@ -530,7 +530,7 @@ def kill(server, model):
     raise AssertionError(f"no process of {model}")
 
 
-def test_what_a_model_that_dies_leaves_behind(tiny, tmp_path):
+def test_a_killed_model_leaves_nothing_behind(tiny, tmp_path):
     """Neither blocks of the engine's, nor clients that wait for it. The server itself loses what was open in a model of
     its own that dies. What is open has a hundred thousand tokens to come: it does not end before."""
     shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
@@ -552,7 +552,7 @@ def test_what_a_model_that_dies_leaves_behind(tiny, tmp_path):
         server.kill()  # it would wait for what it has lost
 
 
-def test_streams_that_are_open_at_sigterm_still_end(tiny):
+def test_open_streams_finish_after_sigterm_through_the_relay(tiny):
     long = ASKED | {"max_tokens": [[200]], "return_num_output_tokens": [[True]]}
     with TritonServer(tiny[0], {"dtype": "float32"}) as server, opened(server, "ensemble") as stream:
         stream.send(**long)

@@ -91,7 +91,7 @@ def client(tiny_server):
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_outputs_come_when_asked_for_with_an_element_for_each_sample(client, stream, n, asked):
+def test_requested_outputs_have_one_element_per_sample(client, stream, n, asked):
     sampling = SAMPLING | {"n": str(n), "temperature": "1", "logprobs": "1", "seed": "5"}
     client.send(
         text_input=PROMPT,
@@ -111,7 +111,7 @@ def test_outputs_come_when_asked_for_with_an_element_for_each_sample(client, str
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_tells_deltas_and_the_whole_answer_their_sum(client, n):
+def test_streamed_deltas_add_up_to_the_whole(client, n):
     asked = dict.fromkeys(ASKED, True)
     sampling = SAMPLING | {"temperature": 1, "seed": 3, "n": n, "logprobs": 0, "max_tokens": 12}
     client.send(text_input=PROMPT, stream=True, sampling_parameters=sampling, **asked)
@@ -137,19 +137,19 @@ def test_a_stream_tells_deltas_and_the_whole_answer_their_sum(client, n):
     assert [final(part) for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
-def test_logprobs_are_null_for_who_samples_without(client):
+def test_logprobs_are_null_unless_requested_in_sampling(client):
     client.send(text_input=PROMPT, sampling_parameters=SAMPLING | {"n": 2, "temperature": 1}, return_logprobs=True)
     (result,) = client.all()
     assert result.as_numpy("logprobs").tolist() == [b"null", b"null"]
 
 
-def test_sixteen_tokens_where_nobody_says_how_many(client):
+def test_max_tokens_defaults_to_sixteen(client):
     client.send(text_input=PROMPT, sampling_parameters=SAMPLING, return_num_output_tokens=True)
     (result,) = client.all()
     assert result.as_numpy("num_output_tokens").tolist() == [16]
 
 
-def test_parameters_come_as_a_tensor_or_with_the_request(client):
+def test_parameters_as_a_tensor_or_request_parameters(client):
     answers = []
     wanted = SAMPLING | {"max_tokens": "7"}
     for parameters, tensor in ((None, wanted), (wanted, None), (wanted | {"max_tokens": 3}, wanted), (wanted, wanted)):
@@ -162,7 +162,7 @@ def test_parameters_come_as_a_tensor_or_with_the_request(client):
 
 
 @pytest.mark.parametrize(("exclude", "prompt"), [(None, PROMPT), (False, PROMPT), (True, "")])
-def test_the_prompt_goes_before_each_whole_answer_unless_excluded(client, exclude, prompt):
+def test_the_prompt_is_prepended_unless_excluded(client, exclude, prompt):
     inputs = {} if exclude is None else {"exclude_input_in_output": exclude}
     client.send(text_input=PROMPT, sampling_parameters=SAMPLING | {"n": 3, "temperature": 1, "seed": 1}, **inputs)
     (result,) = client.all()
@@ -171,13 +171,13 @@ def test_the_prompt_goes_before_each_whole_answer_unless_excluded(client, exclud
 
 
 @pytest.mark.parametrize("exclude", [None, True])
-def test_a_stream_never_has_the_prompt(client, exclude):
+def test_a_stream_never_includes_the_prompt(client, exclude):
     inputs = {} if exclude is None else {"exclude_input_in_output": exclude}
     client.send(text_input=PROMPT, stream=True, sampling_parameters=SAMPLING, **inputs)
     assert not "".join(text for result in client.all() for text in texts(result)).startswith(PROMPT)
 
 
-def test_a_stream_that_is_to_have_it_is_refused_in_these_very_words(client):
+def test_streaming_with_the_prompt_is_rejected_with_the_upstream_message(client):
     client.send(text_input=PROMPT, stream=True, exclude_input_in_output=False, sampling_parameters=SAMPLING)
     letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
     assert client.error().message() == letter
@@ -193,12 +193,12 @@ def test_a_stream_that_is_to_have_it_is_refused_in_these_very_words(client):
         ({"stream": True}, "text_input"),
     ],
 )
-def test_an_error_has_the_prefix_that_clients_look_for(client, inputs, reason):
+def test_errors_have_the_upstream_prefix(client, inputs, reason):
     client.send(**inputs)
     assert client.error().message().startswith(f"Error generating stream: INVALID_ARGUMENT: {reason}")
 
 
-def test_two_prompts_in_one_stream_of_asyncio(tiny_server):
+def test_two_prompts_in_one_asyncio_stream(tiny_server):
     async def requests():
         for prompt in (PROMPT, "The future of AI is"):
             inputs = {"text_input": prompt, "stream": True, "sampling_parameters": SAMPLING}
@@ -220,7 +220,7 @@ def test_two_prompts_in_one_stream_of_asyncio(tiny_server):
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_the_body_that_its_readme_posts(tiny_server, endpoint):
+def test_the_request_body_of_the_upstream_readme(tiny_server, endpoint):
     """Tensors and sampling parameters side by side, in an object of their own."""
     parameters = {"stream": False, "temperature": 0, "max_tokens": 5, "ignore_eos": True, "return_finish_reason": True}
     status, text = post(tiny_server, {"text_input": PROMPT, "parameters": parameters}, endpoint)
@@ -230,7 +230,7 @@ def test_the_body_that_its_readme_posts(tiny_server, endpoint):
     assert answer["finish_reason"] == "length"
 
 
-def test_requests_of_a_stream_that_is_cancelled_end_as_one_cancellation(tiny_server):
+def test_cancelling_a_stream_cancels_its_requests_once(tiny_server):
     with connected(tiny_server) as client:
         for _ in range(30):
             client.send(text_input=PROMPT, sampling_parameters={"temperature": "0.75", "top_p": "0.9"})

@@ -6,7 +6,7 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
-from tests.support.in_process import generate_alone, running, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, tiny_assembly
 
 MAX_TOKENS = 16
 
@@ -21,7 +21,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def alone(tiny, prompts):
-    return [generate_alone(tiny[1], prompt, MAX_TOKENS) for prompt in prompts]
+    return [generate_with_transformers(tiny[1], prompt, MAX_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 8, 16, 64, 256])
@@ -51,7 +51,7 @@ SMALL = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64}
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("mode", "kind"), [("swap", "swapped"), ("recompute", "recomputed"), ("auto", "preemptions")])
-def test_both_kinds_of_preemption(tiny, prompts, alone, caching, mode, kind):
+def test_preemption_by_swap_and_by_recompute(tiny, prompts, alone, caching, mode, kind):
     options = {"swap_space": 0.01, "preemption_mode": mode, "enable_prefix_caching": caching}
     with running(tiny_assembly(tiny[0], **SMALL, **options)) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
@@ -60,7 +60,7 @@ def test_both_kinds_of_preemption(tiny, prompts, alone, caching, mode, kind):
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.001, 0.01])
-def test_a_second_time_around_the_cache_is_warm(tiny, prompts, alone, swap_space):
+def test_repeated_prompts_hit_the_prefix_cache(tiny, prompts, alone, swap_space):
     """From the device, from the host, and from a host's pool too small for all of it."""
     options = SMALL | {"swap_space": swap_space} if swap_space else {"num_gpu_blocks_override": 128}
     with running(tiny_assembly(tiny[0], **options)) as engine:
@@ -71,14 +71,14 @@ def test_a_second_time_around_the_cache_is_warm(tiny, prompts, alone, swap_space
         assert (stats.host_tokens > 0) == (swap_space > 0)
 
 
-def test_without_the_cache_nothing_is_found(tiny, prompts, alone):
+def test_disabled_prefix_caching_finds_no_hits(tiny, prompts, alone):
     with running(tiny_assembly(tiny[0], **SMALL, enable_prefix_caching=False)) as engine:
         for _ in range(2):
             assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
         assert engine.history[-1].stats.cached_tokens == 0
 
 
-def test_seeded_samples_survive_company_and_preemption(tiny, prompts):
+def test_seeded_samples_survive_batching_and_preemption(tiny, prompts):
     sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11}
     with running(tiny_assembly(tiny[0])) as engine:
         alone = [engine.generate([prompt], **sampling)[0] for prompt in prompts]
@@ -88,7 +88,7 @@ def test_seeded_samples_survive_company_and_preemption(tiny, prompts):
         assert engine.generate(prompts[:1], **sampling | {"seed": 12}) != alone[:1]
 
 
-def test_an_abort_changes_nothing_for_the_others(tiny, prompts, alone):
+def test_abort_does_not_change_other_requests(tiny, prompts, alone):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
         engine.step()
@@ -99,7 +99,7 @@ def test_an_abort_changes_nothing_for_the_others(tiny, prompts, alone):
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_an_aborted_request_frees_its_blocks_at_once(tiny, steps):
+def test_aborted_request_frees_its_blocks_immediately(tiny, steps):
     """While it waits, prefills (48 tokens at 16 a step) or decodes."""
     with running(tiny_assembly(tiny[0])) as engine:
         key = engine.submit([5] * 48, max_tokens=100)
@@ -112,7 +112,7 @@ def test_an_aborted_request_frees_its_blocks_at_once(tiny, steps):
         assert engine.history[-1].stats.waiting == 0
 
 
-def test_two_steps_are_in_flight_only_with_overlap(tiny, planning):
+def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
     """And a step too much is computed for a sequence whose end is not known yet, but none of it is seen."""
     assembly = tiny_assembly(tiny[0])
     calls = []
@@ -136,7 +136,7 @@ def test_two_steps_are_in_flight_only_with_overlap(tiny, planning):
     assert calls.count("schedule") == calls.count("commit") == 2 + planning
 
 
-def test_penalties_count_the_token_that_is_still_on_the_device(tiny, prompts):
+def test_penalties_include_the_token_still_on_the_device(tiny, prompts):
     sampling = {"max_tokens": MAX_TOKENS, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
     with running(tiny_assembly(tiny[0], async_scheduling=False)) as engine:
         in_turn = engine.generate(prompts, **sampling)
@@ -144,7 +144,7 @@ def test_penalties_count_the_token_that_is_still_on_the_device(tiny, prompts):
         assert engine.generate(prompts, **sampling) == in_turn
 
 
-def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
+def test_eos_and_stop_tokens_end_the_output(tiny, prompts, alone):
     end = alone[3][4]
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, stop_token_ids=[end]))
@@ -153,7 +153,7 @@ def test_end_of_sequence_and_stop_tokens_end_the_output(tiny, prompts, alone):
         assert output.finish is FinishReason.STOP
 
 
-def test_min_tokens_keeps_going(tiny, prompts, alone):
+def test_min_tokens_suppresses_stop_tokens(tiny, prompts, alone):
     end = alone[3][0]
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end]))
@@ -161,7 +161,7 @@ def test_min_tokens_keeps_going(tiny, prompts, alone):
         assert end not in output.tokens[:6]
 
 
-def test_a_failing_step_ends_its_requests_and_the_engine_lives(tiny, prompts, alone):
+def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
     assembly = tiny_assembly(tiny[0])
     layer = assembly.loaded.model.model.layers[1]
     with running(assembly) as engine:
@@ -177,7 +177,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_lives(tiny, prompts, al
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 
-def test_a_step_that_fails_late_takes_what_was_built_on_it_along(tiny, prompts, alone):
+def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
     """As on a GPU, where an error shows when the tokens are fetched."""
     assembly = tiny_assembly(tiny[0])
     launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device lost its mind")])
@@ -199,7 +199,7 @@ def test_a_step_that_fails_late_takes_what_was_built_on_it_along(tiny, prompts, 
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 
-def test_a_prompt_as_long_as_the_model_allows(tiny):
+def test_prompt_of_maximum_length(tiny):
     prompt = [random.Random(2).randrange(3, 320) for _ in range(255)]
     with running(tiny_assembly(tiny[0])) as engine:
-        assert engine.generate([prompt], max_tokens=1) == [generate_alone(tiny[1], prompt, 1)]
+        assert engine.generate([prompt], max_tokens=1) == [generate_with_transformers(tiny[1], prompt, 1)]

@@ -24,12 +24,12 @@ from tests.support.streams import POOL, STATS
 @pytest.fixture
 def responder():
     made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    made.start(SimpleNamespace(seconds_in_turn=0.0))
+    made.start(SimpleNamespace(busy_seconds=0.0))
     yield made
     made.stop()
 
 
-def test_all_who_ask_get_the_next_map_once(responder):
+def test_every_caller_gets_next_pool_map_once(responder):
     one, other, late = Sent(), Sent(), Sent()
     responder.look(one.channel())
     responder.look(other.channel())
@@ -55,7 +55,7 @@ def test_all_who_ask_get_the_next_map_once(responder):
     assert one.empty() and other.empty()
 
 
-def test_whoever_has_a_map_finds_the_metrics_say_the_same():
+def test_metrics_match_pool_map():
     shown, held = [], []
 
     class Shown(Metrics):
@@ -68,7 +68,7 @@ def test_whoever_has_a_map_finds_the_metrics_say_the_same():
             super().send(response, flags)
 
     responder = Responder(Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    responder.start(SimpleNamespace(seconds_in_turn=0.0))
+    responder.start(SimpleNamespace(busy_seconds=0.0))
     for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
         sent = Reader()
         responder.look(sent.channel())
@@ -78,7 +78,7 @@ def test_whoever_has_a_map_finds_the_metrics_say_the_same():
     responder.stop()
 
 
-def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder):
+def test_engine_failure_answers_waiting_and_new_callers(responder):
     waiting, late = Sent(), Sent()
     responder.look(waiting.channel())
     responder.emit(EngineDied("the engine died: it did"))
@@ -87,9 +87,9 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(responder
         assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
 
 
-def test_an_engine_that_does_not_answer_keeps_nobody():
+def test_stalled_engine_times_out_pool_map():
     made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0), Sent()
-    made.start(SimpleNamespace(seconds_in_turn=0.0))
+    made.start(SimpleNamespace(busy_seconds=0.0))
     made.look(waiting.channel())
     reason = "the engine has not told what its pool holds within 0 s"
     assert waiting.the_only() == ({}, f"Error generating stream: UNAVAILABLE: {reason}", True)
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_answer_keeps_nobody():
     assert waiting.empty()
 
 
-def test_one_clients_trouble_is_not_the_others(responder):
+def test_send_failure_affects_only_its_client(responder):
     broken, whole = Sent(trouble=1), Sent()
     responder.look(broken.channel())
     responder.look(whole.channel())
@@ -107,7 +107,7 @@ def test_one_clients_trouble_is_not_the_others(responder):
     assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
 
 
-def test_the_pool_of_a_scheduler_at_work():
+def test_pool_map_of_running_scheduler():
     """Two samples of a prompt of two blocks and a bit, a token later: a block that both hold counts once."""
     scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
     scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
@@ -127,7 +127,7 @@ def test_the_pool_of_a_scheduler_at_work():
     assert (pool.tokens, pool.stats.running) == (0, 0)
 
 
-def test_the_engine_makes_one_map_for_all_who_ask_between_two_steps(tiny):
+def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
     assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
     engine = assembly.engine(steps.put)
     for _ in range(5):

@@ -51,7 +51,7 @@ def probed(ask, salt, pairs, seed=1, length=LENGTH):
     return known, unknown
 
 
-def test_another_salt_sees_no_difference_and_the_same_salt_does(tiny):
+def test_cache_salt_hides_step_counts(tiny):
     with running(tiny_assembly(tiny[0], **POOL)) as engine:
         for salt, pairs in ((None, 1000), ("victim", 50)):
             known, unknown = probed(functools.partial(steps_of, engine), salt, pairs)
@@ -63,7 +63,7 @@ def test_another_salt_sees_no_difference_and_the_same_salt_does(tiny):
 
 
 @pytest.mark.nightly
-def test_on_the_clock_it_is_the_same(tiny, in_time, figures):
+def test_cache_salt_hides_time_to_first_token(tiny, in_time, figures):
     """Seconds to the first token, as a client has them, of 200,000 probes, or as many as there is time for."""
     areas, hits = {}, []  # tokens that a probe of another salt has found
     with serving(tiny[0], **POOL) as server:

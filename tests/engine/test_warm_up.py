@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paged_kernels import launch
-from paged_kernels.launch import PIECES, Device
+from paged_kernels.launch import DEFAULT_ROW_TILES, Device
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 
@@ -21,7 +21,7 @@ from paged_backend.scheduling.plan import Chunk, Plan, Scored
 from paged_backend.scheduling.sequence import Group
 from tests.support.in_process import tiny_assembly
 
-LARGEST, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes
+MAX_CODE, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes
 
 
 class Memory:
@@ -34,9 +34,9 @@ class Memory:
         self.cached = 100  # given back, and something new
         self.for_good = WORKSPACE
         drafts = sum(kind.queries == 1 and not kind.shared for kind in every) if runner.drafter else 0
-        self.recorded = max(kind.rows for kind in every) * LARGEST + EACH * (len(every) + drafts)
+        self.recorded = max(kind.rows for kind in every) * MAX_CODE + EACH * (len(every) + drafts)
 
-    def forget(self):
+    def release_graphs(self):
         self.recorded = 0
 
     def empty(self):
@@ -46,24 +46,26 @@ class Memory:
         return 10**6 - self.cached - self.for_good - self.recorded, 10**6
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shares_prefixes", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("guesses", [0, 4])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
-def test_the_memory_of_recorded_steps_is_foreseen(monkeypatch, max_num_seqs, guesses, drafts, shares):
+def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, guesses, drafts, shares_prefixes):
     memory = Memory()
     monkeypatch.setattr(warm_up, "record", memory.record)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
     kv = SimpleNamespace(device=torch.device("cuda"))
-    runner = SimpleNamespace(kv=kv, shares=shares, drafter=drafts, forget=memory.forget)
+    runner = SimpleNamespace(
+        kv=kv, shares_prefixes=shares_prefixes, drafter=drafts, release_graphs=memory.release_graphs
+    )
     options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": guesses}
     config = EngineConfig.from_options({"model": "x"} | options)
     foreseen = warm_up.graph_bytes(config, None, runner)
-    memory.record(config, None, runner, warm_up.kinds_of(config, runner))
+    memory.record(config, None, runner, warm_up.graph_shapes_of(config, runner))
     assert foreseen == memory.recorded
-    kinds = graphs.kinds(max_num_seqs, 512, queries=1 + guesses, shared=shares)
-    assert warm_up.kinds_of(config, runner) == kinds
+    graph_shapes = graphs.graph_shapes(max_num_seqs, 512, queries=1 + guesses, shared=shares_prefixes)
+    assert warm_up.graph_shapes_of(config, runner) == graph_shapes
 
 
 def compiled(plan, heads, kv_heads, group):
@@ -79,12 +81,12 @@ def compiled(plan, heads, kv_heads, group):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3)])
-def test_no_attention_is_compiled_while_serving(heads, kv_heads):
+def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
     config = EngineConfig.from_options({"model": "x", "max_num_seqs": 64, "max_num_batched_tokens": 2048})
     group = heads // kv_heads
     known = {
         one
-        for plan in warm_up.rehearsals(config, 16384, 320)
+        for plan in warm_up.warm_up_plans(config, 16384, 320)
         for sharing in (None, group)
         for one in compiled(plan, heads, kv_heads, sharing)
     }
@@ -108,19 +110,23 @@ def test_no_attention_is_compiled_while_serving(heads, kv_heads):
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
-def test_no_piece_of_a_row_is_compiled_while_serving(max_num_seqs, monkeypatch):
+def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     """With a table in which pieces differ wherever they may."""
     monkeypatch.setattr(launch, "_tables", {})
-    warps = zip(launch.ROWS, (1, 2, 4), strict=True)
-    entries = [(launch.RowFacts(kind, 4096, rows), launch.Piece(1024, n)) for rows, n in warps for kind in PIECES]
-    launch.use_table(launch.table_of("sm_91", None, entries))
+    warps = zip(launch.ROW_BUCKETS, (1, 2, 4), strict=True)
+    entries = [
+        (launch.RowTuningKey(kind, 4096, rows), launch.RowTile(1024, n))
+        for rows, n in warps
+        for kind in DEFAULT_ROW_TILES
+    ]
+    launch.use_table(launch.make_table("sm_91", None, entries))
 
     def taken(kind, rows):
-        return launch.piece(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
+        return launch.row_tile(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
 
     options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
-    plans = list(warm_up.rehearsals(EngineConfig.from_options(options), 16384, 320))
-    for kind in PIECES:
+    plans = list(warm_up.warm_up_plans(EngineConfig.from_options(options), 16384, 320))
+    for kind in DEFAULT_ROW_TILES:
         assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
     drawn = {}
     for plan in plans:
@@ -132,14 +138,14 @@ def test_no_piece_of_a_row_is_compiled_while_serving(max_num_seqs, monkeypatch):
         assert found >= {taken("sampling", rows) for rows in range(1, max_num_seqs + 1)}
 
 
-def test_what_is_rehearsed_can_be_run(tiny):
+def test_every_warm_up_plan_can_run(tiny):
     """In pools of one block, by every runner."""
     assembly = tiny_assembly(tiny[0])
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
-    kinds = set()
-    for plan in warm_up.rehearsals(EngineConfig.from_options(options), 256, 320):
+    graph_shapes = set()
+    for plan in warm_up.warm_up_plans(EngineConfig.from_options(options), 256, 320):
         drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
         assert len(drawn) == sum(len(chunk.scored) + 1 for chunk in plan.chunks)
-        kinds |= set(map(type, drawn))
-    assert kinds == {int, Scored, tuple}
+        graph_shapes |= set(map(type, drawn))
+    assert graph_shapes == {int, Scored, tuple}

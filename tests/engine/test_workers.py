@@ -69,7 +69,7 @@ def both(alone, shared, run):
     return found
 
 
-def test_prompts_are_embedded_alike(alone, shared):
+def test_embeddings_match_a_single_process(alone, shared):
     first, *others = both(
         alone, shared, lambda engine: [one.hidden for one in engine.wait(*map(engine.embed, PROMPTS))]
     )
@@ -78,7 +78,7 @@ def test_prompts_are_embedded_alike(alone, shared):
             torch.testing.assert_close(torch.tensor(hidden), torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_holds_its_part_of_weights_keys_and_values(alone, shared):
+def test_rank_holds_its_share_of_weights_and_kv_cache(alone, shared):
     assert [assembly.runner.kv.layers[0].keys.shape[1] for assembly in (alone, shared)] == [2, 1]
     assert alone.scheduler.blocks.num_blocks == shared.scheduler.blocks.num_blocks
     whole, part = (
@@ -97,12 +97,12 @@ def test_a_rank_holds_its_part_of_weights_keys_and_values(alone, shared):
         {"beam_width": 3},
     ],
 )
-def test_tokens_are_those_of_one_process(alone, shared, sampling):
+def test_tokens_match_a_single_process(alone, shared, sampling):
     one, two, ahead = both(alone, shared, lambda engine: engine.generate(PROMPTS, max_tokens=12, **sampling))
     assert one == two == ahead
 
 
-def test_log_probabilities_are_those_of_one_process(alone, shared):
+def test_logprobs_match_a_single_process(alone, shared):
     def run(engine):
         wanted = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}
         outputs = engine.wait(*[engine.submit(prompt, **wanted) for prompt in PROMPTS])
@@ -115,7 +115,7 @@ def test_log_probabilities_are_those_of_one_process(alone, shared):
         assert [entry.logprob for entry in others] == pytest.approx([entry.logprob for entry in one], abs=1e-4)
 
 
-def test_the_tokens_that_rank_0_draws_are_those_that_count(alone, shared, monkeypatch):
+def test_tokens_sampled_by_rank_0_are_used(alone, shared, monkeypatch):
     """Also where the next step is launched before the host has seen them."""
     plain = runner.sample
     monkeypatch.setattr(runner, "sample", lambda logits, batch: (plain(logits, batch) + 1) % 320)
@@ -123,7 +123,7 @@ def test_the_tokens_that_rank_0_draws_are_those_that_count(alone, shared, monkey
     assert one == two == ahead
 
 
-def test_blocks_are_shared_found_and_copied_on_write_by_all_ranks(alone, shared):
+def test_all_ranks_share_cache_and_copy_on_write_blocks(alone, shared):
     def run(engine):
         prompt = list(range(100, 118))  # ends inside a block
         first, _ = beams(engine, prompt, None, n=2, temperature=1.0, seed=3)
@@ -136,7 +136,7 @@ def test_blocks_are_shared_found_and_copied_on_write_by_all_ranks(alone, shared)
     assert one == two == ahead
 
 
-def test_preempted_requests_move_to_the_hosts_memory_of_all_ranks(alone, shared):
+def test_all_ranks_swap_preempted_requests(alone, shared):
     def run(engine):
         before = engine.assembly.scheduler.stats
         tokens = engine.generate([[50 + i, *range(20)] for i in range(4)], max_tokens=20)
@@ -150,7 +150,7 @@ def test_preempted_requests_move_to_the_hosts_memory_of_all_ranks(alone, shared)
 
 
 @pytest.mark.parametrize("shared", [{"load_format": "dummy", "num_speculative_tokens": 3}], indirect=True)
-def test_random_weights_and_guesses_are_shared_until_a_process_dies_and_ends_the_engine(directory, shared):
+def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(directory, shared):
     with running(tiny_assembly(directory, **OPTIONS, load_format="dummy")) as engine:
         expected = engine.generate(PROMPTS, max_tokens=8)
     with running(shared) as engine:
@@ -164,7 +164,7 @@ def test_random_weights_and_guesses_are_shared_until_a_process_dies_and_ends_the
         assert not engine.engine.alive
 
 
-def test_a_process_ends_with_that_of_rank_0_and_leaves_no_file(tmp_path):
+def test_worker_process_exits_with_rank_0_and_leaves_no_file(tmp_path):
     """Which holds the other end of a pipe, and closes it whatever it dies of."""
     scratch = tmp_path / "paged-ranks-x"
     scratch.mkdir()
@@ -179,13 +179,13 @@ def test_a_process_ends_with_that_of_rank_0_and_leaves_no_file(tmp_path):
         worker.channel.close()
 
 
-def test_a_process_that_does_not_start_is_named(directory, monkeypatch):
+def test_rank_that_does_not_start_is_named(directory, monkeypatch):
     monkeypatch.setattr(parallel_workers, "interpreter", lambda: "/bin/false")
     with pytest.raises(ConfigError, match="tensor_parallel_size: rank 1 did not start: its process ended with code 1"):
         tiny_assembly(directory, tensor_parallel_size=2)
 
 
-def test_a_model_that_does_not_divide_is_refused(directory, tmp_path):
+def test_indivisible_model_is_rejected(directory, tmp_path):
     with pytest.raises(ConfigError, match="tensor_parallel_size=3: must divide 4, the model's num_attention_heads"):
         tiny_assembly(directory, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must divide 2, the model's num_key_value_heads"):
@@ -195,13 +195,13 @@ def test_a_model_that_does_not_divide_is_refused(directory, tmp_path):
         tiny_assembly(tmp_path, tensor_parallel_size=2)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the GPUs that are visible"):
         parallel.check_devices(config, torch.device("cuda", 0))
 
 
-def test_files_of_whole_blocks_are_refused(directory, tmp_path):
+def test_disk_cache_with_tensor_parallelism_is_rejected(directory, tmp_path):
     with pytest.raises(ConfigError, match=r"disk_cache_dir=.*tensor_parallel_size=2"):
         tiny_assembly(directory, tensor_parallel_size=2, swap_space=0.001, disk_cache_dir=str(tmp_path))

@@ -17,7 +17,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import engine as engine_module
 from paged_backend.engine import warm_up
 from paged_backend.execution import drafter, graphs, runner
-from paged_backend.execution.batch import Uniform, pack
+from paged_backend.execution.batch import UniformBatch, pack
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from tests.support.in_process import WAIT, running, tiny_assembly
@@ -42,7 +42,7 @@ class Rerun:
 
 
 @pytest.fixture
-def recorder(monkeypatch):
+def graph_capture(monkeypatch):
     made = Rerun()
     monkeypatch.setattr(warm_up, "recorder", lambda device: made)
     return made
@@ -61,15 +61,15 @@ def plain(tiny, prompts):
 
 @pytest.mark.usefixtures("planning")
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
-def test_replayed_steps_give_the_same_tokens(tiny, prompts, plain, recorder, max_num_seqs):
+def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, graph_capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert set(recorder.replays) <= set(graphs.sizes(max_num_seqs))
-    assert recorder.replays
+    assert set(graph_capture.replays) <= set(graphs.capture_batch_sizes(max_num_seqs))
+    assert graph_capture.replays
 
 
 @pytest.mark.usefixtures("planning")
-def test_samples_seeds_penalties_and_beams_through_replays(tiny, prompts, recorder, monkeypatch):
+def test_samples_penalties_and_beams_with_replay(tiny, prompts, graph_capture, monkeypatch):
     requests = [
         {"n": 3, "temperature": 1.0, "seed": 4},
         {"temperature": 1.0, "top_p": 0.9, "seed": 5},
@@ -91,15 +91,15 @@ def test_samples_seeds_penalties_and_beams_through_replays(tiny, prompts, record
             return sorted(found, key=lambda one: one[:2])
 
     replayed = outputs()
-    assert recorder.replays
+    assert graph_capture.replays
     monkeypatch.setattr(warm_up, "recorder", lambda device: None)
     assert replayed == outputs()
 
 
 @pytest.mark.parametrize("prompt", [300, 200])
-def test_a_guess_of_one_sequence_leaves_the_others_their_shared_prefix(prompt, monkeypatch):
+def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeypatch):
     """Rows beside those that guess get more rows only where they do not share: that is for single rows alone."""
-    monkeypatch.setattr(cascade, "LEAST_SAVED", 256)
+    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 256)
     chunks = []
     for key, guesses in enumerate([(1, 2, 3), (), (), ()]):
         sampling = SamplingParams(max_tokens=9)
@@ -107,8 +107,8 @@ def test_a_guess_of_one_sequence_leaves_the_others_their_shared_prefix(prompt, m
         sequence.blocks = [*range(18), 20 + key]
         sequence.tokens.extend(guesses)
         chunks.append(Chunk(sequence, prompt - 1, 1 + len(guesses), (sequence,), (), guesses))
-    packed = pack(Plan(tuple(chunks)), block_size=16, group=4, uniform=Uniform(queries=4, seqs=8))
-    if prompt > cascade.LEAST_SHARED:
+    packed = pack(Plan(tuple(chunks)), block_size=16, group=4, uniform=UniformBatch(queries=4, seqs=8))
+    if prompt > cascade.MIN_SHARED_TOKENS:
         assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
         assert packed.paging.query_starts.tolist() == [0, 4, 5, 6, 7]
     else:
@@ -116,20 +116,20 @@ def test_a_guess_of_one_sequence_leaves_the_others_their_shared_prefix(prompt, m
         assert packed.paging.query_starts.tolist() == [0, 4, 8, 12, 16]
 
 
-def test_rows_of_padding_write_nothing(tiny, recorder):
+def test_padding_rows_write_nothing(tiny, graph_capture):
     """A step of 5 rows is padded to 8: every slot of the pool that no sequence holds stays as it was."""
     assembly = tiny_assembly(tiny[0], enable_prefix_caching=False)
     keys = assembly.runner.kv.layers[0].keys
     with running(assembly) as engine:
         engine.generate([[5, 6, 7]] * 5, max_tokens=6)
-    assert 8 in recorder.replays
+    assert 8 in graph_capture.replays
     written = {block for block in range(len(keys)) if keys[block].any()}
     assert len(written) == 5 * 2  # 3 tokens of the prompt and 5 of the output, in blocks of 4
 
 
 @pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded, guesses):
+def test_shared_prefixes_are_passed_to_attention(tiny, graph_capture, monkeypatch, recorded, guesses):
     """What attention is told of shared prefixes is true in every step, replayed or not, and changes no token."""
     prefix = [7, 8, 9, 10, 11, 12, 13, 14, 15]
     prompts = [[*prefix, 20 + key] for key in range(5)] + [[99, 98, 97]]
@@ -138,8 +138,8 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded, 
         engine.generate(prompts[:1], **options)
         expected = engine.generate(prompts, **options)
     monkeypatch.setattr(runner, "_group", lambda model, device: 2)
-    monkeypatch.setattr(cascade, "LEAST_SHARED", 8)
-    monkeypatch.setattr(cascade, "LEAST_SAVED", 8)
+    monkeypatch.setattr(cascade, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 8)
     monkeypatch.setattr(graphs, "FEW_ROWS", 4)
     forward, told = runner.Runner._forward, []
 
@@ -164,7 +164,7 @@ def test_rows_that_share_a_prefix_say_so(tiny, recorder, monkeypatch, recorded, 
         assert engine.generate(prompts, **options) == expected
     assert [8, 8, 8, 8, 8] in [lens for lens, _ in told]
     assert any(seqs == 32 for _, seqs in told) == (recorded and guesses > 0)
-    assert bool(recorder.replays) == recorded
+    assert bool(graph_capture.replays) == recorded
 
 
 class Reads(TorchDispatchMode):
@@ -190,7 +190,7 @@ def _tensors(tree):
     return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
-def test_what_a_recorded_step_reads_outlives_its_recording(tiny, monkeypatch):
+def test_graph_inputs_outlive_the_capture(tiny, monkeypatch):
     """A CUDA graph keeps no tensor alive that was there before it."""
     reads = []
 
@@ -208,7 +208,7 @@ def test_what_a_recorded_step_reads_outlives_its_recording(tiny, monkeypatch):
     assert assembly.runner
 
 
-def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, monkeypatch, caplog):
+def test_model_that_cannot_be_captured_runs_eagerly(tiny, prompts, plain, monkeypatch, caplog):
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -218,10 +218,10 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(tiny, prompts, plain, mon
     assert "decode steps are not recorded, and take longer: RuntimeError: operation not permitted" in caplog.text
 
 
-def test_nothing_is_recorded_where_the_options_say_so(tiny, recorder):
+def test_enforce_eager_captures_nothing(tiny, graph_capture):
     with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
         engine.generate([[5, 6, 7]], **SAMPLING)
-    assert not recorder.replays
+    assert not graph_capture.replays
 
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
@@ -301,8 +301,8 @@ def checked(monkeypatch):
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
 @pytest.mark.parametrize(("few_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool runs dry
-def test_replayed_checks_of_guesses_give_the_same_tokens(
-    tiny, draft, longer, unguessed, recorder, checked, monkeypatch, guesser, few_rows, blocks
+def test_replayed_verification_of_drafts_gives_the_same_tokens(
+    tiny, draft, longer, unguessed, graph_capture, checked, monkeypatch, guesser, few_rows, blocks
 ):
     monkeypatch.setattr(graphs, "FEW_ROWS", few_rows)
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
@@ -310,64 +310,64 @@ def test_replayed_checks_of_guesses_give_the_same_tokens(
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
         assert arriving(engine, longer) == unguessed
         stats = engine.assembly.scheduler.stats
-    assert stats.guessed_tokens and bool(stats.preemptions) == (blocks < 64)
+    assert stats.draft_tokens and bool(stats.preemptions) == (blocks < 64)
     if guesser == "itself":
-        assert stats.accepted_tokens == stats.guessed_tokens
+        assert stats.accepted_tokens == stats.draft_tokens
     assert any(rows == 5 * seqs > 10 for rows, seqs in checked) == (few_rows == 192)
     assert (32, 32) in checked or few_rows == 192  # what is more than two sequences
 
 
-def test_what_is_replayed_with_guesses(tiny, recorder):
+def test_replayed_shapes_with_a_draft_model(tiny, graph_capture):
     """All but the prompt: a token of the model that guesses four times, then a check of five rows; and at the end a
     decode step, for which there is nothing left to guess."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5, 6, 7, 8, 9, 10]], max_tokens=12)
-    assert recorder.replays == [*[1, 1, 1, 1, 5] * 2, 1]
+    assert graph_capture.replays == [*[1, 1, 1, 1, 5] * 2, 1]
 
 
-def test_what_is_shorter_than_a_check_is_checked_as_it_is(tiny, recorder, checked):
+def test_sequence_shorter_than_a_verification_is_not_widened(tiny, graph_capture, checked):
     """There is nothing to fill five rows with: of the 32 that are recorded, those beside its own are padding."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5]], max_tokens=4)
-    assert recorder.replays == [1, 1, 1, 32]  # the prompt, two guesses, and three rows
+    assert graph_capture.replays == [1, 1, 1, 32]  # the prompt, two guesses, and three rows
     assert checked == [(1, 1), (32, 32)]
 
 
-def test_a_model_that_guesses_sees_the_steps_without_guesses_too(tiny, recorder):
+def test_draft_model_also_runs_steps_without_drafts(tiny, graph_capture):
     """A replay without its keys and values of these tokens would make its later guesses wrong."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
-        assert recorder.replays == [32, *[1] * 17]
+        assert graph_capture.replays == [32, *[1] * 17]
         engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
         stats = engine.assembly.scheduler.stats
-    assert stats.guessed_tokens and stats.accepted_tokens == stats.guessed_tokens
+    assert stats.draft_tokens and stats.accepted_tokens == stats.draft_tokens
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 33])
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 64), (8, 16), (64, 512), (512, 4096)])
-def test_kinds_hold_every_step_up_to_their_bounds(max_num_seqs, budget, queries):
+def test_graph_shapes_cover_every_step_up_to_their_bounds(max_num_seqs, budget, queries):
     """In the order that their memory wants, and each with as many sequences of padding as rows of padding need."""
-    kinds = graphs.kinds(max_num_seqs, budget, queries=queries)
-    assert [kind.rows for kind in kinds] == sorted((kind.rows for kind in kinds), reverse=True)
-    assert len(set(kinds)) == len(kinds)
+    graph_shapes = graphs.graph_shapes(max_num_seqs, budget, queries=queries)
+    assert [kind.rows for kind in graph_shapes] == sorted((kind.rows for kind in graph_shapes), reverse=True)
+    assert len(set(graph_shapes)) == len(graph_shapes)
     held = SimpleNamespace(shared=None)
     for held.num_seqs in range(1, max_num_seqs + 1):
         for held.max_query_len in {1, queries}:
             rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
             for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
                 if len(held.slots) <= min(budget, graphs.MOST_ROWS):
-                    assert any(kind.holds(held) for kind in kinds), held
+                    assert any(kind.holds(held) for kind in graph_shapes), held
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
-def test_sizes_end_with_the_largest_and_leave_little_room_for_padding(most):
-    sizes = graphs.sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(most, 512)
-    for count in range(1, sizes[-1] + 1):
-        size = next(size for size in sizes if size >= count)
+def test_batch_sizes_end_with_the_largest_and_limit_padding(most):
+    capture_batch_sizes = graphs.capture_batch_sizes(most)
+    assert capture_batch_sizes == sorted(set(capture_batch_sizes))
+    assert capture_batch_sizes[-1] == min(most, 512)
+    for count in range(1, capture_batch_sizes[-1] + 1):
+        size = next(size for size in capture_batch_sizes if size >= count)
         assert size - count < max(8, count / 8 if count > 8 else 4)
 
 
-def test_on_a_cpu_there_is_no_recorder():
-    assert graphs.recorder(torch.device("cpu")) is None
+def test_cpu_has_no_graph_capture():
+    assert graphs.graph_capture(torch.device("cpu")) is None

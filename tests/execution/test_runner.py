@@ -19,7 +19,7 @@ from paged_backend.models.fusion import Fused, fuse
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.speculation import on_device
+from paged_backend.scheduling.speculation import propose_placeholders
 
 META = torch.device("meta")
 SAMPLINGS = [
@@ -55,7 +55,7 @@ def model(request):
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation(ATTENTION)
-    rope.fix(model)
+    rope.freeze_rope(model)
     if request.param:
         assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), Fused)
     return model
@@ -70,7 +70,7 @@ def drawn(plan):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
 @pytest.mark.usefixtures("kernels_without_values")
-def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
+def test_launch_does_not_synchronize(model, sampling):
     kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_draws=8)
     runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
@@ -86,14 +86,14 @@ def test_a_step_is_launched_without_looking_at_a_value(model, sampling):
         launched = runner.launch(pack(flights[-1], block_size=4))
         assert launched.tokens.device == META
         assert (launched.scores is not None) == ("logprobs" in sampling and bool(len(launched.tokens)))
-        while len(flights) > (not scheduler.wants_results):
+        while len(flights) > (not scheduler.needs_results):
             done = flights.pop(0)
             scheduler.commit(done, drawn(done))
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.usefixtures("kernels_without_values")
-def test_guesses_are_made_and_checked_without_looking_at_a_value(model, recorded):
+def test_drafting_and_verification_do_not_synchronize(model, recorded):
     kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.part(2, 4)))
     runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
@@ -107,8 +107,12 @@ def test_guesses_are_made_and_checked_without_looking_at_a_value(model, recorded
         kinds = graphs.kinds(8, 64, queries=4)
         runner.record(record, kinds, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
-        BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=64, guess=on_device, max_guesses=3
-    )  # fmt: skip
+        BlockManager(32, 4, caching=True),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        proposer=propose_placeholders,
+        max_draft_tokens=3,
+    )
     for key in range(3):
         scheduler.add(GenerateRequest(key, (7, 8, 9, 10), SamplingParams(max_tokens=6 + key), 0, frozenset()))
     for _ in range(3):
@@ -120,6 +124,6 @@ def test_guesses_are_made_and_checked_without_looking_at_a_value(model, recorded
     assert replays == ([*prompts, *check, *last] if recorded else [])
 
 
-def test_whoever_looks_at_a_value_is_told():
+def test_reading_a_meta_value_raises():
     with pytest.raises(Exception, match="meta"):
         torch.empty(1, device=META).item()

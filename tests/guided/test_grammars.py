@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from client.serving.demo_model import default_directory
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.guide import GuideError
-from paged_backend.api.limits import Caps, Limits
+from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import read_structure
 from paged_backend.guided import grammars as grammars_module
-from paged_backend.guided.grammars import Grammars
+from paged_backend.guided.grammars import GrammarCompiler
 from paged_backend.guided.sandbox import TOO_LONG_SECONDS
 from tests.support.grammars import SLOW
 from tests.support.in_process import WAIT, byte_tokenizer
@@ -27,11 +27,11 @@ DEEP = "start: r0\n" + "\n".join(f"r{index}: r{index + 1}" for index in range(40
 LETTERS = " | ".join(f'"{char}"' for char in "abcdefghijklmnopqrstuvwxyz")
 AMBIGUOUS = "start: " + " | ".join(f"r{index}" for index in range(8)) + "\n"
 AMBIGUOUS += "\n".join(f"r{index}: r{index} r{index} | {LETTERS}" for index in range(8))
-LIMITS = Limits(max_model_len=64, vocab_size=VOCAB, num_blocks=8, block_size=16, max_num_seqs=4)
+LIMITS = EngineLimits(max_model_len=64, vocab_size=VOCAB, num_blocks=8, block_size=16, max_num_seqs=4)
 
 
 def made(**options):
-    return Grammars(byte_tokenizer(), VOCAB, frozenset([2, END]), **{"seconds": WAIT} | options)
+    return GrammarCompiler(byte_tokenizer(), VOCAB, frozenset([2, END]), **{"seconds": WAIT} | options)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_grammars_name_special_tokens_and_ids():
     if not directory.exists():
         pytest.skip("make demo-model has not been run")
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    one = Grammars(tokenizer, 49_152, frozenset([2]), seconds=WAIT)
+    one = GrammarCompiler(tokenizer, 49_152, frozenset([2]), seconds=WAIT)
     (guide,) = compiled(one, "grammar", "start: <|im_start|> /[0-9]/ <[300-302]> <repo_name>")
     for expected, drawn in (({1}, 1), (set(tokenizer.convert_tokens_to_ids(list("0123456789"))), None)):
         assert allowed(guide) == expected
@@ -165,7 +165,7 @@ def added():
     special = [AddedToken(text, special=True, normalized=False) for text in ("[PAD]", "<s>")]
     plain = [AddedToken(text, special=False) for text in ("<think>", "wörd", "  ")]
     tokenizer.add_tokens([*special, *plain, AddedToken("<mask>", special=True, lstrip=True, normalized=False)])
-    one = Grammars(tokenizer, VOCAB, frozenset([END]), seconds=WAIT)
+    one = GrammarCompiler(tokenizer, VOCAB, frozenset([END]), seconds=WAIT)
     yield tokenizer, one
     one.stop()
 
@@ -206,7 +206,7 @@ def test_each_output_has_a_guide_of_its_own(grammars):
 
 def test_no_token_beyond_the_model_s_is_allowed():
     """Of a tokenizer with more tokens than the model has rows."""
-    few = Grammars(byte_tokenizer(), 60, frozenset([2]), seconds=WAIT)
+    few = GrammarCompiler(byte_tokenizer(), 60, frozenset([2]), seconds=WAIT)
     (guide,) = compiled(few, "regex", r"[\x21-\x7e]+")
     assert allowed(guide) and max(allowed(guide)) < 60
     (guide,) = compiled(few, "regex", "z")
@@ -278,7 +278,7 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
 
 
 def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkeypatch):
-    one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], grammars_module.Matcher
+    one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], grammars_module.GrammarGuide
     compiling, may_end, compile = threading.Event(), threading.Event(), one._compiled
 
     def slowly(key):
@@ -339,7 +339,7 @@ def test_stopping_ends_what_is_being_compiled():
 
 
 def test_more_than_may_wait_are_refused_at_once():
-    one, answers = made(caps=Caps(max_queued_structures=2)), SimpleQueue()
+    one, answers = made(input_limits=InputLimits(max_queued_structures=2)), SimpleQueue()
     for least in range(2):
         one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
     error = compiled(one, "regex", "a")
@@ -352,7 +352,7 @@ def test_more_than_may_wait_are_refused_at_once():
 
 @pytest.mark.parametrize("limit", [{"max_remembered_structures": 3}, {"max_remembered_structure_bytes": 30}])
 def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, limit):
-    one, tried = made(caps=Caps(**limit)), []
+    one, tried = made(input_limits=InputLimits(**limit)), []
     monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1]) or compile(key))
     first, *others = (f"[a-c]{{{index}}}xx" for index in range(1, 5))  # ten bytes each
     for expression in (first, first, others[0], others[1], first, others[2], first):
@@ -406,7 +406,7 @@ def sentencepiece_tokenizer():
 def test_tokenizers_of_words_and_bytes():
     tokenizer = sentencepiece_tokenizer()
     ids = tokenizer.get_vocab()
-    one = Grammars(tokenizer, 288, frozenset([ids["</s>"]]), seconds=WAIT)
+    one = GrammarCompiler(tokenizer, 288, frozenset([ids["</s>"]]), seconds=WAIT)
     (guide,) = compiled(one, "regex", " [ab]+é")
     drawn = {tokenizer.convert_ids_to_tokens([int(index)])[0] for index in allowed(guide)}
     assert drawn == {"▁", "▁a", "▁ab", "<0x20>"}
@@ -425,7 +425,7 @@ def test_tokenizers_of_words_and_bytes():
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_named(tokenizer, eos, message):
-    one = Grammars(tokenizer, VOCAB, frozenset(eos), seconds=WAIT)
+    one = GrammarCompiler(tokenizer, VOCAB, frozenset(eos), seconds=WAIT)
     error = compiled(one, "regex", "a")
     assert str(error).startswith("INVALID_ARGUMENT: regex: cannot be had")
     assert message in str(error)
@@ -462,7 +462,7 @@ def test_null_asks_for_nothing():
         ({"choice": []}, "must be 1..1024 strings"),
         ({"choice": ["a"] * 1025}, "must be 1..1024 strings"),
         ({"choice": ["a", ""]}, "none of them empty"),
-        ({"regex": "a" * (Caps.max_structure_bytes + 1)}, "has 65537 bytes; must be at most 65536"),
+        ({"regex": "a" * (InputLimits.max_structure_bytes + 1)}, "has 65537 bytes; must be at most 65536"),
         ({"choice": ["é" * 40000]}, "must be at most 65536"),
         ({"structured_outputs": 1}, "must be an object"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex; give one of them"),

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.api.structures import read_structure
-from paged_backend.guided.grammars import Grammars
+from paged_backend.guided.grammars import GrammarCompiler
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.service import Service
 from tests.support.callers import serving
@@ -57,7 +57,7 @@ SAMPLED = {"temperature": 1.5, "seed": 7}
 
 @pytest.fixture(scope="module")
 def grammars():
-    one = Grammars(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
+    one = GrammarCompiler(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
     yield one
     one.stop()
 
@@ -168,7 +168,7 @@ def test_guesses_leave_guided_outputs_alone(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, prompt_lookup_min=1)) as engine:
         keys = [submit(engine, grammars, prompts[2], "grammar", GRAMMAR), engine.submit([5, 6] * 9, max_tokens=20)]
         guided, _ = engine.wait(*keys)
-        assert engine.history[-1].stats.guessed_tokens > 0
+        assert engine.history[-1].stats.draft_tokens > 0
     CASES["grammar"][1](text_of(guided.tokens))
 
 
@@ -213,7 +213,9 @@ def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatc
 
 def test_who_leaves_keeps_nobody_waiting(service):
     """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
-    schemas = [{"type": "object", "properties": {str(index): SLOW}} for index in range(Caps.max_queued_structures - 1)]
+    schemas = [
+        {"type": "object", "properties": {str(index): SLOW}} for index in range(InputLimits.max_queued_structures - 1)
+    ]
     left = [asking(json_schema=one) for one in schemas]
     for one in left:
         service.submit(one)

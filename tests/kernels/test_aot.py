@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from paged_kernels.aot import SMALL, SPILLED_AT_MOST
+from paged_kernels.aot import MAX_SPILLED_BYTES, SMALL
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -22,7 +22,7 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 
 def check(rows: list[dict]) -> None:
     assert [row for row in rows if not row["fits"]] == []
-    assert all(row["registers"] > 0 and row["spilled"] <= SPILLED_AT_MOST for row in rows)
+    assert all(row["registers"] > 0 and row["spilled"] <= MAX_SPILLED_BYTES for row in rows)
     kernels, formats = ("decode", "split", "prefill", "prefix", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
     expected = {
         *itertools.product(kernels, formats),

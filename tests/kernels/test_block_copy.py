@@ -5,7 +5,7 @@ import torch
 from paged_kernels.block_copy import block_copy, block_copy_reference
 from paged_kernels.block_pair import BlockPair
 from paged_kernels.cpu.block_copy import block_copy as block_copy_cpu
-from paged_kernels.launch import PIECES
+from paged_kernels.launch import DEFAULT_ROW_TILES
 from torch import Tensor
 
 MOVES = [(3, 0), (1, 5), (4, 2)]
@@ -14,7 +14,11 @@ SHAPES = {  # of a block, by what it is aligned to
     2: [((3, 1), torch.float16)],
     4: [((2, 4, 8), torch.int8), ((5,), torch.float32)],
     8: [((2, 3), torch.float32)],
-    16: [((2, 16, 64), torch.bfloat16), ((2, 16), torch.float32), ((3, PIECES["block_copy"].elements), torch.int8)],
+    16: [
+        ((2, 16, 64), torch.bfloat16),
+        ((2, 16), torch.float32),
+        ((3, DEFAULT_ROW_TILES["block_copy"].elements), torch.int8),
+    ],
 }
 
 

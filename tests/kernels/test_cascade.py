@@ -5,7 +5,7 @@ import pytest
 import torch
 from paged_kernels import cascade, launch
 from paged_kernels import paged_attention as module
-from paged_kernels.cascade import find_groups, gain
+from paged_kernels.cascade import find_prefix_groups, read_ratio
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
@@ -154,7 +154,7 @@ def tables_of(shared: dict[tuple[int, ...], int], num_seqs: int, columns: int = 
     return tables
 
 
-def found_groups(groups: cascade.Groups) -> dict[tuple[int, ...], int]:
+def found_groups(groups: cascade.PrefixGroups) -> dict[tuple[int, ...], int]:
     spans = zip(groups.group_starts[:-1], groups.group_starts[1:], strict=True)
     members = [tuple(sorted(groups.members[a:b].tolist())) for a, b in spans if b > a]
     for rows in members:
@@ -166,7 +166,7 @@ def found_groups(groups: cascade.Groups) -> dict[tuple[int, ...], int]:
 def find(tables, context_lens, query_lens=None):
     context_lens = np.broadcast_to(context_lens, len(tables)).astype(np.int64)
     query_lens = np.ones(len(tables), int) if query_lens is None else query_lens
-    return find_groups(tables, context_lens, query_lens, block_size=16, group=4)
+    return find_prefix_groups(tables, context_lens, query_lens, block_size=16, group=4)
 
 
 def test_groups_of_different_prefixes_are_found_in_any_order():
@@ -231,5 +231,5 @@ def test_more_groups_than_the_grid_holds_keep_those_that_save_most():
 
 
 def test_gain_is_the_ratio_of_keys_read():
-    assert gain(64, 2048, 256) == pytest.approx(64 * 2304 / (2048 + 64 * 256))
-    assert gain(1, 2048, 256) == 1
+    assert read_ratio(64, 2048, 256) == pytest.approx(64 * 2304 / (2048 + 64 * 256))
+    assert read_ratio(1, 2048, 256) == 1

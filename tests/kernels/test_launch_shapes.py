@@ -11,17 +11,17 @@ import torch
 from paged_kernels import launch
 from paged_kernels import tune as tuner
 from paged_kernels.launch import (
-    ANY_ROWS,
     CONFIGS,
-    PIECES,
-    ROWS,
+    DEFAULT_ROW_TILES,
+    ROW_BUCKETS,
+    ROW_COUNT_INVARIANT,
     Device,
-    Facts,
-    Piece,
-    RowFacts,
+    RowTile,
+    RowTuningKey,
     Tile,
+    TuningKey,
     count_splits,
-    default_piece,
+    default_row_tile,
     default_tile,
     launch_shape,
     nearest_chip,
@@ -36,10 +36,10 @@ LLAMA = dict(head_dim=128, itemsize=2, group=4, quantized=False, num_kv_heads=8,
 @pytest.fixture
 def tables(monkeypatch):
     """Tables that are used in a test are forgotten after it."""
-    launch._piece.cache_clear()
+    launch._row_tile.cache_clear()
     monkeypatch.setattr(launch, "_tables", {})
     yield
-    launch._piece.cache_clear()
+    launch._row_tile.cache_clear()
 
 
 def shape_of(chip="sm_90", **changes):
@@ -106,24 +106,24 @@ def test_every_chip_that_is_compiled_for_has_a_table_that_says_who_made_it():
         assert table.rows()
         assert "measured" in json.loads((CONFIGS / f"{chip}.json").read_text())
         for facts, tile in table.rows():
-            others = launch.table_of(chip, None, [row for row in table.rows() if row[0] != facts])
-            default = default_piece(facts) if isinstance(facts, RowFacts) else default_tile(chip, facts)
+            others = launch.make_table(chip, None, [row for row in table.rows() if row[0] != facts])
+            default = default_row_tile(facts) if isinstance(facts, RowTuningKey) else default_tile(chip, facts)
             assert tile != (others.find(facts) or default), f"{chip}: {facts} changes nothing"
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
-    facts = Facts("decode", 128, 2, 16, False, 1024)
+    facts = TuningKey("decode", 128, 2, 16, False, 1024)
     rows = [(dataclasses.replace(facts, length=length), Tile(16, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
     rows.append((dataclasses.replace(facts, kind="prefill"), Tile(128, 64, 8, 2)))
-    rows += [(RowFacts("swiglu", 8192, most), Piece(256, warps)) for most, warps in ((64, 2), (4, 1))]
-    table = launch.table_of("sm_77", None, rows)
+    rows += [(RowTuningKey("swiglu", 8192, most), RowTile(256, warps)) for most, warps in ((64, 2), (4, 1))]
+    table = launch.make_table("sm_77", None, rows)
     launch.write_table(table, tmp_path / "sm_77.json")
     assert launch.read_table(tmp_path / "sm_77.json") == table
     found = [table.find(dataclasses.replace(facts, length=length)).block_n for length in (1, 1024, 1025, 10**6)]
     assert found == [32, 32, 64, 64]
     assert table.find(dataclasses.replace(facts, block_d=64)) is None
-    assert [table.find(RowFacts("swiglu", 8192, most)).num_warps for most in ROWS] == [1, 2, 2]
-    assert table.find(RowFacts("swiglu", 4096, 4)) is None
+    assert [table.find(RowTuningKey("swiglu", 8192, most)).num_warps for most in ROW_BUCKETS] == [1, 2, 2]
+    assert table.find(RowTuningKey("swiglu", 4096, 4)) is None
 
 
 def test_a_file_that_is_no_table_is_named(tmp_path):
@@ -137,11 +137,11 @@ ATTENTION_ENTRY = {
     "tile": {"block_m": 32, "block_n": 64, "num_warps": 4, "num_stages": 3},
 }
 NORM_ENTRY = {
-    "for": {"kind": "add_rms_norm", "width": 4096, "rows": ROWS[-1]},
+    "for": {"kind": "add_rms_norm", "width": 4096, "rows": ROW_BUCKETS[-1]},
     "tile": {"elements": 4096, "num_warps": 8},
 }
 COPY_ENTRY = {
-    "for": {"kind": "block_copy", "width": 32768, "rows": ROWS[-1]},
+    "for": {"kind": "block_copy", "width": 32768, "rows": ROW_BUCKETS[-1]},
     "tile": {"elements": 4, "num_warps": 1},
 }
 
@@ -212,8 +212,8 @@ def test_a_chip_without_a_table_does_as_its_nearest(chip, nearest):
 
 def test_a_table_in_use_decides_the_launch(tables):
     assert shape_of("sm_91").SMALL_N != 128
-    facts = Facts("decode", 128, 2, 16, False, 8192)
-    launch.use_table(launch.table_of("sm_91", None, [(facts, Tile(16, 128, 2, 5))]))
+    facts = TuningKey("decode", 128, 2, 16, False, 8192)
+    launch.use_table(launch.make_table("sm_91", None, [(facts, Tile(16, 128, 2, 5))]))
     shape = shape_of("sm_91")
     assert (shape.SMALL_N, shape.num_warps, shape.SMALL_STAGES) == (128, 2, 5)
 
@@ -225,37 +225,43 @@ def pieces_of(planned):
     return of_heads or named.get("BLOCK") or named["TILE"] * named.get("WORD", 1), named["num_warps"]
 
 
-@pytest.mark.parametrize("kind", PIECES)
+@pytest.mark.parametrize("kind", DEFAULT_ROW_TILES)
 def test_every_kernel_takes_the_piece_of_its_table_and_without_one_the_default(kind, tables, monkeypatch):
     monkeypatch.setattr(tuner, "MIDDLE", 3)
-    facts = RowFacts(kind, 1024, ROWS[-1] if kind in ANY_ROWS else 4)
-    for chip, wanted in (("sm_91", Piece(1024 if kind == "add_rms_norm" else 512, 16)), ("xpu", default_piece(facts))):
+    facts = RowTuningKey(kind, 1024, ROW_BUCKETS[-1] if kind in ROW_COUNT_INVARIANT else 4)
+    for chip, wanted in (
+        ("sm_91", RowTile(1024 if kind == "add_rms_norm" else 512, 16)),
+        ("xpu", default_row_tile(facts)),
+    ):
         if chip == "sm_91":
-            launch.use_table(launch.table_of(chip, None, [(facts, wanted)]))
+            launch.use_table(launch.make_table(chip, None, [(facts, wanted)]))
         monkeypatch.setattr(launch, "device_of", lambda device, chip=chip: Device(chip, 132))
         planned = trial(facts, torch.device("cpu"), torch.float16).plans[0]()
         assert pieces_of(planned) == (wanted.elements, wanted.num_warps)
 
 
-@pytest.mark.parametrize("kind", PIECES)
+@pytest.mark.parametrize("kind", DEFAULT_ROW_TILES)
 def test_a_row_that_is_summed_is_summed_alike_beside_any_others(kind, tables):
-    entries = [(RowFacts(kind, 4096, rows), Piece(1024, warps)) for rows, warps in zip(ROWS, (1, 2, 4), strict=True)]
-    for rows in ROWS:  # without a table yet
-        assert launch.piece(Device("sm_91", 1), kind, width=3000, rows=rows).num_warps >= 4
-    launch.use_table(launch.table_of("sm_91", None, entries))
-    pieces = [launch.piece(Device("sm_91", 1), kind, width=3000, rows=rows) for rows in (1, 4, 5, 64, 65, 10**6)]
+    entries = [
+        (RowTuningKey(kind, 4096, rows), RowTile(1024, warps))
+        for rows, warps in zip(ROW_BUCKETS, (1, 2, 4), strict=True)
+    ]
+    for rows in ROW_BUCKETS:  # without a table yet
+        assert launch.row_tile(Device("sm_91", 1), kind, width=3000, rows=rows).num_warps >= 4
+    launch.use_table(launch.make_table("sm_91", None, entries))
+    pieces = [launch.row_tile(Device("sm_91", 1), kind, width=3000, rows=rows) for rows in (1, 4, 5, 64, 65, 10**6)]
     alike = kind in ("norm_rope_kv_write", "add_rms_norm", "block_copy")
-    assert [piece.num_warps for piece in pieces] == ([4] * 6 if alike else [1, 1, 2, 2, 4, 4])
+    assert [row_tile.num_warps for row_tile in pieces] == ([4] * 6 if alike else [1, 1, 2, 2, 4, 4])
 
 
 def test_the_sums_of_a_filter_are_in_no_table(tables):
     """Their order decides draws."""
-    from paged_kernels.draws import Draws, Filters
+    from paged_kernels.draws import SamplingFilters, SamplingMetadata
     from paged_kernels.sampling import plan_launch
 
-    launch.use_table(launch.table_of("sm_91", None, [(RowFacts("sampling", 65536, 4), Piece(1024, 2))]))
+    launch.use_table(launch.make_table("sm_91", None, [(RowTuningKey("sampling", 65536, 4), RowTile(1024, 2))]))
     ones, whole = torch.ones(2), torch.zeros(2, dtype=torch.int64)
-    draws = Draws(ones, whole, whole, Filters(whole.int(), ones, ones))
+    draws = SamplingMetadata(ones, whole, whole, SamplingFilters(whole.int(), ones, ones))
     least, best, first = plan_launch(torch.zeros(2, 50000), draws, whole, device=Device("sm_91", 1))
     assert (least.arguments["TILE"], least.arguments["num_warps"]) == (4096, 16)
     assert (best.arguments["TILE"], best.arguments["num_warps"], best.grid) == (1024, 2, (2, 49))
@@ -270,8 +276,8 @@ def test_candidates_contain_what_every_table_has():
         for facts, tile in launch.read_table(CONFIGS / f"{chip}.json").rows():
             assert tile in set(candidates(facts)), (chip, facts, tile)
     for facts in points(quick=False):
-        rows = isinstance(facts, RowFacts)
-        assert (default_piece(facts) if rows else default_tile("sm_90", facts)) in set(candidates(facts))
+        rows = isinstance(facts, RowTuningKey)
+        assert (default_row_tile(facts) if rows else default_tile("sm_90", facts)) in set(candidates(facts))
         assert len(set(candidates(facts))) > (3 if rows else 10)
 
 
@@ -279,17 +285,17 @@ def test_every_kernel_is_tuned_and_what_is_tuned_makes_a_table(tmp_path):
     assert len(set(points(quick=False))) == len(points(quick=False))
     assert set(points(quick=True)) < set(points(quick=False))
     for quick in (True, False):
-        assert {facts.kind for facts in points(quick=quick)} == {"decode", "prefill", *PIECES}
+        assert {facts.kind for facts in points(quick=quick)} == {"decode", "prefill", *DEFAULT_ROW_TILES}
         rows = [(facts, shape) for facts in points(quick=quick) for shape in candidates(facts)]
         for some in (rows, rows[::-1]):
-            launch.write_table(launch.table_of("sm_77", None, some), tmp_path / "sm_77.json")
+            launch.write_table(launch.make_table("sm_77", None, some), tmp_path / "sm_77.json")
             assert len(launch.read_table(tmp_path / "sm_77.json").rows()) == len(points(quick=quick))
 
 
 SMALL = [
-    *(RowFacts(kind, 256, ROWS[-1] if kind in ANY_ROWS else 4) for kind in PIECES),
-    Facts("decode", 16, 2, 16, False, 40),
-    Facts("prefill", 16, 2, 16, False, 40),
+    *(RowTuningKey(kind, 256, ROW_BUCKETS[-1] if kind in ROW_COUNT_INVARIANT else 4) for kind in DEFAULT_ROW_TILES),
+    TuningKey("decode", 16, 2, 16, False, 40),
+    TuningKey("prefill", 16, 2, 16, False, 40),
 ]
 
 
@@ -316,7 +322,7 @@ def test_only_what_is_as_the_reference_is_timed(facts, tables, monkeypatch):
     shapes = sorted(set(candidates(facts)), key=str)
     assert [measure(facts, shape) for shape in (shapes[0], shapes[-1])] == [7.0, 7.0]
     assert len(trials) == 1
-    assert isinstance(facts, Facts) or "norm" in facts.kind or all(map(torch.equal, *found))
+    assert isinstance(facts, TuningKey) or "norm" in facts.kind or all(map(torch.equal, *found))
     found.clear()
     with monkeypatch.context() as patch:  # what others have left there does not count
         patch.setattr(launch.Launch, "run", lambda self: None)
@@ -328,11 +334,11 @@ def test_only_what_is_as_the_reference_is_timed(facts, tables, monkeypatch):
 
 
 def test_the_fastest_that_runs_is_written_and_a_stopped_run_goes_on(tmp_path):
-    file, wanted, asked = tmp_path / "sm_77.json", [*points(quick=True)[:2], RowFacts("swiglu", 1024, 64)], []
+    file, wanted, asked = tmp_path / "sm_77.json", [*points(quick=True)[:2], RowTuningKey("swiglu", 1024, 64)], []
 
     def measure(facts, tile):
         asked.append((facts, tile))
-        if isinstance(tile, Piece):
+        if isinstance(tile, RowTile):
             return abs(tile.elements - 512) + tile.num_warps / 100
         return None if tile.num_stages == 4 else 10.0 - tile.num_stages + tile.block_n / 1000 + tile.num_warps / 100
 
@@ -360,14 +366,14 @@ def test_the_fastest_that_runs_is_written_and_a_stopped_run_goes_on(tmp_path):
     assert table == launch.read_table(file)
     assert table.measured == "a machine"
     assert [tile.num_stages for _, tile in table.rows()[:2]] == [3, 3]
-    assert table.rows()[2:] == [(wanted[2], Piece(512, 1))]
+    assert table.rows()[2:] == [(wanted[2], RowTile(512, 1))]
     assert not file.with_suffix(".journal").exists()
 
 
 def test_tuning_keeps_what_it_was_not_asked_for(tmp_path):
     file = tmp_path / "sm_77.json"
-    other = Facts("decode", 64, 2, 16, False, 1024)
-    launch.write_table(launch.table_of("sm_77", None, [(other, Tile(16, 32, 2, 2))]), file)
+    other = TuningKey("decode", 64, 2, 16, False, 1024)
+    launch.write_table(launch.make_table("sm_77", None, [(other, Tile(16, 32, 2, 2))]), file)
     tune("sm_77", points(quick=True), lambda facts, tile: 1.0, file=file, machine="m", show=lambda line: None)
     assert dict(launch.read_table(file).rows())[other] == Tile(16, 32, 2, 2)
     assert len(launch.read_table(file).rows()) == 1 + len(points(quick=True))

@@ -7,7 +7,7 @@ import torch
 from paged_kernels.cpu import native as compiled
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.kv_write import kv_write
-from paged_kernels.layer_cache import FORMATS, LARGEST, LayerCache, dequantize, quantize
+from paged_kernels.layer_cache import FORMATS, MAX_CODE, LayerCache, dequantize, quantize
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def test_the_error_of_an_element_is_bounded_by_the_format(dtype):
 def test_codes_are_the_nearest_with_ties_to_even(dtype):
     """Against a search over all codes of the format, on a grid with every tie."""
     every = torch.arange(-128, 128, dtype=torch.int8).view(dtype).float()
-    every = every[every.abs() <= LARGEST[dtype]].unique()
+    every = every[every.abs() <= MAX_CODE[dtype]].unique()
     x = torch.cat([every, (every[1:] + every[:-1]) / 2])
     codes, scale = quantize(x, dtype)
     assert scale == 1

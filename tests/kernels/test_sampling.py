@@ -5,8 +5,8 @@ import pytest
 import torch
 from paged_kernels.cpu.sampling import noise_bits as bits_cpu
 from paged_kernels.cpu.sampling import sample as sample_cpu
-from paged_kernels.draws import Draws, Filters
-from paged_kernels.sampling import noise_bits_reference, noise_of, sample, sample_reference
+from paged_kernels.draws import SamplingFilters, SamplingMetadata
+from paged_kernels.sampling import noise_bits_reference, sample, sample_reference, sampling_noise
 from torch import Tensor
 
 OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
@@ -28,27 +28,29 @@ SEEDS = [0, 1, 2, -1, 2**32, 2**63 - 1, -(2**63)]
 POSITIONS = [0, 1, 2, 40_000, 2**32, 2**40 + 1, 7]
 
 
-def make_draws(scales: list[float], filters: list[dict] | None = None, seed: int = 0) -> Draws:
+def make_draws(scales: list[float], filters: list[dict] | None = None, seed: int = 0) -> SamplingMetadata:
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([(OFF | one)[name] for one in filters], dtype=dtype)
 
-    return Draws(
+    return SamplingMetadata(
         scales=torch.tensor(scales),
         seeds=torch.arange(seed, seed + len(scales)),
         positions=torch.arange(len(scales)) % 5,
         filters=filters
-        and Filters(column("top_k", torch.int32), column("top_p", torch.float32), column("margin", torch.float32)),
+        and SamplingFilters(
+            column("top_k", torch.int32), column("top_p", torch.float32), column("margin", torch.float32)
+        ),
     )
 
 
-def moved(draws: Draws | None, device: str) -> Draws | None:
+def moved(draws: SamplingMetadata | None, device: str) -> SamplingMetadata | None:
     if draws is None:
         return None
-    filters = draws.filters and Filters(*(one.to(device) for one in vars(draws.filters).values()))
-    return Draws(draws.scales.to(device), draws.seeds.to(device), draws.positions.to(device), filters)
+    filters = draws.filters and SamplingFilters(*(one.to(device) for one in vars(draws.filters).values()))
+    return SamplingMetadata(draws.scales.to(device), draws.seeds.to(device), draws.positions.to(device), filters)
 
 
-def check(logits: Tensor, draws: Draws | None, device: str) -> Tensor:
+def check(logits: Tensor, draws: SamplingMetadata | None, device: str) -> Tensor:
     """The same token from all three; returns them."""
     expected = sample_reference(logits, draws)
     assert torch.equal(sample_cpu(logits, draws), expected)
@@ -65,13 +67,15 @@ def test_the_noise_is_the_same_integers_everywhere(device):
         [noise_bits_reference(*row, token) for token in range(60)] for row in zip(SEEDS, POSITIONS, strict=True)
     ]
     seeds, positions = torch.tensor(SEEDS), torch.tensor(POSITIONS)
-    assert noise_of(seeds.to(device), positions.to(device), 60)[0].tolist() == expected
+    assert sampling_noise(seeds.to(device), positions.to(device), 60)[0].tolist() == expected
     assert bits_cpu(seeds.numpy(), positions.numpy(), np.arange(60)).tolist() == expected
     assert len({number for row in expected for number in row}) == 60 * len(SEEDS)
 
 
 def test_the_noise_has_its_digits_where_it_is_large(device):
-    bits, noise = (one.cpu() for one in noise_of(torch.arange(8).to(device), torch.zeros(8).long().to(device), 4096))
+    bits, noise = (
+        one.cpu() for one in sampling_noise(torch.arange(8).to(device), torch.zeros(8).long().to(device), 4096)
+    )
     numbers = (bits.double() + 0.5) / 2**32
     assert numbers.min() < 2**-12, "or there is nothing to see"
     expected, large = -torch.log(-torch.log1p(-numbers)), numbers < 0.5
@@ -164,11 +168,11 @@ def test_a_row_draws_what_it_draws_alone(device):
     assert torch.equal(sample_cpu(strided, draws), together)
     for row in range(0, 6, 2):
         one = slice(row, row + 1)
-        alone = Draws(
+        alone = SamplingMetadata(
             draws.scales[one],
             draws.seeds[one],
             draws.positions[one],
-            Filters(*(x[one] for x in vars(draws.filters).values())),
+            SamplingFilters(*(x[one] for x in vars(draws.filters).values())),
         )
         assert sample(logits[one].to(device), moved(alone, device)).item() == together[row]
         assert sample_cpu(logits[one], alone).item() == together[row]
@@ -196,8 +200,11 @@ def test_frequencies_follow_the_distribution(along, filters):
     counter, fixed = torch.arange(tries), torch.full((tries,), 3)
     seeds, positions = (counter, fixed) if along == "seeds" else (fixed, counter)
     one = make_draws([0.8], [filters])
-    draws = Draws(
-        torch.full((tries,), 0.8), seeds, positions, Filters(*(x.expand(tries) for x in vars(one.filters).values()))
+    draws = SamplingMetadata(
+        torch.full((tries,), 0.8),
+        seeds,
+        positions,
+        SamplingFilters(*(x.expand(tries) for x in vars(one.filters).values())),
     )
     counts = sample_cpu(logits.expand(tries, -1), draws).bincount(minlength=40)
     probs = (logits[0] * 0.8).softmax(0)
@@ -213,7 +220,7 @@ def test_frequencies_follow_the_distribution(along, filters):
 def test_a_flat_distribution_over_a_large_vocabulary_stays_flat():
     """Where float32 noise would have too few digits: only the largest of 49,152 decide."""
     tries, vocab = 1500, 49_152
-    draws = Draws(torch.ones(tries), torch.arange(tries), torch.zeros(tries, dtype=torch.int64), None)
+    draws = SamplingMetadata(torch.ones(tries), torch.arange(tries), torch.zeros(tries, dtype=torch.int64), None)
     tokens = sample_cpu(torch.zeros(1, vocab).expand(tries, -1), draws)
     assert abs(chi_squared((tokens * 64 // vocab).bincount(minlength=64), torch.full((64,), 1 / 64))) < 4
     assert len(set(tokens.tolist())) > 0.95 * tries

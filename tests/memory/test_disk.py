@@ -19,8 +19,8 @@ from paged_backend.api.request import Origin
 from paged_backend.memory import disk
 from paged_backend.memory.disk import TOKENS, DiskTier
 from paged_backend.scheduling.content import Entry
-from tests.support.in_process import WAIT, InProcess, generate_alone, running, tiny_assembly
-from tests.support.pool_machine import short_keys
+from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
+from tests.support.pool_machine import truncated_keys
 
 PROMPT = list(range(40, 89))
 MAX_TOKENS = 4
@@ -30,7 +30,7 @@ LAYOUT = [torch.zeros(2, 3), torch.zeros(1, dtype=torch.bfloat16)]
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    return generate_alone(tiny[1], PROMPT, MAX_TOKENS)
+    return generate_with_transformers(tiny[1], PROMPT, MAX_TOKENS)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def ask(assembly, prompt=PROMPT):
 
 
 @pytest.mark.usefixtures("planning")
-def test_a_server_that_restarts_finds_its_prefixes(assembly, tmp_path, alone):
+def test_restarted_server_finds_prefixes_on_disk(assembly, tmp_path, alone):
     assert ask(assembly())[0] == alone
     assert len(files(tmp_path)) == (len(PROMPT) + MAX_TOKENS - 1) // 4
     tokens, stats = ask(assembly())
@@ -64,7 +64,7 @@ def test_a_server_that_restarts_finds_its_prefixes(assembly, tmp_path, alone):
     assert stats.disk_read == 12
 
 
-def test_names_that_say_nothing_change_no_token(assembly, tiny, figures):
+def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
     """2,000 prompts of few beginnings and two tenants, and again after a restart: the names of files are of 8 bits."""
     rnd = random.Random(0)
     pieces = [[rnd.randrange(256) for _ in range(4)] for _ in range(2)]
@@ -83,7 +83,7 @@ def test_names_that_say_nothing_change_no_token(assembly, tiny, figures):
     cold, _ = answers(tiny_assembly(tiny[0], enable_prefix_caching=False), [(prompt, "") for prompt in prompts])
     alone = dict(zip(prompts, cold, strict=True))
     found = []
-    with short_keys(8):
+    with truncated_keys(8):
         for _ in range(2):
             tokens, stats = answers(assembly(num_gpu_blocks_override=32, swap_space=0.0001), asks)
             assert tokens == [alone[tuple(prompt)] for prompt, _ in asks]
@@ -94,7 +94,7 @@ def test_names_that_say_nothing_change_no_token(assembly, tiny, figures):
     figures(f"{len(asks) * 2:,} answers, none wrong; files read {found}")
 
 
-def test_while_idle_the_cache_goes_to_disk(assembly, tmp_path):
+def test_idle_engine_spills_its_cache_to_disk(assembly, tmp_path):
     """A server that is killed later loses nothing."""
     with running(assembly()) as engine:
         engine.generate([PROMPT], max_tokens=MAX_TOKENS)
@@ -103,7 +103,7 @@ def test_while_idle_the_cache_goes_to_disk(assembly, tmp_path):
         assert len(files(tmp_path)) == 13
 
 
-def test_another_model_finds_nothing(assembly, tmp_path, alone):
+def test_different_fingerprint_finds_nothing(assembly, tmp_path, alone):
     ask(assembly())
     others = [{"block_size": 8}, {"load_format": "dummy"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}]
     if torch.cpu._is_vnni_supported():
@@ -114,13 +114,13 @@ def test_another_model_finds_nothing(assembly, tmp_path, alone):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_quantized_blocks_come_back_with_their_scales(assembly, kv_cache_dtype):
+def test_quantized_blocks_are_restored_with_their_scales(assembly, kv_cache_dtype):
     made = [ask(assembly(kv_cache_dtype=kv_cache_dtype)) for _ in range(2)]
     assert made[0][0] == made[1][0]
     assert made[1][1].host_tokens == 48
 
 
-def test_without_a_pool_on_the_host_there_is_none_on_disk(tiny, tmp_path):
+def test_disk_cache_requires_a_host_pool(tiny, tmp_path):
     for options in ({}, {"swap_space": 0}):
         with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: goes through the host's pool"):
             tiny_assembly(tiny[0], disk_cache_dir=str(tmp_path), **options)
@@ -166,7 +166,7 @@ def damage_stalls(path):
 
 
 @pytest.mark.parametrize("damage", [value for name, value in sorted(globals().items()) if name.startswith("damage")])
-def test_a_damaged_file_turns_the_tier_off_and_changes_no_token(assembly, tmp_path, alone, damage, caplog, monkeypatch):
+def test_corrupt_file_disables_the_tier_and_changes_no_token(assembly, tmp_path, alone, damage, caplog, monkeypatch):
     monkeypatch.setattr(disk, "READ_SECONDS", 0.5)
     ask(assembly())
     made = assembly()
@@ -180,7 +180,7 @@ def test_a_damaged_file_turns_the_tier_off_and_changes_no_token(assembly, tmp_pa
     assert "the tier is off" in caplog.text
 
 
-def test_a_block_under_another_ones_name_is_not_used(assembly, tmp_path, alone):
+def test_block_under_a_wrong_file_name_is_not_used(assembly, tmp_path, alone):
     ask(assembly())
     first, second = files(tmp_path)[:2]
     first.write_bytes(second.read_bytes())
@@ -190,7 +190,7 @@ def test_a_block_under_another_ones_name_is_not_used(assembly, tmp_path, alone):
     assert not stats.disk_up
 
 
-def test_a_full_disk_turns_the_tier_off(assembly, tmp_path, monkeypatch, alone, caplog):
+def test_full_disk_disables_the_tier(assembly, tmp_path, monkeypatch, alone, caplog):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -202,7 +202,7 @@ def test_a_full_disk_turns_the_tier_off(assembly, tmp_path, monkeypatch, alone, 
     assert not list((tmp_path / "kv").glob("*/*/*"))
 
 
-def test_a_directory_that_cannot_be_made_turns_the_tier_off(assembly, tmp_path, alone, caplog):
+def test_unusable_directory_disables_the_tier(assembly, tmp_path, alone, caplog):
     (tmp_path / "kv").write_text("in the way")
     tokens, stats = ask(assembly())
     assert tokens == alone
@@ -210,7 +210,7 @@ def test_a_directory_that_cannot_be_made_turns_the_tier_off(assembly, tmp_path, 
     assert "cannot be used" in caplog.text
 
 
-def test_a_budget_is_kept(assembly, tmp_path, alone):
+def test_disk_budget_is_respected(assembly, tmp_path, alone):
     made = assembly(disk_cache_gib=30_000 / 2**30)
     ask(made)
     assert made.disk.up
@@ -219,12 +219,12 @@ def test_a_budget_is_kept(assembly, tmp_path, alone):
     assert sum(path.stat().st_size for path in held) <= 30_000
 
 
-def test_a_disk_that_hangs_does_not_keep_an_engine_that_is_stopped(assembly, monkeypatch):
+def test_hanging_disk_does_not_delay_engine_stop(assembly, monkeypatch):
     begun, over, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
     engine = made.engine(steps.put)
     monkeypatch.setattr(engine._disk, "get", lambda entry: (begun.set(), over.wait(), None)[-1])
     engine.start()
-    engine.abort(InProcess(made, engine, steps).submit(PROMPT))
+    engine.abort(EngineHarness(made, engine, steps).submit(PROMPT))
     assert begun.wait(WAIT)
     stopping = threading.Thread(target=engine.stop, args=[0.1], daemon=True)
     stopping.start()
@@ -244,7 +244,7 @@ def content(value):
     return [torch.full((2, 3), float(value)), torch.full((1,), float(value), dtype=torch.bfloat16)]
 
 
-def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path):
+def test_written_blocks_are_read_and_evicted_in_lru_order(tmp_path):
     one, two, three = entry(1, 2), entry(3, 4), entry(5, 6)
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     for value, each in enumerate((one, two)):
@@ -257,10 +257,10 @@ def test_what_is_written_is_read_and_the_least_recently_used_goes_first(tmp_path
     tier = DiskTier(tmp_path, "ab12", 2 * size, LAYOUT)
     tier.put(three, content(2))
     tier.close()
-    assert [tier.lacks(each) for each in (one, two, three)] == [False, True, False]
+    assert [tier.should_write(each) for each in (one, two, three)] == [False, True, False]
 
 
-def test_a_smaller_budget_holds_from_the_start(tmp_path):
+def test_smaller_budget_evicts_at_startup(tmp_path):
     one, two = entry(1, 2), entry(3, 4)
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     for each in (one, two):
@@ -273,7 +273,7 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path):
     tier.close()
 
 
-def test_leftovers_of_a_process_that_died_are_swept(tmp_path):
+def test_stale_partial_files_are_removed_at_startup(tmp_path):
     folder = tmp_path / "ab12" / "ab"
     folder.mkdir(parents=True)
     for name in ("old.part", "new.part", "notes.safetensors"):
@@ -285,7 +285,7 @@ def test_leftovers_of_a_process_that_died_are_swept(tmp_path):
     tier.close()
 
 
-def test_the_budget_counts_what_other_models_left(tmp_path):
+def test_budget_includes_files_of_other_models(tmp_path):
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.close()
@@ -297,7 +297,7 @@ def test_the_budget_counts_what_other_models_left(tmp_path):
     assert [path.parts[-3] for path in tmp_path.glob("*/*/*")] == ["cd34"]
 
 
-def test_a_file_that_another_server_has_made_way_with_is_a_miss(tmp_path):
+def test_file_deleted_by_another_server_is_a_miss(tmp_path):
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.settle(60)
@@ -305,11 +305,11 @@ def test_a_file_that_another_server_has_made_way_with_is_a_miss(tmp_path):
         path.unlink()
     assert tier.get(entry(1, 2)) is None
     assert tier.up
-    assert tier.lacks(entry(1, 2))
+    assert tier.should_write(entry(1, 2))
     tier.close()
 
 
-def test_a_directory_that_is_gone_turns_the_tier_off(tmp_path, caplog):
+def test_missing_directory_disables_the_tier(tmp_path, caplog):
     tier = DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.settle(60)
@@ -319,7 +319,7 @@ def test_a_directory_that_is_gone_turns_the_tier_off(tmp_path, caplog):
     tier.close()
 
 
-def test_a_disk_that_fails_in_reading_turns_the_tier_off(tmp_path, monkeypatch, caplog):
+def test_read_error_disables_the_tier(tmp_path, monkeypatch, caplog):
     """Files are read, since one that is mapped would end the process."""
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(1, 2), content(1))
@@ -335,12 +335,12 @@ def test_a_disk_that_fails_in_reading_turns_the_tier_off(tmp_path, monkeypatch, 
     assert "Input/output error" in caplog.text
 
 
-def test_the_directory_is_the_users_alone(tmp_path):
+def test_directory_is_private_to_the_user(tmp_path):
     DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUT).close()
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):
+def test_block_larger_than_the_budget_disables_the_tier(tmp_path, caplog):
     tier = DiskTier(tmp_path, "ab12", 100, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.close()
@@ -348,7 +348,7 @@ def test_a_block_larger_than_the_budget_turns_the_tier_off(tmp_path, caplog):
     assert "the budget is 100" in caplog.text
 
 
-def test_a_file_says_whose_tokens_it_holds_and_all_before_them(tmp_path):
+def test_file_records_origin_and_all_prefix_tokens(tmp_path):
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(7, 8, before=entry(5, 6, before=Origin("tenant", b"\x1f"))), content(1))
     tier.close()
@@ -370,7 +370,7 @@ def test_a_file_says_whose_tokens_it_holds_and_all_before_them(tmp_path):
     ],
     ids=lambda other: str(other.prefix),
 )
-def test_a_file_of_others_with_the_same_key_is_left_alone(tmp_path, monkeypatch, other):
+def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatch, other):
     for name in ("chain_key", "root_key"):
         monkeypatch.setattr(f"paged_backend.scheduling.content.{name}", lambda *args: b"\0" * 32)
     other = Entry(other.before, other.tokens)
@@ -387,7 +387,7 @@ def test_a_file_of_others_with_the_same_key_is_left_alone(tmp_path, monkeypatch,
     tier.close()
 
 
-def test_a_block_that_makes_way_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
+def test_block_evicted_while_being_read_is_a_miss(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
     one, load = entry(1, 2), tier._load
     tier.put(one, content(0))
@@ -401,12 +401,12 @@ def test_a_block_that_makes_way_while_it_is_read_is_no_damage(tmp_path, monkeypa
 
     monkeypatch.setattr(tier, "_load", late)
     assert tier.get(one) is None
-    assert tier.lacks(one)
+    assert tier.should_write(one)
     assert tier.up
     tier.close()
 
 
-def test_whatever_fails_in_writing_turns_the_tier_off(tmp_path, monkeypatch, caplog):
+def test_any_write_error_disables_the_tier(tmp_path, monkeypatch, caplog):
     """A writer that died would leave a queue that nobody empties."""
 
     def refuse(*args):

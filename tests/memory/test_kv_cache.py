@@ -50,7 +50,7 @@ def test_chunks_and_preemption(tiny, prompts, kv, swap_space):
         assert stats.swapped == (stats.preemptions if swap_space else 0)
 
 
-def test_prefix_hits_and_blocks_copied_on_write(tiny, prompts, kv):
+def test_prefix_hits_and_copy_on_write(tiny, prompts, kv):
     """Every prompt again, and one that leaves another in the middle of a block: its scales are copied with it."""
     with running(tiny_assembly(tiny[0], kv_cache_dtype=kv[0], num_gpu_blocks_override=256)) as engine:
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_prefix_hits_and_blocks_copied_on_write(tiny, prompts, kv):
         assert engine.generate([fork], max_tokens=MAX_TOKENS) == forked
 
 
-def test_without_the_scales_a_copied_block_is_worth_nothing(tiny, prompts, kv, monkeypatch):
+def test_copy_without_scales_changes_tokens(tiny, prompts, kv, monkeypatch):
     """That the test above would see it."""
     monkeypatch.setattr(KVCache, "tensors", property(lambda self: tuple(t for t in whole(self) if t.dim() == 4)))
     with running(tiny_assembly(tiny[0], kv_cache_dtype=kv[0], num_gpu_blocks_override=256)) as engine:
@@ -78,12 +78,12 @@ whole = KVCache.tensors.func
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("fp8_e4m3", torch.float8_e4m3fn)])
-def test_the_pool_holds_the_type_that_was_asked_for(tiny, name, dtype):
+def test_pool_has_the_requested_dtype(tiny, name, dtype):
     pool = tiny_assembly(tiny[0], kv_cache_dtype=name).runner.kv
     assert {layer.keys.dtype for layer in pool.layers} == {dtype}
 
 
-def test_one_byte_an_element_lets_the_same_budget_hold_more_tokens(tiny):
+def test_quantized_pool_holds_more_tokens(tiny):
     blocks = {}
     for name in ("auto", *CACHES):
         options = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 100_000, "kv_cache_dtype": name}
@@ -98,7 +98,7 @@ def test_one_byte_an_element_lets_the_same_budget_hold_more_tokens(tiny):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *CACHES])
-def test_a_model_in_bfloat16_draws_tokens_that_are_likely_in_float32(tiny, prompts, kv_cache_dtype, monkeypatch):
+def test_bfloat16_tokens_are_likely_in_float32(tiny, prompts, kv_cache_dtype, monkeypatch):
     """With `dtype: auto` on a CPU that has bfloat16: greedy, with penalties (which make logits float32) and sampled."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assembly = tiny_assembly(tiny[0], dtype="auto", device="cpu", kv_cache_dtype=kv_cache_dtype)
@@ -116,9 +116,9 @@ def test_a_model_in_bfloat16_draws_tokens_that_are_likely_in_float32(tiny, promp
 
 
 @pytest.mark.parametrize("dtype", [*FORMATS, torch.bfloat16], ids=str)
-def test_a_pool_in_page_locked_memory_is_one_piece_of_it(monkeypatch, dtype):
+def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
     asked = []
-    monkeypatch.setattr(kv_cache, "page_locked", lambda n: asked.append(n) or torch.zeros(n, dtype=torch.uint8))
+    monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: asked.append(n) or torch.zeros(n, dtype=torch.uint8))
     layers = [LayerShape(2, 8), LayerShape(1, 16)]
     options = dict(num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     pool, plain = KVCache.allocate(layers, pinned=True, **options), KVCache.allocate(layers, **options)
@@ -132,7 +132,7 @@ def test_a_pool_in_page_locked_memory_is_one_piece_of_it(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
-def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
+def test_every_pool_tensor_can_be_copied_by_block(dtype):
     """On a CPU PyTorch lacks such operations for fp8 itself."""
     shape = LayerShape(num_kv_heads=2, head_dim=8)
     pool = KVCache.allocate([shape] * 2, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
@@ -152,7 +152,7 @@ def test_every_tensor_of_a_pool_can_be_moved_block_by_block(dtype):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", CACHES)
-def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch, kv_cache_dtype):
+def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cache_dtype):
     """The proof looks at the quantized pool, too, after the one that proves the paging."""
 
     def coarse(write):

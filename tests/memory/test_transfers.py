@@ -82,7 +82,7 @@ def transfers(queues):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_outs_then_ins_then_copies(dtype):
+def test_swap_out_then_swap_in_then_copy(dtype):
     """An in that takes the place of an out and comes from where another goes; a copy of what has just come in."""
     pool, host = make_cache(5, dtype), make_cache(3, dtype)
     for block in range(5):
@@ -98,21 +98,21 @@ def test_outs_then_ins_then_copies(dtype):
     assert [read(pool), read(host)] == rounded
 
 
-def test_nothing_to_move(queues, transfers):
+def test_empty_transfer_enqueues_nothing(queues, transfers):
     transfers.move((), (), ())
     transfers.arrive()
     transfers.settle()
     assert queues == Recorded()
 
 
-def test_a_pool_without_a_host_copies():
+def test_copy_without_a_host_pool():
     pool = make_cache(3)
     write(pool, 1, 5)
     Transfers(pool).move((), (), (Copy(1, 2),))
     assert read(pool) == [0, 5, 5]
 
 
-def test_outs_read_what_was_written_and_nothing_is_written_there_before(queues, transfers):
+def test_swap_out_is_ordered_between_writes(queues, transfers):
     queues.step("writes what goes out")
     transfers.move(OUTS, (), ())
     queues.step("writes where it was")
@@ -120,7 +120,7 @@ def test_outs_read_what_was_written_and_nothing_is_written_there_before(queues, 
     assert OUTS in queues.before("compute", "writes where it was")
 
 
-def test_ins_come_after_outs_and_after_who_still_reads_there(queues, transfers):
+def test_swap_in_waits_for_swap_out_and_earlier_reads(queues, transfers):
     queues.step("reads where ins go")
     transfers.move(OUTS, INS, COPIES)
     queues.step("reads them")
@@ -129,7 +129,7 @@ def test_ins_come_after_outs_and_after_who_still_reads_there(queues, transfers):
     assert {OUTS, INS, COPIES} <= set(queues.before("compute", "reads them"))
 
 
-def test_ins_delay_only_the_step_that_reads_them(queues, transfers):
+def test_swap_in_delays_only_the_step_that_reads_it(queues, transfers):
     transfers.swap(OUTS, INS)
     queues.step("reads others")
     transfers.arrive()
@@ -141,7 +141,7 @@ def test_ins_delay_only_the_step_that_reads_them(queues, transfers):
 
 
 @pytest.mark.parametrize("first", [((), INS), (OUTS, ())], ids=["ins", "outs"])
-def test_later_swaps_come_after_earlier_ones(queues, transfers, first):
+def test_swaps_run_in_order(queues, transfers, first):
     """A host block that goes in may be the target of the next out, and the other way around."""
     transfers.swap(*first)
     second = (Move(5, 1, None),), (Move(3, 2, None),)
@@ -152,19 +152,19 @@ def test_later_swaps_come_after_earlier_ones(queues, transfers, first):
     assert {second[1], *filter(None, first)} <= set(queues.before("compute", "reads them"))
 
 
-def test_a_copy_alone_waits_for_ins_that_are_on_their_way(queues, transfers):
+def test_copy_waits_for_pending_swap_in(queues, transfers):
     transfers.swap((), INS)
     transfers.copy(COPIES)
     assert INS in queues.before("compute", COPIES)
 
 
-@pytest.mark.parametrize(("outs", "ins"), [(OUTS, ()), ((), INS), (OUTS, INS)], ids=["outs", "ins", "both"])
-def test_settled_means_that_the_host_may_look(queues, transfers, outs, ins):
+@pytest.mark.parametrize(("moves_out", "moves_in"), [(OUTS, ()), ((), INS), (OUTS, INS)], ids=["outs", "ins", "both"])
+def test_settle_waits_for_all_swaps(queues, transfers, moves_out, moves_in):
     transfers.swap((Move(5, 2, None),), ())
-    transfers.move(outs, ins, COPIES)
+    transfers.move(moves_out, moves_in, COPIES)
     assert not queues.blocked
     transfers.settle()
     transfers.settle()
     assert len(queues.blocked) == 1
-    assert {one for one in (outs, ins) if one} <= set(queues.until(queues.blocked[0]))
+    assert {one for one in (moves_out, moves_in) if one} <= set(queues.until(queues.blocked[0]))
     assert COPIES not in queues.until(queues.blocked[0]), "a swap does not wait for the step beside it"

@@ -13,7 +13,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paged_backend.models import compilation
 from tests.support.families import FAMILIES, is_fused
-from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 
@@ -71,7 +71,7 @@ def test_nothing_is_compiled_while_serving_and_layers_share_what_was(processes):
 
 
 def test_the_tokens_are_those_of_generate(processes, tiny):
-    expected = [generate_alone(tiny[1], prompt, 12) for prompt in PROMPTS]
+    expected = [generate_with_transformers(tiny[1], prompt, 12) for prompt in PROMPTS]
     for found in processes:
         assert found["alone"] == found["together"] == expected
 
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_compiled_runs_without(tiny, monkeypatch, tmp_pat
     assert "not compiled: RuntimeError: no compiler here" in caplog.text
     assert is_fused(assembly.loaded.model)
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(tiny[1], PROMPTS[0], 12)]
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(tiny[1], PROMPTS[0], 12)]
 
 
 def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, caplog):
@@ -101,7 +101,7 @@ def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, ca
     assembly = tiny_assembly(tiny[0], compile_level=1)
     assert "LlamaForCausalLM, compiled: logits at position" in caplog.text
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(tiny[1], PROMPTS[0], 12)]
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(tiny[1], PROMPTS[0], 12)]
 
 
 def test_a_model_that_is_not_fused_says_so_when_asked_to_compile(tmp_path, caplog):

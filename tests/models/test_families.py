@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.families import FAMILIES
-from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -14,4 +14,6 @@ def test_same_tokens_as_generate(family, tmp_path):
     rnd = random.Random(family)
     prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 33, 40)]
     with running(tiny_assembly(tmp_path)) as engine:
-        assert engine.generate(prompts, max_tokens=16) == [generate_alone(model, one, 16) for one in prompts]
+        assert engine.generate(prompts, max_tokens=16) == [
+            generate_with_transformers(model, one, 16) for one in prompts
+        ]

@@ -13,7 +13,7 @@ from paged_backend.loading import proof
 from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from tests.support.families import COMMON, FAMILIES, is_fused
-from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
 FUSED = ["llama", "llama_mha_odd_head", "llama_mqa", "qwen2", "qwen2_window", "qwen3", "mistral_window", "smollm3"]
 
@@ -95,7 +95,7 @@ def test_a_fused_model_that_fails_the_proof_goes_back_to_its_own_layers(tmp_path
     assert not is_fused(assembly.loaded.model)
     assert "LlamaForCausalLM, fused: logits at position" in caplog.text
     with running(assembly) as engine:
-        assert engine.generate([[5, 6, 7]], max_tokens=16) == [generate_alone(model, [5, 6, 7], 16)]
+        assert engine.generate([[5, 6, 7]], max_tokens=16) == [generate_with_transformers(model, [5, 6, 7], 16)]
 
 
 class Quantized(nn.Linear):

@@ -14,7 +14,7 @@ from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.linear import ROWS, Linear, Quantizer, project
 from tests.support.families import FAMILIES
-from tests.support.in_process import generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
 PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
 
@@ -88,7 +88,7 @@ def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tm
     inner = (layer.before + layer.after) if layer else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
     assert sum(isinstance(one, Linear) for one in inner) == (4 if layer else 1)
     assert isinstance(served.lm_head.forward.keywords["weight"], Linear)
-    expected = [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+    expected = [generate_with_transformers(model, prompt, 12) for prompt in PROMPTS]
     with running(assembly) as engine:
         assert engine.generate(PROMPTS, max_tokens=12) == expected
         assert [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS] == expected
@@ -106,7 +106,9 @@ def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family
     left = {name for name, one in assembly.loaded.model.named_parameters() if one.dim() == 2 and one.numel()}
     assert left == {"model.embed_tokens.weight"}
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+        assert engine.generate(PROMPTS, max_tokens=12) == [
+            generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
+        ]
 
 
 @compiled
@@ -118,7 +120,9 @@ def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp
     assembly = tiny_assembly(tmp_path)
     assert "its weights packed" in lines.text
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS, max_tokens=12) == [generate_alone(model, prompt, 12) for prompt in PROMPTS]
+        assert engine.generate(PROMPTS, max_tokens=12) == [
+            generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
+        ]
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -139,7 +143,7 @@ def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path
     assert "LongcatFlashForCausalLM keeps the weights beside their copies" in lines.text
     with running(assembly) as engine:
         tokens = engine.generate(PROMPTS, max_tokens=8)
-    assert quantized or tokens == [generate_alone(model, prompt, 8) for prompt in PROMPTS]
+    assert quantized or tokens == [generate_with_transformers(model, prompt, 8) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
@@ -150,7 +154,7 @@ def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faste
     assembly = tiny_assembly(tmp_path)
     assert "its weights packed: logits at position" in lines.text
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_alone(model, PROMPTS[0], 12)]
+        assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(model, PROMPTS[0], 12)]
 
 
 def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monkeypatch, lines):
@@ -202,7 +206,7 @@ def test_a_model_in_8_bits_serves_without_its_own_weights(family, form, tmp_path
 
 
 @compiled
-def test_a_model_that_8_bits_spoil_is_refused_by_name(tiny, monkeypatch):
+def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(linear, "SMALLEST", 0)
     right = native.pack_linear
     monkeypatch.setattr(native, "pack_linear", lambda weight, scales: right(weight, 3 * scales))

@@ -19,14 +19,14 @@ from paged_backend.api.config import ConfigError
 from paged_backend.api.errors import ErrorCode
 from paged_backend.engine import warm_up
 from paged_backend.execution.runner import Runner
-from paged_backend.loading.adapters import Adapters
+from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.models import linear, peft_files
 from paged_backend.models.adapter_rows import adapter_rows
-from paged_backend.models.lora import Lora, Stack
+from paged_backend.models.lora import Lora, StackedFactors
 from paged_backend.models.peft_files import Factors
 from tests.support.adapters import LORA, generate_with, listing, make_adapter
 from tests.support.families import COMMON
-from tests.support.in_process import WAIT, byte_tokenizer, generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import WAIT, byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
 
 MAX_TOKENS = 8
 
@@ -62,7 +62,7 @@ def alone(tiny, files, prompts):
     expected = {
         name: [generate_with(tiny[1], path, one, MAX_TOKENS) for one in prompts] for name, path in files.items()
     }
-    expected[None] = [generate_alone(tiny[1], one, MAX_TOKENS) for one in prompts]
+    expected[None] = [generate_with_transformers(tiny[1], one, MAX_TOKENS) for one in prompts]
     for index in range(len(prompts)):
         assert len({tuple(each[index]) for each in expected.values()}) == len(expected), "adapters that change nothing"
     return expected
@@ -155,14 +155,18 @@ def test_preemption(tiny, listed, files, mode):
         pairs = list(zip(prompts, [*files, None], strict=True))
         keys = [engine.submit(prompt, max_tokens=24, lora_name=name) for prompt, name in pairs]
         for (prompt, name), output in zip(pairs, engine.wait(*keys), strict=True):
-            expected = generate_with(tiny[1], files[name], prompt, 24) if name else generate_alone(tiny[1], prompt, 24)
+            expected = (
+                generate_with(tiny[1], files[name], prompt, 24)
+                if name
+                else generate_with_transformers(tiny[1], prompt, 24)
+            )
             assert output.tokens == expected
         assert engine.history[-1].stats.preemptions > 0
 
 
 @pytest.mark.usefixtures("planning")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_request_of_higher_priority_takes_the_slot_of_lower_ones(tiny, listed, files, prompts, mode):
+def test_higher_priority_preempts_adapter_slots(tiny, listed, files, prompts, mode):
     """Whoever had it goes on later as if nothing had been."""
     options = LORA | {"max_loras": 2, "swap_space": 0.01, "preemption_mode": mode}
     with running(tiny_assembly(tiny[0], adapters=listed, **options)) as engine:
@@ -216,7 +220,7 @@ def check_model(place, model, files, prompts, caplog, form, **options):
         for prompt in prompts:
             keys = [engine.submit(prompt, max_tokens=MAX_TOKENS, lora_name=name) for name in (*files, None)]
             expected = [generate_with(model, path, prompt, MAX_TOKENS) for path in files.values()]
-            expected.append(generate_alone(model, prompt, MAX_TOKENS))
+            expected.append(generate_with_transformers(model, prompt, MAX_TOKENS))
             assert [output.tokens for output in engine.wait(*keys)] == expected
             assert len(set(map(tuple, expected))) == len(expected)
 
@@ -263,13 +267,13 @@ def test_in_16_bits(tiny, listed, prompts):
 def test_a_layer_adds_what_its_rows_ask_for(dtype):
     """Also where the slots that are used do not follow one another, and what is not asked for overflows."""
     generator = torch.Generator().manual_seed(0)
-    stack = Stack(torch.zeros(4, 3, 5), torch.zeros(4, 3, 6))
+    stack = StackedFactors(torch.zeros(4, 3, 5), torch.zeros(4, 3, 6))
     factors = {
         slot: Factors(torch.randn(rank, 5, generator=generator), torch.randn(6, rank, generator=generator))
         for slot, rank in ((0, 3), (2, 1), (3, 2))
     }
     for slot, one in factors.items():
-        stack.put(slot, one)
+        stack.load_slot(slot, one)
     x = torch.randn(7, 5, generator=generator)
     for slots in ([-1, 0, 3, 3, 0, -1, 3], [-1, 2, 3, 2, 3, 2, 3], [2] * 7, [1, -1] * 3 + [1], [0, 1, 2, 3, 0, 1, 2]):
         y = torch.randn(7, 8, generator=generator).to(dtype)
@@ -279,7 +283,7 @@ def test_a_layer_adds_what_its_rows_ask_for(dtype):
                 expected[row, 1:7] += factors[slot].b @ (factors[slot].a @ x[row])
         stack.add(y[:, 1:7], x, adapter_rows(np.array(slots)))
         torch.testing.assert_close(y, expected.to(dtype))
-    stack.put(0, Factors(torch.full((3, 5), 3e38), torch.ones(6, 3)))
+    stack.load_slot(0, Factors(torch.full((3, 5), 3e38), torch.ones(6, 3)))
     y = torch.zeros(2, 6)
     stack.add(y, 10 * x[:2].abs(), adapter_rows(np.array([0, 2])))
     assert not y[0].isfinite().any() and y[1].isfinite().all()
@@ -354,9 +358,9 @@ def test_guesses_change_no_token(tiny, draft, listed, prompts, alone, guesser):
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA | options)) as engine:
         check_all(engine, prompts, alone)
         stats = engine.history[-1].stats
-    assert stats.guessed_tokens > 0
+    assert stats.draft_tokens > 0
     if guesser == "itself":
-        assert 0 < stats.accepted_tokens < stats.guessed_tokens  # the base model guesses, each adapter decides
+        assert 0 < stats.accepted_tokens < stats.draft_tokens  # the base model guesses, each adapter decides
 
 
 def test_recorded_steps_are_left_to_those_without(tiny, listed, prompts, alone, monkeypatch):
@@ -569,14 +573,14 @@ def test_the_list_tells_rank_and_residency(tiny, tmp_path, files, prompts):
 
 def test_a_request_that_is_aborted_while_its_adapter_is_read_never_runs(tiny, listed, prompts, monkeypatch):
     reading, go_on = threading.Event(), threading.Event()
-    inner = Adapters.get
+    inner = AdapterRegistry.get
 
     def get(self, name):
         reading.set()
         go_on.wait(WAIT)
         return inner(self, name)
 
-    monkeypatch.setattr(Adapters, "get", get)
+    monkeypatch.setattr(AdapterRegistry, "get", get)
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA)) as engine:
         key = engine.submit(prompts[1], max_tokens=4, lora_name="all")
         reading.wait(WAIT)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from paged_backend.loading.proof import prove
 from paged_backend.models.attention import UnsupportedModel
 from tests.support.gguf import CONFIG, write_gguf
-from tests.support.in_process import byte_tokenizer, generate_alone, running, save_tiny, tiny_assembly
+from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
 
 PROMPT = list(range(1, 30))
 
@@ -37,7 +37,7 @@ def test_fp8_blocks_with_scales_are_widened(tmp_path):
     alone = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, quantization_config=hf.FineGrainedFP8Config(**quantization)
     )
-    assert served(tmp_path) == generate_alone(alone, PROMPT, 12)
+    assert served(tmp_path) == generate_with_transformers(alone, PROMPT, 12)
 
 
 def test_a_gguf_file_is_a_model(tmp_path):
@@ -47,7 +47,9 @@ def test_a_gguf_file_is_a_model(tmp_path):
     alone = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    assert served(tmp_path / "tiny.gguf", tokenizer=str(tmp_path / "tokenizer")) == generate_alone(alone, PROMPT, 12)
+    assert served(tmp_path / "tiny.gguf", tokenizer=str(tmp_path / "tokenizer")) == generate_with_transformers(
+        alone, PROMPT, 12
+    )
 
 
 def test_activations_of_8_bits_are_near_enough_where_the_model_says_so(tmp_path):

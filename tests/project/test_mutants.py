@@ -25,12 +25,12 @@ QUICK = [mistake for mistake in MUTANTS if mistake not in RARE]
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
-def test_a_mistake_is_about_code_that_is_there(mistake):
+def test_mutant_is_about_code_in_the_source(mistake):
     """Once, and what takes its place can be read."""
     compile(changed(mistake), mistake, "exec")
 
 
-def test_the_readme_tells_how_many_there_are():
+def test_documented_number_of_mutants():
     told = f"{len(QUICK)} must be found in `make test`, and all {len(MUTANTS)} in `make nightly`"
     assert told in (ROOT / "README.md").read_text()
 
@@ -38,7 +38,7 @@ def test_the_readme_tells_how_many_there_are():
 @pytest.mark.parametrize(
     "first", [lambda: 0, pytest.param(lambda: SystemRandom().randrange(2**32), marks=pytest.mark.nightly)]
 )
-def test_a_storm_finds_what_is_wrong(first, figures):
+def test_stress_kills_quick_mutants(first, figures):
     """Most mistakes, within seconds; at night with seeds that nobody has tried."""
     seed = first()
     figures(f"seeds from {seed}")
@@ -53,7 +53,7 @@ def test_a_storm_finds_what_is_wrong(first, figures):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mistake", RARE)
-def test_a_mistake_that_storms_seldom_meet_is_found(tmp_path, mistake):
+def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mistake):
     table.done("mistakes on purpose that are found", 0, of=1)
     for name in ("paged_backend", "tests", "kernels", "client", "paged_bench"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

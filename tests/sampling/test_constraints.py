@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.sampling.sampler import follow, prepare, processed
+from paged_backend.sampling.sampler import prepare, process_logits, resolve_tokens
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
@@ -87,7 +87,7 @@ REQUESTS = [
 
 @overlapped_too
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: " ".join(request))
-def test_greedy_tokens_are_those_of_transformers(tiny, prompts, free, request_):
+def test_greedy_tokens_match_transformers(tiny, prompts, free, request_):
     runs = runs_of(free) if "bad_words" in request_ else ()
     options = as_transformers(request_, runs)
     sampling = {name: value for name, value in request_.items() if name != "bad_words"}
@@ -174,7 +174,7 @@ def test_guesses_change_nothing(tiny, draft, prompts, free, guesser):
     options = {"num_speculative_tokens": 3, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         assert [engine.generate(every, max_tokens=LENGTH, **one) for one in asked] == expected
-        assert engine.history[-1].stats.guessed_tokens > 0
+        assert engine.history[-1].stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: " ".join(request))
@@ -220,14 +220,14 @@ def test_a_bias_comes_before_the_penalties_and_forbidden_stays_forbidden():
     expected = torch.full((1, 40), -math.inf)
     # The prompt has 1, 2 and 3.
     expected[0, :10] = torch.tensor([1, 0.5, 0.5, 0.5, 2, 0.5, -math.inf, -math.inf, -1, 1])
-    assert torch.equal(processed(logits, prepare([row])), expected)
+    assert torch.equal(process_logits(logits, prepare([row])), expected)
 
 
 def test_the_prompt_does_not_begin_a_bad_word():
     """As in vLLM."""
     words = ((2, 9), (2, 3, 9), (3, 9))
-    assert processed(torch.zeros(1, 40), prepare([draw_of(bad_words=words)])).isfinite().all()
-    found = processed(torch.zeros(1, 40), prepare([draw_of(generated=(2, 3), bad_words=(*words, (3, 8), (2, 7)))]))
+    assert process_logits(torch.zeros(1, 40), prepare([draw_of(bad_words=words)])).isfinite().all()
+    found = process_logits(torch.zeros(1, 40), prepare([draw_of(generated=(2, 3), bad_words=(*words, (3, 8), (2, 7)))]))
     assert (~found[0].isfinite()).nonzero().flatten().tolist() == [8, 9]
 
 
@@ -235,14 +235,14 @@ def test_the_prompt_does_not_begin_a_bad_word():
 def test_a_token_that_is_still_on_the_device_counts(drawn, forbidden):
     """-1 stands for it; several words end with one token."""
     rows = [draw_of(generated=(4, -1), bad_words=((5, 8), (5, 9), (4, 6, 9), (6, 9), (6, 10), (3, 7, 12)))]
-    batch = follow(prepare(rows), lambda tokens: tokens.where(tokens >= 0, drawn))
-    found = processed(torch.zeros(1, 40), batch)
+    batch = resolve_tokens(prepare(rows), lambda tokens: tokens.where(tokens >= 0, drawn))
+    found = process_logits(torch.zeros(1, 40), batch)
     assert (~found[0].isfinite()).nonzero().flatten().tolist() == forbidden
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_any_type(dtype):
-    found = processed(torch.zeros(2, 40, dtype=dtype), prepare([draw_of(allowed=[3, 39]), draw_of()]))
+    found = process_logits(torch.zeros(2, 40, dtype=dtype), prepare([draw_of(allowed=[3, 39]), draw_of()]))
     assert found[0].isfinite().nonzero().flatten().tolist() == [3, 39]
     assert found[1].isfinite().all()
 

@@ -10,7 +10,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import warm_up
-from paged_backend.sampling.sampler import prepare, score
+from paged_backend.sampling.sampler import compute_logprobs, prepare
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
@@ -123,7 +123,7 @@ def test_guesses_change_none(tiny, draft, prompts, guesser):
             for prompt, output in zip(every, engine.wait(*keys), strict=True):
                 check(tiny[1], prompt, output.tokens, output.logprobs, 2)
         stats = engine.history[-1].stats
-    assert stats.guessed_tokens > 0
+    assert stats.draft_tokens > 0
     if guesser != "draft":
         assert stats.accepted_tokens > 0
 
@@ -243,7 +243,7 @@ def scores_of(logits, drawn, counts):
     for count in counts:
         request = GenerateRequest(0, (1,), SamplingParams(), 0, frozenset(), logprobs=count)
         rows.append((Sequence(request, [1], []), 1))
-    scores = score(logits, torch.tensor(drawn), prepare(rows))
+    scores = compute_logprobs(logits, torch.tensor(drawn), prepare(rows))
     return {row: told for row, (told,) in scores.by_row()} if scores else {}
 
 

@@ -11,7 +11,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.guide import GuideError
 from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.sampling.masks import Mask, apply, gather
+from paged_backend.sampling.masks import Mask, apply_mask, build_mask
 from paged_backend.scheduling.sequence import Sequence
 from tests.support.in_process import WAIT, running, tiny_assembly
 
@@ -108,8 +108,8 @@ def filled(allowed, *, min_tokens, generated):
     request = GenerateRequest(
         0, (1,), SamplingParams(min_tokens=min_tokens, max_tokens=9), 0, frozenset([END, 10_000]), guides=(Fixed(),)
     )
-    mask = gather([(0, Sequence(request, [1, *[2] * generated], []), 1 + generated)], {})
-    (row,) = apply(torch.zeros(1, VOCAB), mask)
+    mask = build_mask([(0, Sequence(request, [1, *[2] * generated], []), 1 + generated)], {})
+    (row,) = apply_mask(torch.zeros(1, VOCAB), mask)
     return row.isfinite().nonzero()[:, 0].tolist()
 
 
@@ -147,7 +147,7 @@ def test_guided_sequences_are_not_guessed(tiny, prompts):
     options = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         (output,) = engine.wait(submit(engine, [11, 12, 13] * 5, [Stepping()]))
-        assert engine.history[-1].stats.guessed_tokens == 0
+        assert engine.history[-1].stats.draft_tokens == 0
     assert output.tokens == expected(tiny[1], [11, 12, 13] * 5, 12)
 
 
@@ -180,7 +180,7 @@ def test_what_the_words_do_not_reach_is_not_allowed(vocab):
     bits = rnd.integers(0, 2, (3, 96), dtype=np.uint8)
     words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
     padded = np.pad(bits, ((0, 0), (0, max(0, vocab - 96))))[:, :vocab]
-    allowed = apply(torch.zeros(3, vocab), Mask(torch.arange(3), words)).isfinite()
+    allowed = apply_mask(torch.zeros(3, vocab), Mask(torch.arange(3), words)).isfinite()
     assert allowed.tolist() == padded.astype(bool).tolist()
 
 
@@ -189,7 +189,7 @@ def test_what_the_words_do_not_reach_is_not_allowed(vocab):
 def test_logits_themselves_stay_as_they_are(rows, dtype):
     logits = torch.randn(3, 64, dtype=dtype)
     before = logits.clone()
-    masked = apply(logits, Mask(torch.tensor(rows), torch.tensor([[1, -(2**31)]] * len(rows), dtype=torch.int32)))
+    masked = apply_mask(logits, Mask(torch.tensor(rows), torch.tensor([[1, -(2**31)]] * len(rows), dtype=torch.int32)))
     assert torch.equal(logits, before)
     for row in range(3):
         kept = [0, 63] if row in rows else range(64)

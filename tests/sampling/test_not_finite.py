@@ -44,7 +44,7 @@ def check_broken(output):
     ],
     ids=str,
 )
-def test_its_request_ends_and_no_other_token_changes(tiny, planning, expected, sampling, value):
+def test_non_finite_logits_fail_only_their_request(tiny, planning, expected, sampling, value):
     with running(poisoned(tiny[0], value)) as engine:
         good = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS[:2]]
         broken = engine.submit([*range(20, 37), POISON, 9, 10], **({"max_tokens": 20} | sampling))
@@ -54,7 +54,7 @@ def test_its_request_ends_and_no_other_token_changes(tiny, planning, expected, s
         assert [one.tokens for one in outputs] == expected
 
 
-def test_one_that_breaks_in_mid_answer_keeps_what_it_said(tiny, planning):
+def test_failure_during_decode_keeps_earlier_tokens(tiny, planning):
     """The prompt is sound; a token that it draws is not."""
     with running(poisoned(tiny[0])) as engine:
         key = engine.submit(PROMPTS[1], max_tokens=20, logit_bias={str(POISON): 100}, min_tokens=20)
@@ -63,7 +63,7 @@ def test_one_that_breaks_in_mid_answer_keeps_what_it_said(tiny, planning):
         assert output.tokens == [POISON]
 
 
-def test_an_embedding_that_is_not_finite_is_no_embedding(tiny):
+def test_non_finite_embedding_is_an_error(tiny):
     with running(poisoned(tiny[0])) as engine:
         broken, good = engine.embed([5, POISON, 7]), engine.embed(PROMPTS[1])
         first, second = engine.wait(broken, good)
@@ -72,7 +72,7 @@ def test_an_embedding_that_is_not_finite_is_no_embedding(tiny):
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself"])
-def test_a_wrong_guess_that_is_not_finite_breaks_nothing(tiny, guesser):
+def test_rejected_non_finite_draft_is_harmless(tiny, guesser):
     """After a text that repeats itself, whose next token was the poison before: checked, and not what comes."""
     prompt = [11, 12, 13, 14, 15, 16] * 3
     with running(tiny_assembly(tiny[0])) as engine:
@@ -84,7 +84,7 @@ def test_a_wrong_guess_that_is_not_finite_breaks_nothing(tiny, guesser):
 
 
 @pytest.mark.parametrize("host", [{}, {"swap_space": 0.001}], ids=str)
-def test_nobody_finds_what_it_computed(tiny, host):
+def test_non_finite_blocks_are_not_cached(tiny, host):
     """A fault that passes: the same prompt, later, is computed anew."""
     prompt = [*range(20, 37), POISON, *range(60, 80)]
     with running(tiny_assembly(tiny[0])) as engine:

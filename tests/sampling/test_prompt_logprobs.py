@@ -55,7 +55,7 @@ def told(engine, *keys):
 @overlapped_too
 @pytest.mark.parametrize("count", [0, 1, 20])
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])
-def test_they_are_those_of_the_model(tiny, prompts, count, max_tokens):
+def test_logprobs_match_transformers(tiny, prompts, count, max_tokens):
     """In chunks of 16 tokens at the most."""
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=max_tokens, prompt_logprobs=count) for prompt in prompts]
@@ -148,7 +148,7 @@ def test_guesses_change_none(tiny, prompts):
             check(tiny[1], prompt, found, 2)
 
 
-def test_nothing_is_drawn_where_no_token_is_wanted(tiny, prompts, monkeypatch):
+def test_max_tokens_zero_scores_prompt_only(tiny, prompts, monkeypatch):
     monkeypatch.setattr("paged_kernels.ops.sample", lambda logits, draws: torch.zeros(len(logits), dtype=torch.int64))
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit(prompts[2], max_tokens=0, prompt_logprobs=0))

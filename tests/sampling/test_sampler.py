@@ -12,7 +12,7 @@ from transformers import (
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.sampling.sampler import prepare, processed, sample
+from paged_backend.sampling.sampler import prepare, process_logits, sample
 from paged_backend.scheduling.sequence import Sequence
 
 VOCAB = 50
@@ -161,6 +161,6 @@ def test_what_is_drawn_from_can_be_looked_at():
     rows = [(sequence(generated=(4,), presence_penalty=1.0), 4), (sequence(stop_ids={7}, min_tokens=1), 3)]
     expected = torch.zeros(2, VOCAB)
     expected[0, 4], expected[1, 7] = -1, float("-inf")
-    assert torch.equal(processed(logits, prepare(rows)), expected)
+    assert torch.equal(process_logits(logits, prepare(rows)), expected)
     assert not logits.any()
-    assert processed(logits, prepare([(sequence(), 3)] * 2)) is logits
+    assert process_logits(logits, prepare([(sequence(), 3)] * 2)) is logits

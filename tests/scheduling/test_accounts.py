@@ -57,7 +57,7 @@ class Served:
 
 
 @pytest.mark.parametrize(("fair_tenants", "before"), [(True, 1), (False, 1000)])
-def test_one_request_waits_behind_a_thousand_of_another_tenant_only_where_they_are_not_told_apart(fair_tenants, before):
+def test_single_request_does_not_queue_behind_other_tenant(fair_tenants, before):
     served = Served(fair_tenants=fair_tenants)
     for _ in range(1000):
         served.ask("many")
@@ -68,7 +68,7 @@ def test_one_request_waits_behind_a_thousand_of_another_tenant_only_where_they_a
     assert len(served.ended) == 1001
 
 
-def test_a_priority_comes_before_fairness():
+def test_priority_comes_before_fairness():
     served = Served()
     for _ in range(5):
         served.ask("urgent", priority=-1)
@@ -78,7 +78,7 @@ def test_a_priority_comes_before_fairness():
 
 
 @pytest.mark.parametrize("seqs", [1, 4, 16])
-def test_tenants_that_always_wait_get_equal_tokens_whatever_they_ask_for(seqs):
+def test_backlogged_tenants_get_equal_tokens(seqs):
     """Short prompts beside long ones, one output beside several: to within two of the longest prompts."""
     rnd = random.Random(seqs)
     served = Served(max_num_seqs=seqs, max_num_batched_tokens=128)
@@ -96,11 +96,11 @@ def test_tenants_that_always_wait_get_equal_tokens_whatever_they_ask_for(seqs):
     assert max(got) - min(got) <= 2 * 180
 
 
-def test_tokens_that_were_guessed_count_as_any_others():
-    def guess(sequence, most):
+def test_accepted_draft_tokens_count_towards_tenant():
+    def proposer(sequence, most):
         return [1] * most if sequence.request.sampling.cache_salt == "easy" else []
 
-    served = Served(guess=guess, max_guesses=4)
+    served = Served(proposer=proposer, max_draft_tokens=4)
     for _ in range(100):
         served.ask("easy", max_tokens=25)
         served.ask("hard", max_tokens=25)
@@ -109,7 +109,7 @@ def test_tokens_that_were_guessed_count_as_any_others():
     assert max(served.tokens.values()) - min(served.tokens.values()) <= 2 * 27
 
 
-def test_a_tenant_has_no_credit_for_the_time_that_it_was_away():
+def test_idle_tenant_gains_no_credit():
     served = Served()
     for _ in range(100):
         served.ask("always")
@@ -120,7 +120,7 @@ def test_a_tenant_has_no_credit_for_the_time_that_it_was_away():
     assert Counter(served.entered[-20:]) == {"always": 10, "back": 10}
 
 
-def test_nor_for_one_that_runs_long_while_it_asks_for_nothing_else():
+def test_tenant_with_one_long_request_gains_no_credit():
     served = Served(max_num_seqs=2)
     served.ask("slow", max_tokens=500)
     for _ in range(500):
@@ -132,7 +132,7 @@ def test_nor_for_one_that_runs_long_while_it_asks_for_nothing_else():
     assert served.entered[-20:].count("always") >= 8
 
 
-def test_a_debt_is_not_forgotten_while_a_request_is_open():
+def test_tenant_count_is_kept_while_a_request_is_open():
     """A tenant that never has more than one waiting, and many that run."""
     served = Served(max_num_seqs=8)
     for _ in range(6):
@@ -147,7 +147,7 @@ def test_a_debt_is_not_forgotten_while_a_request_is_open():
     assert served.entered[-2:] == ["few", "many"]
 
 
-def test_one_that_comes_does_not_pay_for_anothers_long_prompt():
+def test_new_tenant_does_not_pay_for_long_prompt_of_another():
     """What a tenant has had that was let in last puts nobody else behind a queue."""
     served = Served(num_blocks=10_000)
     for _ in range(1000):
@@ -163,7 +163,7 @@ def test_one_that_comes_does_not_pay_for_anothers_long_prompt():
     assert served.entered.count("many") < 20
 
 
-def test_new_tenants_without_end_pass_nobody_for_ever():
+def test_stream_of_new_tenants_does_not_starve_a_tenant():
     """One that has just had a long prompt waits again, and at every moment two that never came before wait, too."""
     served = Served()
     served.ask("long", prompt=1000, max_tokens=1)
@@ -182,7 +182,7 @@ def test_new_tenants_without_end_pass_nobody_for_ever():
         assert passed < 200
 
 
-def test_one_that_was_let_in_is_not_pushed_out_by_older_ones_that_come_after_it():
+def test_admitted_request_is_not_preempted_by_later_admitted_ones():
     """The newest of all, let in before older ones of another tenant, keeps its blocks as the pool runs dry; whoever is
     pushed out goes on before others are let in."""
     served = Served(num_blocks=12, max_num_seqs=3)
@@ -200,7 +200,7 @@ def test_one_that_was_let_in_is_not_pushed_out_by_older_ones_that_come_after_it(
     assert len(served.ended) == 51
 
 
-def test_requests_with_adapters_and_without_are_of_one_tenant():
+def test_adapter_and_base_requests_share_a_tenant_count():
     served = Served(max_num_seqs=1, max_loras=2)
     for name in "ab" * 10:
         served.ask("many", adapter=Adapter(name, name.encode(), 1, {}))
@@ -232,7 +232,7 @@ def calls(work):
 
 @pytest.mark.parametrize("tenant", ["one", "{}"])
 @pytest.mark.parametrize("adapter", [None, Adapter("b", b"b", 1, {})])
-def test_a_long_queue_costs_as_much_as_a_short_one(tenant, adapter):
+def test_scheduling_cost_is_independent_of_queue_length(tenant, adapter):
     """To come, to be let in, to be found and to be dropped: a search in a line may take some steps more. With one
     adapter's slot in use, those that need another are passed without a look at each."""
 
@@ -247,9 +247,9 @@ def test_a_long_queue_costs_as_much_as_a_short_one(tenant, adapter):
             for _ in range(20):
                 served.ask("new", adapter=adapter)
                 served.step()
-            assert served.sched.knows(middle)
+            assert served.sched.has_request(middle)
             assert served.sched.abort(middle)
-            assert not served.sched.knows(middle)
+            assert not served.sched.has_request(middle)
 
         return calls(work)
 

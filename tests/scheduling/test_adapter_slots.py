@@ -23,7 +23,7 @@ def request(key, name=None, length=4, **sampling):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_whatever_comes_and_goes(seed, count):
+def test_random_acquire_and_release_keep_slots_consistent(seed, count):
     """The device holds what the slots say, as long as every load is done before it is used."""
     rnd, slots, device, running = random.Random(seed), AdapterSlots(count), {}, []
     for key in range(500):
@@ -52,7 +52,7 @@ def test_whatever_comes_and_goes(seed, count):
     assert AdapterSlots(0).of([request(0)]) == {}
 
 
-def test_the_least_recently_used_makes_way():
+def test_least_recently_used_adapter_is_evicted():
     slots = AdapterSlots(2)
     for name in "abab":
         slots.take(adapter(name))
@@ -70,7 +70,7 @@ def scheduler(**options):
     return Scheduler(blocks, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_loras": 1} | options)
 
 
-def test_a_step_that_fails_has_its_adapters_loaded_again():
+def test_failed_step_reloads_its_adapters():
     sched = scheduler()
     sched.add(request(0, "a"))
     plan = sched.schedule()
@@ -89,7 +89,7 @@ def test_a_step_that_fails_has_its_adapters_loaded_again():
     sched.check()
 
 
-def test_a_step_without_adapters_names_none():
+def test_plan_without_adapters_has_no_adapter_slots():
     sched = scheduler()
     for key, name in enumerate([None, "a"]):
         sched.add(request(key, name, max_tokens=1 + key))
@@ -101,7 +101,7 @@ def test_a_step_without_adapters_names_none():
     assert sched.schedule().adapters == {}
 
 
-def test_nobody_with_an_adapter_passes_one_who_waits_for_a_slot():
+def test_adapter_requests_do_not_overtake_one_waiting_for_a_slot():
     """Else those who keep the slot in use could come for ever. Whoever has none passes."""
     sched = scheduler()
     sched.add(request(0, "a", max_tokens=2))
@@ -148,7 +148,7 @@ def at_work(*asked, **options):
         ([("a", 9), ("a", 5), ("b", 3)], [2]),
     ],
 )
-def test_one_of_higher_priority_displaces_those_whose_slot_then_comes_free(running, left):
+def test_higher_priority_preempts_all_users_of_one_slot(running, left):
     sched = at_work(*running, max_loras=len({name for name, _ in running if name}))
     new = len(running)
     sched.add(request(new, "new", priority=1, max_tokens=2))
@@ -168,7 +168,7 @@ def test_one_of_higher_priority_displaces_those_whose_slot_then_comes_free(runni
         ([("a", 9), (None, 1)], {"max_num_seqs": 2, "samples": 2}),  # who would not find room then either
     ],
 )
-def test_nobody_is_displaced_where_no_slot_comes_free_or_that_would_not_do(running, options):
+def test_no_preemption_that_would_not_free_a_usable_slot(running, options):
     samples = options.pop("samples", 1)
     sched = at_work(*running, **options)
     sched.add(request(8, "new", priority=1, n=samples))
@@ -176,20 +176,20 @@ def test_nobody_is_displaced_where_no_slot_comes_free_or_that_would_not_do(runni
     assert sched.stats.preemptions == 0
 
 
-def test_who_is_in_flight_is_displaced_after_the_commit():
+def test_request_in_flight_is_preempted_after_commit():
     sched = at_work(("a", 3))
     first = sched.schedule()
     sched.add(request(1, "new"))
     second = sched.schedule()
     assert {chunk.sequence.key for chunk in second.chunks} == {0}
-    assert sched.wants_results
+    assert sched.needs_results
     for plan in (first, second):
         sched.commit(plan, [5])
     assert run(sched) == {1}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_storm_of_priorities_and_adapters_ends_with_every_request_answered(seed):
+def test_random_priorities_and_adapters_answer_every_request(seed):
     """And whoever waits for a slot waits for one whose users are not all of a lower priority."""
     rnd = random.Random(seed)
     sched = scheduler(max_loras=rnd.choice([1, 2]), max_num_batched_tokens=128)

@@ -44,7 +44,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("width", [2, 3, 5])
-def test_outputs_are_those_of_transformers(tiny, prompts, width, options):
+def test_beam_outputs_match_transformers(tiny, prompts, width, options):
     """With stop tokens that are drawn often, so that hypotheses end early, and without."""
     directory, model = tiny
     with running(tiny_assembly(directory)) as engine:
@@ -56,7 +56,7 @@ def test_outputs_are_those_of_transformers(tiny, prompts, width, options):
 
 
 @pytest.mark.usefixtures("planning")
-def test_a_dry_pool_changes_nothing(tiny, prompts):
+def test_beam_outputs_survive_preemption(tiny, prompts):
     """Room for one search at a time: the others are pushed out and computed again, with beams of their own length."""
     directory, model = tiny
     expected = [generate(model, prompt, None, num_beams=4)[0] for prompt in prompts]
@@ -69,7 +69,7 @@ def test_a_dry_pool_changes_nothing(tiny, prompts):
 
 
 @pytest.mark.usefixtures("planning")
-def test_beams_and_others_share_a_step(tiny, prompts):
+def test_beams_and_samples_share_a_step(tiny, prompts):
     directory, model = tiny
     expected = generate(model, prompts[2], None, num_beams=3)[0]
     with running(tiny_assembly(directory)) as engine:
@@ -80,14 +80,14 @@ def test_beams_and_others_share_a_step(tiny, prompts):
         assert [one.tokens for one in engine.wait(search, other)] == [expected, greedy[0]]
 
 
-def test_what_all_beams_agree_on_comes_before_the_end(tiny, prompts):
+def test_tokens_common_to_all_beams_stream_early(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         early = [beams(engine, prompt, None, beam_width=2, n=2)[1] for prompt in prompts]
     assert any(early)
     assert all(one.get(0) == one.get(1) for one in early)
 
 
-def test_min_tokens_keeps_stops_out(tiny, prompts):
+def test_min_tokens_delays_stop_tokens(tiny, prompts):
     stops = list(range(0, 60))
     with running(tiny_assembly(tiny[0])) as engine:
         outputs, _ = beams(engine, prompts[2], stops, beam_width=3, n=3, min_tokens=6)
@@ -102,7 +102,7 @@ def row(*log_probs):
     return sorted((Candidate(token, value) for token, value in enumerate(log_probs)), key=lambda one: -one.log_prob)
 
 
-def test_agreement_waits_for_hypotheses_that_may_be_returned():
+def test_agreement_includes_returnable_hypotheses():
     """Both live beams begin with 1, but an output that ended with 0 is still the best."""
     one = search()
     assert one.advance([[]], [row(-0.1, -2.0, -3.0)]) == [(0, 1), (0, 2)]
@@ -111,7 +111,7 @@ def test_agreement_waits_for_hypotheses_that_may_be_returned():
     assert one.agree([[1, 1], [1, 2]]) == ()
 
 
-def test_agreement_is_given_once():
+def test_agreed_tokens_are_returned_once():
     one = search()
     assert one.agree([[5, 6, 7], [5, 6, 8]]) == (5, 6)
     assert one.agree([[5, 6, 7, 1], [5, 6, 7, 2]]) == (7,)

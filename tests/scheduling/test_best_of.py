@@ -35,20 +35,20 @@ def per_sample(outputs):
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"stop": ["a", "e", "i", "o"]}], ids=str)
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_likeliest_of_all_samples_come_back_the_first_first(service, n, sampling):
+def test_best_of_returns_most_likely_samples_in_order(service, n, sampling):
     every = per_sample(service.ask(**inputs(n=6, **sampling)))
     best = per_sample(service.ask(**inputs(n=n, best_of=6, **sampling)))
     assert best == sorted(every, key=lambda one: one[0], reverse=True)[:n]
     assert best != every[:n]
 
 
-def test_nobody_needs_to_ask_for_log_probabilities(service):
+def test_best_of_works_without_requesting_logprobs(service):
     expected = service.ask(**inputs(best_of=6))["text_output"]
     outputs = service.ask(**inputs(best_of=6, told=()))
     assert outputs == {"text_output": expected}
 
 
-def test_all_of_them_keep_their_order_and_stream(service):
+def test_best_of_equal_to_n_keeps_order_and_streams(service):
     every = service.ask(**inputs(n=3))
     assert service.ask(**inputs(n=3, best_of=3)) == every
     pieces = service.call(**inputs(n=3, best_of=3), stream=True, exclude_input_in_output=True).all()
@@ -56,7 +56,7 @@ def test_all_of_them_keep_their_order_and_stream(service):
     assert [b"The sea" + one for one in whole] == every["text_output"]
 
 
-def test_what_cannot_be_had_is_refused(service):
+def test_unsupported_best_of_is_rejected(service):
     assert (
         "best_of=3: must be n=2 when streaming"
         in service.call(**inputs(n=2, best_of=3), stream=True, exclude_input_in_output=True).refusal()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import Chain
-from tests.support.pool_machine import RULES, STATES, play, play_seeds, short_keys
+from tests.support.pool_machine import RULES, STATES, play, play_seeds, truncated_keys
 from tests.support.pool_state import PART
 from tests.support.stress import table
 
@@ -30,14 +30,14 @@ def assert_all_happened(seen):
 
 
 @pytest.mark.parametrize("examples", [1000, pytest.param(5000, marks=pytest.mark.nightly)])
-def test_whatever_hypothesis_thinks_of(examples):
+def test_hypothesis_rules_match_model(examples):
     seen, steps = Counter(), 0
 
     @settings(max_examples=examples, deadline=None)
     @given(st.lists(st.binary(min_size=PART, max_size=PART), min_size=150, max_size=600), st.sampled_from([0, 0, 4, 8]))
     def run(parts, bits):
         nonlocal steps
-        with short_keys(bits) if bits else nullcontext():
+        with truncated_keys(bits) if bits else nullcontext():
             steps += play(parts, seen)
 
     run()
@@ -54,7 +54,7 @@ def test_whatever_hypothesis_thinks_of(examples):
     ],
     ids=["2 million", "50 million"],
 )
-def test_whatever_comes(wanted, first, until, figures):
+def test_seeded_rules_match_model(wanted, first, until, figures):
     """At night with seeds that nobody has tried."""
     first, seen, steps = first(), Counter(), 0
     batches = (range(start, start + 20) for start in count(first, 20))
@@ -72,14 +72,14 @@ def test_whatever_comes(wanted, first, until, figures):
     table.done("block manager: steps that seeds choose", steps)
 
 
-def test_a_released_block_of_no_pool_is_named():
+def test_releasing_unknown_block_names_it():
     blocks = BlockManager(4, 16)
     with pytest.raises(ValueError, match="block 4"):
         blocks.release([4])
     blocks.check([])
 
 
-def test_a_table_with_a_lost_block_fails_the_check():
+def test_check_detects_wrong_reference_count():
     blocks = BlockManager(4, 16)
     table = []
     assert blocks.grow(table, 40)
@@ -102,7 +102,7 @@ CORE = [
 
 
 @pytest.mark.parametrize("module", CORE, ids=lambda module: module.stem)
-def test_the_core_imports_no_tensors(module):
+def test_scheduling_core_does_not_import_torch(module):
     """So that the heart of the system can be tested by the million, without a tensor in sight."""
     imports = {
         name.split(".")[0]
@@ -113,7 +113,7 @@ def test_the_core_imports_no_tensors(module):
     assert imports <= set(sys.stdlib_module_names) | {"paged_backend", "numpy"}
 
 
-def test_the_scheduler_loads_without_torch():
+def test_scheduler_loads_without_torch():
     code = "import paged_backend.scheduling.scheduler, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
@@ -127,7 +127,7 @@ def naive_states(blocks):
 
 
 @pytest.mark.parametrize("tables", [1, 2, 9, 10, 255, 256, 300])
-def test_a_state_tells_how_many_tables_hold_a_block(tables):
+def test_pool_map_shows_reference_count(tables):
     blocks = BlockManager(4, 4)
     first = []
     assert blocks.grow(first, 8)
@@ -138,7 +138,7 @@ def test_a_state_tells_how_many_tables_hold_a_block(tables):
 
 
 @pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
-def test_a_state_tells_free_from_cached(free, cached, held):
+def test_pool_map_distinguishes_free_and_cached(free, cached, held):
     """Whichever of the two are fewer, as those are found another way."""
     blocks = BlockManager(free + cached + held, 4, caching=True)
     table = blocks.allocate(cached)
@@ -153,7 +153,7 @@ def test_a_state_tells_free_from_cached(free, cached, held):
     blocks.check([keep])
 
 
-def test_the_source_of_a_copy_is_held_until_it_is_done():
+def test_copy_source_is_referenced_until_copied():
     blocks = BlockManager(3, 4)
     first = blocks.allocate(1)
     copy = blocks.make_writable(first, 0)

@@ -19,7 +19,7 @@ def chain_of(contents, tokens, block_size=1, origin=NOBODY):
     return chain
 
 
-def test_one_content_is_one_object_whoever_asks():
+def test_equal_content_shares_one_entry():
     contents = Contents()
     one, same = (chain_of(contents, [1, 2, 3, 4], 2) for _ in range(2))
     assert all(a is b for a, b in zip(one.entries, same.entries, strict=True))
@@ -34,7 +34,7 @@ def test_one_content_is_one_object_whoever_asks():
     assert others[2].entries[-1].prefix == (Origin("tenant"), [1, 2, 3, 4])
 
 
-def test_a_key_tells_origin_tokens_and_where_blocks_begin():
+def test_key_depends_on_origin_tokens_and_block_size():
     ways = [
         chain_of(Contents(), *each)
         for each in (([1, 2, 3, 4], 2), ([1, 2, 3, 4], 4), ([1, 2, 4, 3], 2), ([1, 2, 3, 4], 2, Origin("tenant")),
@@ -46,7 +46,7 @@ def test_a_key_tells_origin_tokens_and_where_blocks_begin():
 
 
 @pytest.mark.parametrize("by_the_collector", [False, True])
-def test_a_chain_of_100_000_blocks_is_walked_and_freed_on_a_small_stack(by_the_collector):
+def test_chain_of_100_000_blocks_does_not_recurse(by_the_collector):
     """One by one: what calls itself for each block would end the process."""
     length, left = 100_000, []
 
@@ -75,7 +75,7 @@ def test_a_chain_of_100_000_blocks_is_walked_and_freed_on_a_small_stack(by_the_c
     assert left == [0]
 
 
-def test_who_has_a_block_keeps_what_is_before_it_and_nothing_else():
+def test_entry_keeps_its_prefix_alive_and_nothing_else():
     blocks = BlockManager(4, 1, caching=True)
     table, chain = blocks.allocate(4), Chain(NOBODY)
     for index in range(4):
@@ -97,7 +97,7 @@ def test_who_has_a_block_keeps_what_is_before_it_and_nothing_else():
 
 @pytest.mark.parametrize("host", [0, 128])
 @pytest.mark.parametrize("matching", [0.0, 0.5])
-def test_entries_are_bounded_by_blocks(host, matching, figures):
+def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
     """Thousands of prompts that branch everywhere, computed anew or found, and let go of in any order."""
     rnd, length, most = random.Random(1), 16, 0
     behind = BlockManager(host, 1, caching=True) if host else None
@@ -114,8 +114,8 @@ def test_entries_are_bounded_by_blocks(host, matching, figures):
             table, moves, copies = blocks.adopt(blocks.match(chain, tokens))
             blocks.finish(copies)
         assert blocks.grow(table, length)
-        blocks.finish_outs(blocks.take_outs())
-        blocks.finish_ins(moves)
+        blocks.finish_moves_out(blocks.take_moves_out())
+        blocks.finish_moves_in(moves)
         for index in range(length):
             blocks.seal(table[index], chain, tokens, index)
         held.append(table)
@@ -126,7 +126,7 @@ def test_entries_are_bounded_by_blocks(host, matching, figures):
     for table in held:
         blocks.release(table)
     blocks.release(blocks.allocate(128))
-    blocks.finish_outs(blocks.take_outs())
+    blocks.finish_moves_out(blocks.take_moves_out())
     if behind:
         behind.release(behind.allocate(host))
     assert len(blocks.contents) == 0

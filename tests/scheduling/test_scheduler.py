@@ -18,9 +18,11 @@ from paged_backend.scheduling.sequence import Group
 EOS = 7
 
 
-def request(key, prompt, max_tokens=4, wants_usage=False, **sampling):
+def request(key, prompt, max_tokens=4, returns_usage=False, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return GenerateRequest(key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}), wants_usage=wants_usage)
+    return GenerateRequest(
+        key, tuple(range(100, 100 + prompt)), params, 0, frozenset({EOS}), returns_usage=returns_usage
+    )
 
 
 def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16):
@@ -42,7 +44,7 @@ def step(sched, token=1):
     return plan, deltas
 
 
-def test_a_long_prompt_is_fed_in_chunks_and_samples_once_at_its_end():
+def test_long_prompt_prefills_in_chunks_and_samples_once():
     sched = scheduler()
     sched.add(request(0, prompt=37))
     assert shape(step(sched)[0]) == [(0, 0, 16, False)]
@@ -63,7 +65,7 @@ def test_blocks_are_allocated_only_as_tokens_arrive():
     assert used == [4, 5, 6, 6, 6, 6, 7, 7, 7, 0]
 
 
-def test_decode_goes_first_and_new_prompts_take_what_is_left():
+def test_decode_before_prefill_within_token_budget():
     sched = scheduler()
     sched.add(request(0, prompt=3, max_tokens=8))
     step(sched)
@@ -74,7 +76,7 @@ def test_decode_goes_first_and_new_prompts_take_what_is_left():
     assert shape(step(sched)[0]) == [(0, 5, 1, True), (1, 30, 1, True), (2, 0, 3, True)]
 
 
-def test_requests_join_and_leave_at_every_step():
+def test_requests_join_and_leave_between_steps():
     sched = scheduler(max_num_seqs=2)
     for key in range(3):
         sched.add(request(key, prompt=2, max_tokens=1 + key))
@@ -85,7 +87,7 @@ def test_requests_join_and_leave_at_every_step():
     assert [chunk.sequence.key for chunk in plan.chunks] == [1, 2]
 
 
-def test_first_come_first_served_even_if_a_later_one_would_fit():
+def test_first_come_first_served_even_if_a_later_request_would_fit():
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=16, max_tokens=2))
     step(sched)
@@ -98,7 +100,7 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     assert [chunk.sequence.key for chunk in plan.chunks] == [1]
 
 
-def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
+def test_newest_request_is_preempted_when_pool_is_exhausted():
     sched = scheduler(num_blocks=4, block_size=4)
     sched.add(request(0, prompt=7, max_tokens=9))
     sched.add(request(1, prompt=7, max_tokens=9))
@@ -120,7 +122,7 @@ def test_the_newest_goes_when_the_pool_runs_dry_and_loses_nothing():
     assert sched.blocks.num_used == 0
 
 
-def test_the_lowest_number_goes_first_and_within_one_who_came_first():
+def test_lower_priority_number_runs_first_then_arrival_order():
     sched = scheduler(max_num_seqs=1)
     for key, priority in enumerate([0, 5, -1, 0, -1]):
         sched.add(request(key, prompt=2, max_tokens=1, priority=priority))
@@ -131,7 +133,7 @@ def test_the_lowest_number_goes_first_and_within_one_who_came_first():
 
 
 @pytest.mark.parametrize("short_of", ["blocks", "seqs"])
-def test_one_of_higher_priority_displaces_the_newest_of_the_lowest_and_no_equal(short_of):
+def test_higher_priority_preempts_newest_of_lowest_priority_only(short_of):
     sched = scheduler(**{"blocks": {"num_blocks": 8}, "seqs": {"max_num_seqs": 2}}[short_of])
     for key, priority in enumerate([5, 5]):
         sched.add(request(key, prompt=13, max_tokens=9, priority=priority))
@@ -143,7 +145,7 @@ def test_one_of_higher_priority_displaces_the_newest_of_the_lowest_and_no_equal(
     assert sched.stats.preemptions == 1
 
 
-def test_the_last_of_the_lowest_priority_goes_when_the_pool_runs_dry():
+def test_lowest_priority_is_preempted_when_pool_is_exhausted():
     sched = scheduler(num_blocks=4, block_size=4)
     sched.add(request(0, prompt=7, max_tokens=9, priority=3))
     sched.add(request(1, prompt=7, max_tokens=9, priority=0))
@@ -155,7 +157,7 @@ def test_the_last_of_the_lowest_priority_goes_when_the_pool_runs_dry():
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
-def test_abort_frees_the_blocks_at_once(when):
+def test_abort_frees_blocks_immediately(when):
     sched = scheduler()
     sched.add(request(0, prompt=20, max_tokens=9))
     for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3}[when]):
@@ -170,7 +172,7 @@ def test_abort_frees_the_blocks_at_once(when):
 
 
 @pytest.mark.parametrize("leave", [Scheduler.abort, Scheduler.end_all])
-def test_whoever_leaves_a_long_queue_is_not_looked_for_one_by_one(leave, monkeypatch):
+def test_removing_from_long_queue_does_not_scan_it(leave, monkeypatch):
     """Each of 4,096 is found by a few comparisons, and those who stay keep their order."""
     sched, asked = scheduler(), Counter()
     for name in ("key", "rank"):
@@ -184,9 +186,9 @@ def test_whoever_leaves_a_long_queue_is_not_looked_for_one_by_one(leave, monkeyp
     leaving = random.Random(1).sample(keys, 4000)
     asked.clear()
     for key in leaving:
-        assert sched.knows(key)
+        assert sched.has_request(key)
         assert leave(sched, key)
-        assert not sched.knows(key) and not leave(sched, key)
+        assert not sched.has_request(key) and not leave(sched, key)
     assert asked.total() < 40 * len(leaving)
     sched.check()
     entered = []
@@ -196,7 +198,7 @@ def test_whoever_leaves_a_long_queue_is_not_looked_for_one_by_one(leave, monkeyp
     assert entered == sorted(set(keys) - set(leaving), key=lambda key: (key % 3, key))
 
 
-def test_a_stop_token_ends_the_output_but_not_before_min_tokens():
+def test_stop_token_ends_output_only_after_min_tokens():
     sched = scheduler()
     sched.add(request(0, prompt=2, max_tokens=8))
     _, (delta,) = step(sched, token=EOS)
@@ -207,7 +209,7 @@ def test_a_stop_token_ends_the_output_but_not_before_min_tokens():
     assert sched.blocks.num_used == 0
 
 
-def test_a_failed_step_ends_its_own_requests_and_no_other():
+def test_failed_step_fails_only_its_requests():
     sched = scheduler(max_num_seqs=1)
     sched.add(request(0, prompt=2))
     sched.add(request(1, prompt=2))
@@ -221,7 +223,7 @@ def test_a_failed_step_ends_its_own_requests_and_no_other():
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), st.integers(3, 24), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 20))
-def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, blocks, size, seqs, extra):
+def test_random_load_answers_every_request_and_frees_every_block(seed, blocks, size, seqs, extra):
     """Random arrivals, aborts and lengths: no step over the budget, no token lost, doubled or out of turn."""
     rnd = random.Random(seed)
     sched = scheduler(blocks, size, seqs, seqs + extra)
@@ -258,7 +260,7 @@ def test_any_storm_ends_with_every_request_answered_and_every_block_free(seed, b
     assert sched.blocks.num_used == 0
 
 
-def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
+def test_prefix_cache_is_searched_once_per_step_for_queue_head():
     """Beside one of lower priority, too, who would make way if that helped."""
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=8, max_tokens=20))
@@ -272,7 +274,7 @@ def test_the_cache_is_searched_once_a_step_for_whoever_waits_first():
         assert len(searches) == count
 
 
-def test_the_stats_tell_what_the_last_step_was_made_of():
+def test_stats_describe_last_step():
     """One decodes beside the prompt of another, is pushed out by it, and computes its own again."""
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=4, max_tokens=9, priority=1))
@@ -287,11 +289,11 @@ def test_the_stats_tell_what_the_last_step_was_made_of():
     assert sched.stats.steps == 10
 
 
-def test_the_wait_after_a_preemption_is_told_apart():
+def test_usage_counts_preempted_seconds():
     now = [0.0]
     sched = Scheduler(BlockManager(5, 4), max_num_seqs=2, max_num_batched_tokens=16, clock=lambda: now[0])
     for key in range(2):
-        sched.add(request(key, prompt=7, max_tokens=9, wants_usage=True))
+        sched.add(request(key, prompt=7, max_tokens=9, returns_usage=True))
     usages = {}
     while sched.has_work:
         now[0] += 1
@@ -300,7 +302,7 @@ def test_the_wait_after_a_preemption_is_told_apart():
     assert usages == {0: (0, 0.0), 1: (1, 7.0)}  # from the third step until the tenth
 
 
-def test_nothing_is_planned_ahead_for_one_whose_last_token_is_on_its_way():
+def test_no_chunk_is_scheduled_after_last_token_in_flight():
     sched = scheduler()
     sched.add(request(0, prompt=2, max_tokens=1))
     sched.add(request(1, prompt=2, max_tokens=2))
@@ -311,22 +313,22 @@ def test_nothing_is_planned_ahead_for_one_whose_last_token_is_on_its_way():
 
 
 @pytest.mark.parametrize(("sampling", "waits"), [({}, False), ({"n": 2}, False), ({"n": 2, "beam_width": 2}, True)])
-def test_a_step_of_beams_waits_for_the_one_before(sampling, waits):
+def test_beam_search_needs_previous_result(sampling, waits):
     sched = scheduler()
     sched.add(request(0, prompt=2, **sampling))
     sched.schedule()
-    assert sched.wants_results == waits
+    assert sched.needs_results == waits
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("prompt", range(1, 9))
 @pytest.mark.parametrize("last", range(1, 5))
-def test_what_is_planned_ahead_for_one_that_has_ended_is_not_counted(prompt, last, n):
+def test_usage_excludes_chunks_of_finished_sequences(prompt, last, n):
     """A row that nobody sees may take a block, or copy one."""
 
     def usages(ahead):
         sched = scheduler()
-        sched.add(request(0, prompt, max_tokens=99, wants_usage=True, n=n))
+        sched.add(request(0, prompt, max_tokens=99, returns_usage=True, n=n))
         found, flights, drawn = [], [], 0
         while sched.has_work or flights:
             plan = sched.schedule()
@@ -369,7 +371,7 @@ def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5
     return fed
 
 
-def test_chunks_beside_decoding_are_made_to_fit_the_time_of_a_step():
+def test_prefill_chunks_fit_target_step_time():
     fed = fed_beside_decoding(lambda number: 0.001)
     assert fed[0] == 100  # by what a token was measured to take
     assert all(80 <= tokens <= 90 for tokens in fed[2:])  # and by what a step was seen to take: 10 ms more
@@ -378,31 +380,31 @@ def test_chunks_beside_decoding_are_made_to_fit_the_time_of_a_step():
     assert all(35 <= tokens <= 50 for tokens in slower[-2:])
 
 
-def test_a_prompt_goes_on_however_slow_its_steps_are():
+def test_prefill_always_progresses():
     assert fed_beside_decoding(lambda number: 1.0)[-1] == 32
     assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
 
 
 @pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (9, 4)])
-def test_nothing_is_guessed_past_the_last_token(max_tokens, guesses):
+def test_no_draft_tokens_past_max_tokens(max_tokens, guesses):
     """Of those that may follow the first token the last is drawn after the guesses."""
     blocks = BlockManager(16, 4)
-    guess = lambda sequence, most: [1] * most  # noqa: E731
-    sched = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=16, guess=guess, max_guesses=4)
+    proposer = lambda sequence, most: [1] * most  # noqa: E731
+    sched = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=16, proposer=proposer, max_draft_tokens=4)
     sched.add(request(0, prompt=3, max_tokens=max_tokens))
     step(sched)
     (chunk,) = sched.schedule().chunks
     assert len(chunk.guesses) == guesses
 
 
-def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
+def test_draft_tokens_do_not_use_prefill_budget():
     sched = Scheduler(
         BlockManager(256, 16),
         max_num_seqs=16,
         max_num_batched_tokens=512,
         costs=Costs(token=1.0),
-        guess=lambda sequence, most: [1] * most,
-        max_guesses=7,
+        proposer=lambda sequence, most: [1] * most,
+        max_draft_tokens=7,
         step_seconds=0.1,
     )
     for key in range(16):
@@ -412,7 +414,7 @@ def test_guesses_are_no_prompts_that_have_to_fit_the_time_of_a_step():
     assert [len(chunk.guesses) for chunk in sched.schedule().chunks] == [7] * 16
 
 
-def test_where_decoding_takes_long_prompts_get_as_much_of_a_step():
+def test_prefill_gets_half_of_step_when_decode_is_slow():
     pace = Pace(0.1, 0.001, 512)
     pace.took(0, 0.2)  # decoding by itself
     pace.took(100, 0.3)
@@ -422,7 +424,7 @@ def test_where_decoding_takes_long_prompts_get_as_much_of_a_step():
     assert pace.tokens == 66
 
 
-def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
+def test_short_last_chunk_does_not_raise_prefill_budget():
     pace = Pace(0.1, 0.001, 512)
     pace.took(30, 0.04)
     assert pace.tokens == 100
@@ -430,7 +432,7 @@ def test_the_end_of_a_prompt_says_nothing_of_longer_chunks():
     assert pace.tokens == 200
 
 
-def test_with_nobody_decoding_a_chunk_is_as_large_as_steps_get():
+def test_prefill_without_decode_uses_full_token_budget():
     sched = Scheduler(
         BlockManager(256, 16), max_num_seqs=2, max_num_batched_tokens=512, costs=Costs(token=1.0), step_seconds=0.1
     )

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.block_manager import BlockManager, Hit
+from paged_backend.scheduling.block_manager import BlockManager, CacheHit
 from paged_backend.scheduling.content import Chain
 from paged_backend.scheduling.plan import Costs
-from tests.support.pool_machine import short_keys
+from tests.support.pool_machine import truncated_keys
 from tests.support.scheduler_stress import WEATHER, request, scheduler, storm
 from tests.support.shadow import ShadowStore, alone
 
@@ -39,12 +39,12 @@ HAPPENS = (  # to somebody, in any run of storms
     "moves that never arrived", "nobody finds room",
     "an output of beams", "an output of an adapter", "an output of a session", "blocks from disk", "blocks to disk",
     "recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out", "moves_in",
-    "guessed_tokens", "accepted_tokens", "blocks_pinned",
+    "draft_tokens", "accepted_tokens", "blocks_pinned",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("examples", [700, pytest.param(20_000, marks=pytest.mark.nightly)])
-def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(examples, figures, until):
+def test_random_load_gives_each_sample_its_isolated_output(examples, figures, until):
     seen = Counter()
 
     @settings(max_examples=examples, deadline=None)
@@ -60,7 +60,7 @@ def test_any_storm_gives_each_sample_the_tokens_it_gets_alone(examples, figures,
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
-def test_a_match_is_the_longest_that_any_block_allows(seed, size):
+def test_match_finds_longest_cached_prefix(seed, size):
     """Against all prefixes that were ever sealed and not evicted, one by one."""
     rnd = random.Random(seed)
     blocks = BlockManager(16, size, caching=True)
@@ -70,7 +70,7 @@ def test_a_match_is_the_longest_that_any_block_allows(seed, size):
         chain = Chain(Origin(salt))
         hit = blocks.match(chain, tokens)
         assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
-        table, _, _ = blocks.adopt(Hit(hit.blocks))
+        table, _, _ = blocks.adopt(CacheHit(hit.blocks))
         if blocks.grow(table, len(tokens)):
             for index in range(len(tokens) // size):
                 blocks.seal(table[index], chain, tokens, index)
@@ -97,7 +97,7 @@ def longest(blocks, salt, tokens):
     )
 
 
-def test_a_later_request_finds_the_blocks_of_an_ended_one():
+def test_request_hits_blocks_of_finished_request():
     sched = scheduler()
     store = ShadowStore(sched, 5)
     prompt = list(range(18))
@@ -111,7 +111,7 @@ def test_a_later_request_finds_the_blocks_of_an_ended_one():
     assert sched.stats.cached_tokens == 17
 
 
-def test_a_partial_hit_copies_the_block_and_leaves_the_source_alone():
+def test_partial_hit_copies_block_and_keeps_source():
     sched = scheduler()
     store = ShadowStore(sched, 5)
     first = request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -123,7 +123,7 @@ def test_a_partial_hit_copies_the_block_and_leaves_the_source_alone():
     assert finish(sched, store, request(2, first.prompt_token_ids))[2, 0] == alone(first, 0, 5)
 
 
-def test_salts_share_nothing():
+def test_cache_salts_isolate_prefixes():
     sched = scheduler()
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(20), cache_salt="a"))
@@ -134,14 +134,14 @@ def test_salts_share_nothing():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_tokens_are_compared_whatever_the_keys_say(bits, figures):
+def test_key_collisions_do_not_share_blocks(bits, figures):
     """2,000 prompts of few beginnings and two tenants, through a small pool, the host's and files; keys of so few bits
     that most are of several contents. Whoever read another's block would get other tokens."""
     rnd, wrong = random.Random(bits), 0
     sched = scheduler(num_blocks=40, host=40)
     store = ShadowStore(sched, 97)
     pieces = [[rnd.randrange(97) for _ in range(4)] for _ in range(3)]
-    with short_keys(bits):
+    with truncated_keys(bits):
         for first in range(0, 2000, 4):
             asked = []
             for key in range(first, first + 4):
@@ -158,7 +158,7 @@ def test_tokens_are_compared_whatever_the_keys_say(bits, figures):
     figures(f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, files of others {store.strangers:,} times")
 
 
-def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
+def test_eviction_is_lru_and_tail_first():
     sched = scheduler(num_blocks=8)
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(100, 112), max_tokens=1))
@@ -173,7 +173,7 @@ def test_eviction_takes_the_least_recently_used_and_a_tail_before_its_head():
     assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]
 
 
-def test_samples_share_the_prompt_and_part_where_they_differ():
+def test_samples_share_prompt_blocks_until_they_diverge():
     """18 tokens in blocks of 4: four full blocks shared by all, a partial one that two of three samples copy."""
     sched = scheduler()
     store = ShadowStore(sched, 97)
@@ -190,7 +190,7 @@ def test_samples_share_the_prompt_and_part_where_they_differ():
     assert (sched.blocks.num_used, sched.blocks.num_shared) == (7, 4)
 
 
-def test_each_sample_is_what_a_request_of_its_seed_gets_alone():
+def test_each_sample_equals_single_request_with_its_seed():
     sched = scheduler()
     store = ShadowStore(sched, 97)
     outputs = finish(sched, store, request(0, range(18), max_tokens=12, n=3, seed=5))
@@ -199,7 +199,7 @@ def test_each_sample_is_what_a_request_of_its_seed_gets_alone():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_preempted_group_comes_back_with_its_blocks_shared(caching):
+def test_preempted_group_resumes_with_shared_blocks(caching):
     """Without sharing on the way back, three samples of this prompt would never fit the pool again."""
     sched = scheduler(num_blocks=10, caching=caching)
     store = ShadowStore(sched, 97)
@@ -211,7 +211,7 @@ def test_a_preempted_group_comes_back_with_its_blocks_shared(caching):
             assert outputs[one.key, index] == alone(one, index, 97)
 
 
-def test_without_caching_nothing_is_remembered():
+def test_prefix_caching_disabled_caches_nothing():
     sched = scheduler(caching=False)
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(20)), request(1, range(20)))
@@ -223,7 +223,7 @@ def test_without_caching_nothing_is_remembered():
 # --- the host's pool behind the device's -------------------------------------------------------------------------
 
 
-def test_an_evicted_block_comes_back_from_the_host():
+def test_evicted_block_is_restored_from_host():
     sched = scheduler(num_blocks=8, host=16)
     store = ShadowStore(sched, 5)
     first = request(0, range(100, 118), max_tokens=3)
@@ -239,7 +239,7 @@ def test_an_evicted_block_comes_back_from_the_host():
     assert sched.stats.moves_in == moved  # what has come back is here
 
 
-def test_a_hit_inside_a_block_that_is_on_the_host_is_brought_in_to_be_written_into():
+def test_partial_hit_on_host_is_copied_to_device():
     sched = scheduler(num_blocks=6, host=16)
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(100, 109)), request(1, range(200, 223), max_tokens=1))
@@ -254,7 +254,7 @@ def rivals():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_was_moved_to_the_host_is_not_computed_again(caching):
+def test_swapped_request_is_not_recomputed(caching):
     sched = scheduler(num_blocks=14, host=32, caching=caching)
     store = ShadowStore(sched, 97)
     for one in rivals():
@@ -286,7 +286,7 @@ def test_what_was_moved_to_the_host_is_not_computed_again(caching):
         ({}, "recomputed"),
     ],
 )
-def test_the_cheaper_kind_of_preemption_is_taken(options, kind):
+def test_preemption_picks_cheaper_of_swap_and_recompute(options, kind):
     sched = scheduler(num_blocks=14, caching=False, **options)
     finish(sched, ShadowStore(sched, 97), *rivals())
     assert {kind: sched.stats.preemptions} == {
@@ -294,7 +294,7 @@ def test_the_cheaper_kind_of_preemption_is_taken(options, kind):
     }
 
 
-def test_a_step_that_fails_on_the_way_to_the_host_loses_no_token():
+def test_failed_swap_out_loses_no_token():
     """Whoever was being moved out is computed again; the step's own requests end."""
     sched = scheduler(num_blocks=14, host=32, caching=False)
     store = ShadowStore(sched, 97)
@@ -304,7 +304,7 @@ def test_a_step_that_fails_on_the_way_to_the_host_loses_no_token():
     outputs = {}
     while True:
         plan = sched.schedule()
-        if plan.outs:
+        if plan.moves_out:
             break
         for delta in sched.commit(plan, store.run(plan)):
             outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
@@ -315,7 +315,7 @@ def test_a_step_that_fails_on_the_way_to_the_host_loses_no_token():
     assert [outputs[1, index] for index in range(2)] == [alone(new, index, 97) for index in range(2)]
 
 
-def test_a_request_that_waits_on_the_host_can_be_aborted():
+def test_swapped_request_can_be_aborted():
     sched = scheduler(num_blocks=14, host=32)
     store = ShadowStore(sched, 97)
     for one in rivals():
@@ -332,7 +332,7 @@ def test_a_request_that_waits_on_the_host_can_be_aborted():
 # --- sessions ----------------------------------------------------------------------------------------------------
 
 
-def test_a_session_keeps_its_blocks_between_turns():
+def test_session_pins_blocks_between_turns():
     """Others fill the pool with what they leave behind; without the pins, the first session's blocks would go."""
     sched = scheduler(num_blocks=16, session_blocks=8)
     store = ShadowStore(sched, 97)
@@ -360,7 +360,7 @@ def finish_with_pins(sched, store, one):
     return outputs
 
 
-def test_past_the_limit_the_session_that_was_idle_longest_lets_go():
+def test_pin_limit_unpins_least_recently_used_session():
     sched = scheduler(num_blocks=32, session_blocks=8)
     store = ShadowStore(sched, 97)
     for key, name in enumerate("abca"):
@@ -371,7 +371,7 @@ def test_past_the_limit_the_session_that_was_idle_longest_lets_go():
     assert sched.blocks.num_used == held
 
 
-def test_a_session_lets_go_before_anybody_is_preempted():
+def test_sessions_are_unpinned_before_preemption():
     sched = scheduler(num_blocks=8, session_blocks=8)
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
@@ -381,7 +381,7 @@ def test_a_session_lets_go_before_anybody_is_preempted():
     assert sched.stats.preemptions == 0
 
 
-def test_a_session_lets_go_before_anybody_is_displaced():
+def test_sessions_are_unpinned_before_lower_priority_is_preempted():
     """Whoever is served first takes the room of idle sessions, not that of one who comes after it."""
     sched = scheduler(num_blocks=12, session_blocks=8)
     store = ShadowStore(sched, 97)
@@ -394,14 +394,14 @@ def test_a_session_lets_go_before_anybody_is_displaced():
     assert sched.stats.preemptions == 0
 
 
-def test_a_session_does_not_keep_out_a_request_that_needs_the_whole_pool():
+def test_session_pins_do_not_block_request_needing_whole_pool():
     sched = scheduler(num_blocks=8, session_blocks=8)
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 116), max_tokens=1, session="chat"))
     assert finish_with_pins(sched, store, request(1, range(200, 232), max_tokens=1))
 
 
-def test_the_map_tells_what_only_sessions_keep():
+def test_pool_map_shows_blocks_only_pinned_by_sessions():
     sched = scheduler(num_blocks=8, session_blocks=8)
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 108), max_tokens=1, session="chat"))
@@ -411,7 +411,7 @@ def test_the_map_tells_what_only_sessions_keep():
     assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")
 
 
-def test_a_sample_that_ends_while_it_computes_the_prompt_for_the_others():
+def test_sample_ending_during_shared_prefill():
     """Its deadline is over with the step in flight: the others go on, and what is cached is true."""
     sched = scheduler()
     store = ShadowStore(sched, 97)
@@ -432,7 +432,7 @@ def test_a_sample_that_ends_while_it_computes_the_prompt_for_the_others():
     assert sched.stats.cached_tokens == 8
 
 
-def test_nobody_is_displaced_for_a_request_that_would_not_fit_then():
+def test_no_preemption_if_request_still_would_not_fit():
     """12 blocks: 8 are held above the one that waits, 2 below it, and it needs 6."""
     sched = scheduler(num_blocks=12, max_num_batched_tokens=64)
     store = ShadowStore(sched, 97)
@@ -451,7 +451,7 @@ def test_nobody_is_displaced_for_a_request_that_would_not_fit_then():
     assert sched.stats.preemptions == 0
 
 
-def test_what_a_preempted_request_finds_of_its_own_is_no_hit():
+def test_resumed_request_does_not_count_cache_hits():
     sched = scheduler(num_blocks=14)
     finish(sched, ShadowStore(sched, 97), *rivals())
     assert sched.stats.preemptions > 0

@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 from paged_backend.api.config import ConfigError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.plan import reached
+from paged_backend.scheduling.plan import accept_draft_tokens
 from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.speculation import PromptLookup, on_device
+from paged_backend.scheduling.speculation import PromptLookup, propose_placeholders
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
@@ -38,21 +38,21 @@ def plain(tiny, prompts):
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
 @pytest.mark.parametrize(("count", "blocks"), [(1, 64), (4, 27)])  # the second pool runs dry
-def test_tokens_are_those_without_guesses(tiny, draft, prompts, plain, guesser, count, blocks):
+def test_speculation_does_not_change_tokens(tiny, draft, prompts, plain, guesser, count, blocks):
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     options = {"num_speculative_tokens": count, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
         assert [engine.generate(prompts, max_tokens=24, **sampling) for sampling in SAMPLINGS] == plain
         stats = engine.history[-1].stats
-        assert 0 <= stats.accepted_tokens <= stats.guessed_tokens
-        assert stats.guessed_tokens > 0
+        assert 0 <= stats.accepted_tokens <= stats.draft_tokens
+        assert stats.draft_tokens > 0
         if guesser == "itself":  # where it was asked, it was right
-            assert stats.accepted_tokens == stats.guessed_tokens
+            assert stats.accepted_tokens == stats.draft_tokens
         if guesser == "draft":
-            assert stats.accepted_tokens < 0.5 * stats.guessed_tokens
+            assert stats.accepted_tokens < 0.5 * stats.draft_tokens
 
 
-def test_right_guesses_save_steps(tiny):
+def test_accepted_draft_tokens_save_steps(tiny):
     steps = {}
     for count in (0, 4):
         model = str(tiny[0]) if count else None
@@ -63,7 +63,7 @@ def test_right_guesses_save_steps(tiny):
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_an_end_among_the_guesses_ends_there(tiny, count):
+def test_stop_token_among_draft_tokens_ends_output(tiny, count):
     model = str(tiny[0]) if count else None
     with running(tiny_assembly(tiny[0], num_speculative_tokens=count, speculative_model=model)) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=21)
@@ -72,7 +72,7 @@ def test_an_end_among_the_guesses_ends_there(tiny, count):
         assert output.tokens == tokens[: tokens.index(end) + 1]
 
 
-def test_samples_of_one_prompt_guess_each_for_itself(tiny):
+def test_samples_of_one_prompt_draft_independently(tiny):
     found = []
     for count in (0, 3):
         model = str(tiny[0]) if count else None
@@ -103,28 +103,28 @@ def sequence(tokens, **sampling):
         ([256, 1, 1, 256], 2, []),  # a run of bytes that is no run of tokens
     ],
 )
-def test_lookup_finds_what_followed(tokens, most, expected):
+def test_prompt_lookup_proposes_continuation(tokens, most, expected):
     assert PromptLookup(shortest=2, longest=3)(sequence(tokens), most) == expected
 
 
-def test_lookup_goes_on_where_it_was():
+def test_prompt_lookup_indexes_incrementally():
     one, lookup = sequence([5, 6, 7, 8]), PromptLookup(shortest=1, longest=2)
     assert lookup(one, 2) == []
     one.tokens += [5, 6]
     assert lookup(one, 2) == [7, 8]
 
 
-def test_nothing_is_guessed_on_the_device_under_a_penalty():
-    assert on_device(sequence([1], repetition_penalty=1.1), 3) == []
-    assert len(on_device(sequence([1]), 3)) == 3
+def test_no_device_drafts_with_penalties():
+    assert propose_placeholders(sequence([1], repetition_penalty=1.1), 3) == []
+    assert len(propose_placeholders(sequence([1]), 3)) == 3
 
 
 @pytest.mark.parametrize(
     ("drawn", "guesses", "expected"),
     [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9, None]), ([9, 2, 3], [1, 2], [9, None, None])],
 )
-def test_what_follows_a_wrong_guess_is_not_reached(drawn, guesses, expected):
-    assert reached(drawn, guesses) == expected
+def test_tokens_after_rejected_draft_are_dropped(drawn, guesses, expected):
+    assert accept_draft_tokens(drawn, guesses) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_what_follows_a_wrong_guess_is_not_reached(drawn, guesses, expected):
         ({"num_speculative_tokens": 33}, "num_speculative_tokens=33: must be a whole number 0..32"),
     ],
 )
-def test_options_that_cannot_be(tiny, options, message):
+def test_invalid_speculation_options_are_rejected(tiny, options, message):
     with pytest.raises(ConfigError, match=message):
         tiny_assembly(tiny[0], **options)
 
 
-def test_a_draft_of_other_tokens_is_refused(tiny, tmp_path):
+def test_draft_model_with_other_vocabulary_is_rejected(tiny, tmp_path):
     config = LlamaConfig(vocab_size=321, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                          num_attention_heads=2, max_position_embeddings=256)  # fmt: skip
     save_tiny(config, tmp_path)

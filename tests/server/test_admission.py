@@ -130,7 +130,7 @@ def clock(monkeypatch):
 HOUR = 3_600_000  # milliseconds
 
 
-def test_a_request_that_waits_ends_at_its_time(serve, gate, clock):
+def test_a_waiting_request_times_out(serve, gate, clock):
     service = serve(max_num_seqs=1)
     running = ask(service)
     gate.wait()
@@ -142,7 +142,7 @@ def test_a_request_that_waits_ends_at_its_time(serve, gate, clock):
     assert finish(running) == ("length", 9)
 
 
-def test_a_prompt_that_is_half_read_ends_at_its_time(serve, gate, clock):
+def test_a_partly_prefilled_request_times_out(serve, gate, clock):
     service = serve(max_num_batched_tokens=8, max_num_seqs=8)
     reading = ask(service, "x" * 30, timeout_ms=HOUR)
     gate.wait()
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_half_read_ends_at_its_time(serve, gate, clock):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_was_generated_by_then_is_the_answer(serve, gate, clock, n):
+def test_a_timeout_returns_the_tokens_generated_so_far(serve, gate, clock, n):
     service = serve()
     asked = ask(service, timeout_ms=HOUR, n=n)
     gate.wait()
@@ -207,7 +207,7 @@ def patience(monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, clock, patience, steps, n, stream):
+def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, patience, steps, n, stream):
     """What it would have had if that had been its last token; some have ended by then."""
     service = serve(enable_prefix_caching=False)
     cut = Searched(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
@@ -223,7 +223,7 @@ def test_a_search_past_its_time_is_answered_with_the_best_it_has(serve, gate, cl
     assert (n, steps) != (3, 5) or set(reasons) == {b"stop", b"length"}
 
 
-def test_a_search_past_its_time_does_not_wait_for_an_engine_that_is_stuck(serve, gate, clock, patience):
+def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, clock, patience):
     """It ends with what all of its outputs have, which is nothing here."""
     service = serve()
     cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
@@ -237,7 +237,7 @@ def test_a_search_past_its_time_does_not_wait_for_an_engine_that_is_stuck(serve,
     gate.open()
 
 
-def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clock, patience):
+def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, clock, patience):
     service = serve(num_gpu_blocks_override=12, max_num_seqs=3)
     cut = ask(service, "a" * 8, timeout_ms=HOUR, beam_width=2, n=2, priority=1, max_tokens=20)
     gate.wait()
@@ -253,7 +253,7 @@ def test_a_search_that_was_pushed_out_ends_with_the_best_it_has(serve, gate, clo
     assert finish(higher) == ("length", 4)
 
 
-def test_a_search_that_is_stopped_ends_with_the_best_it_has(serve, gate, patience):
+def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, patience):
     service = serve()
     cut = ask(service, beam_width=2, n=2, max_tokens=20)
     gate.wait()
@@ -267,7 +267,7 @@ def test_a_search_that_is_stopped_ends_with_the_best_it_has(serve, gate, patienc
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])
-def test_a_request_that_was_pushed_out_ends_at_its_time(serve, gate, clock, swap_space):
+def test_a_preempted_request_times_out(serve, gate, clock, swap_space):
     mode = "swap" if swap_space else "recompute"
     service = serve(num_gpu_blocks_override=8, swap_space=swap_space, preemption_mode=mode)
     lower = ask(service, "a" * 16, timeout_ms=HOUR, priority=1)
@@ -283,7 +283,7 @@ def test_a_request_that_was_pushed_out_ends_at_its_time(serve, gate, clock, swap
 
 
 @pytest.mark.parametrize(("timeout_us", "timeout_ms"), [(10**6 * 60, HOUR), (HOUR * 1000, 60_000), (0, 60_000)])
-def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
+def test_the_shorter_time_limit_applies(serve, gate, clock, timeout_us, timeout_ms):
     service = serve()
     asked = ask(service, own={"timeout": timeout_us}, timeout_ms=timeout_ms)
     gate.wait()
@@ -298,10 +298,10 @@ def test_the_shorter_limit_holds(serve, gate, clock, timeout_us, timeout_ms):
 
 @pytest.mark.parametrize("end", [Engine.abort, Engine.end_all])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_ends_before_the_engine_has_it_never_runs(tiny, monkeypatch, n, end):
+def test_a_request_that_ends_before_it_reaches_the_engine_never_runs(tiny, monkeypatch, n, end):
     """As one may that was overdue once it was tokenized: the responder hears of it first."""
     with running(tiny_assembly(tiny[0])) as engine:
-        engine.engine.expect(0)
+        engine.engine.announce(0)
         end(engine.engine, 0)
         with monkeypatch.context() as patch:
             patch.setattr(engine.engine, "submit", engine.engine.deliver)
@@ -318,7 +318,7 @@ def outcomes(monkeypatch):
     return found
 
 
-def test_a_request_that_cannot_be_read_for_reasons_of_our_own_is_refused_alone(serve, monkeypatch):
+def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypatch):
     """`execute` hands over one after the other, and must never raise."""
     ended, service = outcomes(monkeypatch), serve()
     before, broken, after = (Caller(text_input="abcd", sampling_parameters='{"max_tokens": 2}') for _ in range(3))
@@ -331,7 +331,7 @@ def test_a_request_that_cannot_be_read_for_reasons_of_our_own_is_refused_alone(s
     assert sorted(ended)[0] == "error" and len(ended) == 3
 
 
-def test_a_service_whose_answers_do_not_go_out_any_more_is_not_ready_and_refuses(serve):
+def test_a_service_with_a_stopped_responder_is_not_ready_and_rejects(serve):
     service = serve()
     assert service.ready
     service._responder.stop()
@@ -339,7 +339,7 @@ def test_a_service_whose_answers_do_not_go_out_any_more_is_not_ready_and_refuses
     assert "UNAVAILABLE: the engine has stopped" in ask(service).answer()
 
 
-def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_away(serve, gate, clock, monkeypatch):
+def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock, monkeypatch):
     ended = outcomes(monkeypatch)
     service = serve(max_num_seqs=1, max_queue_size=2)
     running = ask(service)
@@ -358,7 +358,7 @@ def test_a_full_queue_refuses_at_once_and_a_place_that_is_free_again_is_given_aw
     assert sorted(ended) == ["length"] * 3 + ["queue_full"] * 2 + ["timeout"]
 
 
-def test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside(serve, gate, monkeypatch):
+def test_the_open_request_limit_applies_per_tenant(serve, gate, monkeypatch):
     """Running or waiting, however they end; a request without a salt is of one tenant, too."""
     ended = outcomes(monkeypatch)
     service = serve(max_num_seqs=1, max_tenant_requests=2)
@@ -383,9 +383,7 @@ def test_a_tenant_has_so_many_requests_open_and_others_are_let_in_beside(serve, 
 
 
 @pytest.mark.parametrize(("fair_tenants", "before"), [(True, 1), (False, 10)])
-def test_where_tenants_are_served_fairly_one_request_does_not_wait_behind_anothers_queue(
-    serve, gate, fair_tenants, before
-):
+def test_fair_scheduling_admits_a_tenant_past_another_tenants_queue(serve, gate, fair_tenants, before):
     service = serve(max_num_seqs=1, fair_tenants=fair_tenants)
     running = ask(service, cache_salt="many", max_tokens=2)
     gate.wait()
@@ -401,7 +399,7 @@ def test_where_tenants_are_served_fairly_one_request_does_not_wait_behind_anothe
     assert [finish(other) for other in waiting[before - 1 :]] == [("length", 1)] * (10 - before)
 
 
-def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
+def test_a_preempted_request_does_not_count_against_the_queue_limit(serve, gate):
     service = serve(num_gpu_blocks_override=8, max_queue_size=1)
     lower = ask(service, "a" * 16, priority=1)
     gate.wait()
@@ -414,7 +412,7 @@ def test_a_request_that_was_pushed_out_takes_no_place(serve, gate):
     assert [finish(one)[0] for one in (lower, higher, third)] == ["length"] * 3
 
 
-def test_nothing_is_lost_or_let_in_beyond_the_limit_while_steps_run(serve, monkeypatch):
+def test_the_queue_limit_holds_and_no_request_is_lost_while_steps_run(serve, monkeypatch):
     """The engine takes requests from the queue while others come."""
     service, most = serve(max_queue_size=3, max_num_seqs=2), []
     admit = service._assembly.scheduler.add
@@ -430,7 +428,7 @@ def test_nothing_is_lost_or_let_in_beyond_the_limit_while_steps_run(serve, monke
     assert all("max_queue_size" in one for one in answers if isinstance(one, str))
 
 
-def test_a_session_ends_in_spite_of_a_full_queue(serve, gate):
+def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
     service = serve(max_num_seqs=1, max_queue_size=1)
     first = ask(service, own={"correlation_id": 7, "flags": SEQUENCE_START})
     gate.wait()
@@ -446,7 +444,7 @@ def test_a_session_ends_in_spite_of_a_full_queue(serve, gate):
     assert [finish(one)[0] for one in (running, waiting)] == ["length"] * 2
 
 
-def test_a_request_ends_by_its_id(serve, gate):
+def test_stop_request_ends_a_request_by_id(serve, gate):
     """Every one of that id, running or waiting, and no other."""
     service = serve(max_num_seqs=1)
     running, waiting, other = (ask(service, own={"request_id": name}) for name in ("one", "one", "other"))
@@ -466,13 +464,13 @@ def stop(service, name, **beside):
     return Asked(service, {"request_id": name}, stop_request=True, **beside)
 
 
-def test_what_to_stop_needs_a_name_and_nothing_else(serve):
+def test_stop_request_needs_an_id_and_no_other_inputs(serve):
     service = serve()
     assert "INVALID_ARGUMENT: stop_request: has no request id" in stop(service, "").answer()
     assert "text_input: means nothing beside stop_request" in stop(service, "one", text_input="x").answer()
 
 
-def test_a_stream_that_waits_gets_an_empty_response_so_that_the_server_sees_its_client_leave(serve, gate, clock):
+def test_a_waiting_stream_gets_an_empty_first_response(serve, gate, clock):
     service = serve(first_response_ms=5000)
     caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
     service.submit(caller)
@@ -486,7 +484,7 @@ def test_a_stream_that_waits_gets_an_empty_response_so_that_the_server_sees_its_
     assert sum(part["num_output_tokens"][0] for part in rest) == 2
 
 
-def test_a_stream_that_is_answered_in_time_gets_no_empty_response(serve, gate, clock):
+def test_a_stream_with_an_early_token_gets_no_empty_response(serve, gate, clock):
     service = serve(first_response_ms=5000)
     gate.open()
     caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
@@ -494,7 +492,7 @@ def test_a_stream_that_is_answered_in_time_gets_no_empty_response(serve, gate, c
     assert all(part["num_output_tokens"][0] for part in caller.all())
 
 
-def test_a_request_that_the_engine_loses_ends_with_an_error(serve, gate, clock, monkeypatch):
+def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, monkeypatch):
     """Whatever the bug: here the scheduler forgets it."""
     service = serve()
     scheduler = service._assembly.scheduler
@@ -508,7 +506,7 @@ def test_a_request_that_the_engine_loses_ends_with_an_error(serve, gate, clock, 
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_has_a_largest_size(serve, gate, streams, monkeypatch):
+def test_a_response_larger_than_max_response_mib_fails(serve, gate, streams, monkeypatch):
     """As Triton keeps what a client does not read. 1,680 tokens with 20 of the likeliest each are 2 MB."""
     ended = outcomes(monkeypatch)
     service = serve(max_response_mib=1, num_gpu_blocks_override=512)
@@ -526,7 +524,7 @@ def test_an_answer_has_a_largest_size(serve, gate, streams, monkeypatch):
     assert ended == ["refused", "length"]
 
 
-def test_what_is_refused_once_it_was_let_in_is_no_error_of_ours(serve, gate, monkeypatch):
+def test_a_request_rejected_by_the_engine_is_not_logged_as_an_internal_error(serve, gate, monkeypatch):
     """A grammar that does not compile, say. An error is what went wrong here."""
     ended = outcomes(monkeypatch)
     service = serve()
@@ -548,7 +546,7 @@ def two_seconds_later(monkeypatch):
         yield
 
 
-def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch):
+def test_a_stalled_step_makes_the_service_not_ready(serve, gate, monkeypatch):
     service = serve(stall_timeout=1)
     assert service.ready
     stuck = ask(service)
@@ -563,7 +561,7 @@ def test_a_step_that_does_not_end_is_told_as_not_ready(serve, gate, monkeypatch)
     assert finish(ask(service)) == ("length", 9)
 
 
-def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gate, monkeypatch):
+def test_a_blocked_response_makes_the_service_not_ready(serve, gate, monkeypatch):
     service = serve(stall_timeout=1)
     gate.open()
     may_send, stuck = Event(), Caller(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
@@ -577,7 +575,7 @@ def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gat
     stuck.send = wait
     service.submit(stuck)
     assert sending.wait(WAIT)
-    until(lambda: not service._engine.seconds_in_turn)
+    until(lambda: not service._engine.busy_seconds)
     with two_seconds_later(monkeypatch):
         assert not service.ready
         reason = "an answer to the server has taken 2 s, more than stall_timeout=1"
@@ -588,7 +586,7 @@ def test_an_answer_that_the_server_does_not_take_is_told_as_not_ready(serve, gat
 
 
 @pytest.mark.parametrize("sampling", [{}, {"regex": "a+", "ignore_eos": False}], ids=str)
-def test_one_that_cannot_be_queued_is_told_and_leaves_nothing(serve, gate, monkeypatch, sampling):
+def test_a_request_that_cannot_be_queued_fails_and_leaks_nothing(serve, gate, monkeypatch, sampling):
     service = serve(max_tenant_requests=1)
     gate.open()
     with monkeypatch.context() as patch:
@@ -601,7 +599,7 @@ def broken(*args, **kwargs):
     raise RuntimeError("broken")
 
 
-def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch):
+def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch):
     service = serve()
     gate.open()
     fails = iter([True])
@@ -616,7 +614,7 @@ def test_what_goes_wrong_between_the_streams_stops_none(serve, gate, monkeypatch
     assert service.ready
 
 
-def test_who_asks_again_and_again_takes_a_share_of_the_time_at_the_most(tiny, monkeypatch):
+def test_polling_takes_at_most_its_share_of_the_thread(tiny, monkeypatch):
     """The first map comes while the request runs; the second would have to wait for as long as that takes."""
     monkeypatch.setattr(engine_module, "LOOK_SHARE", 1e-9)
     with serving(tiny[0]) as calls:

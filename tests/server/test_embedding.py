@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.limits import EmbeddingSpec, Limits
+from paged_backend.api.limits import EmbeddingSpec, EngineLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.loading.model_loader import pick_embedding
 from paged_backend.models.hidden_states import hidden_size
-from paged_backend.server.embedding import EmbeddingCall, embedding_json, parse_sampling
+from paged_backend.server.embedding import EmbeddingCall, embedding_json, parse_embedding_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 overlapped_too = pytest.mark.usefixtures("planning")
-LIMITS = Limits(64, 320, 256, 4, 8, embedding=EmbeddingSpec(64))
+LIMITS = EngineLimits(64, 320, 256, 4, 8, embedding=EmbeddingSpec(64))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def check(model, prompt, hidden):
 
 
 @overlapped_too
-def test_hidden_states_are_those_of_transformers(tiny, prompts):
+def test_hidden_states_match_transformers(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.embed(prompt) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
@@ -48,7 +48,7 @@ def test_hidden_states_are_those_of_transformers(tiny, prompts):
                 num_key_value_heads=2, head_dim=16),
     GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=128),
 ], ids=lambda config: config.model_type)  # fmt: skip
-def test_of_other_families(config, prompts, tmp_path):
+def test_embeddings_of_other_model_families(config, prompts, tmp_path):
     model = save_tiny(config, tmp_path)
     with running(tiny_assembly(tmp_path)) as engine:
         assert engine.assembly.limits.embedding == EmbeddingSpec(48)
@@ -57,7 +57,7 @@ def test_of_other_families(config, prompts, tmp_path):
 
 
 @overlapped_too
-def test_they_share_steps_with_requests_that_generate_and_change_no_token(tiny, prompts):
+def test_embeddings_batched_with_generation_change_no_token(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         plain = engine.generate(prompts, max_tokens=12)
     with running(tiny_assembly(tiny[0])) as engine:
@@ -71,7 +71,7 @@ def test_they_share_steps_with_requests_that_generate_and_change_no_token(tiny, 
 
 
 @overlapped_too
-def test_the_cache_serves_them_and_is_fed_by_them(tiny, prompts):
+def test_embeddings_use_and_fill_the_prefix_cache(tiny, prompts):
     (prompt,) = prompts[-1:]
     with running(tiny_assembly(tiny[0])) as engine:
         for _ in range(2):  # the second computes one token: as many as a step that is replayed
@@ -83,7 +83,7 @@ def test_the_cache_serves_them_and_is_fed_by_them(tiny, prompts):
         assert engine.history[-1].stats.cached_tokens > hit
 
 
-def test_recorded_steps_are_not_replayed_for_them(tiny, prompts, monkeypatch):
+def test_embeddings_do_not_use_captured_graphs(tiny, prompts, monkeypatch):
     from paged_backend.engine import warm_up
 
     def record(step):
@@ -98,7 +98,7 @@ def test_recorded_steps_are_not_replayed_for_them(tiny, prompts, monkeypatch):
             check(tiny[1], prompt, output.hidden)
 
 
-def test_with_guesses_of_another_model(tiny, draft, prompts):
+def test_embeddings_with_a_draft_model(tiny, draft, prompts):
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(draft))) as engine:
         engine.submit(prompts[2], max_tokens=20)
         for prompt, output in zip(prompts, engine.wait(*map(engine.embed, prompts)), strict=True):
@@ -106,7 +106,7 @@ def test_with_guesses_of_another_model(tiny, draft, prompts):
 
 
 @overlapped_too
-def test_one_that_waits_for_room_comes_in_time(tiny):
+def test_an_embedding_waits_for_free_blocks(tiny):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 320) for _ in range(60)] for _ in range(4)]
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=20)) as engine:
@@ -114,7 +114,7 @@ def test_one_that_waits_for_room_comes_in_time(tiny):
             check(tiny[1], prompt, output.hidden)
 
 
-def test_a_prompt_may_be_as_long_as_the_context(tiny):
+def test_an_embedding_prompt_may_fill_the_context(tiny):
     prompt = [5] * 255 + [6]
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.embed(prompt))
@@ -124,7 +124,7 @@ def test_a_prompt_may_be_as_long_as_the_context(tiny):
 
 
 @overlapped_too
-def test_one_that_is_aborted_leaves_nothing(tiny, prompts):
+def test_an_aborted_embedding_leaks_nothing(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         key = engine.embed(prompts[3])
         engine.engine.abort(key)
@@ -132,20 +132,20 @@ def test_one_that_is_aborted_leaves_nothing(tiny, prompts):
     assert not engine.assembly.scheduler.has_work
 
 
-def test_nothing_is_kept_where_nobody_asks(tiny, prompts, monkeypatch):
+def test_hidden_states_are_not_kept_without_embedding_requests(tiny, prompts, monkeypatch):
     with running(tiny_assembly(tiny[0])) as engine:
         monkeypatch.setattr(torch.nn.Module, "register_forward_hook", None)
         assert all(engine.generate(prompts, max_tokens=4))
 
 
-def test_an_embedding_has_length_one_and_is_cut_before():
+def test_an_embedding_is_truncated_then_normalized():
     hidden = array("f", [3.0, 4.0, 12.0])
     assert json.loads(embedding_json(hidden, None)) == pytest.approx([3 / 13, 4 / 13, 12 / 13])
     assert json.loads(embedding_json(hidden, 2)) == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-def test_what_has_no_direction_has_no_embedding(bad):
+def test_a_zero_hidden_state_has_no_embedding(bad):
     with pytest.raises(ValueError, match="no embedding can be made"):
         embedding_json(array("f", [bad, 0.0]), None)
 
@@ -154,7 +154,7 @@ def read(limits=LIMITS, **values):
     return EmbeddingCall.parse(values).checked(limits)
 
 
-def test_requests_that_are_taken():
+def test_accepted_embedding_requests():
     assert read(input="The sea") == EmbeddingCall("The sea")
     assert read(input=[0, 319], pooling_params={}) == EmbeddingCall([0, 319])
     any_size = replace(LIMITS, embedding=EmbeddingSpec(64, range(1, 65)))
@@ -181,13 +181,13 @@ def test_requests_that_are_taken():
         ({"input": "x", "pooling_params": {"dimensions": [8]}}, r"dimensions=\[8\]: leave it out: .* its 64"),
     ],
 )
-def test_requests_that_are_refused(values, message):
+def test_rejected_embedding_requests(values, message):
     with pytest.raises(RequestError, match=message):
         read(**values)
 
 
 @pytest.mark.parametrize("wanted", [0, 65, True, "8", [8, 16], 8.0])
-def test_dimensions_that_are_refused(wanted):
+def test_rejected_dimensions(wanted):
     limits = replace(LIMITS, embedding=EmbeddingSpec(64, range(1, 65)))
     with pytest.raises(RequestError, match=r"dimensions=.*must be 1\.\.64"):
         read(limits, input="x", pooling_params={"dimensions": wanted})
@@ -195,20 +195,20 @@ def test_dimensions_that_are_refused(wanted):
         read(replace(LIMITS, embedding=EmbeddingSpec(64, (8, 16))), input="x", pooling_params={"dimensions": 12})
 
 
-def test_a_model_that_gives_none_says_so():
+def test_a_model_without_embeddings_rejects_the_request():
     with pytest.raises(RequestError, match="this model gives no embeddings"):
         read(replace(LIMITS, embedding=None), input="x")
 
 
-def test_sampling_parameters_beside_them():
-    params = parse_sampling({"priority": 3, "cache_salt": "x", "timeout_ms": 5, "top_k": None}, LIMITS)
+def test_sampling_parameters_of_embedding_requests():
+    params = parse_embedding_sampling({"priority": 3, "cache_salt": "x", "timeout_ms": 5, "top_k": None}, LIMITS)
     assert (params.priority, params.cache_salt, params.timeout_ms, params.max_tokens) == (3, "x", 5, 0)
     for name, value in (("max_tokens", 16), ("temperature", 0), ("n", 2)):
         with pytest.raises(RequestError, match=f"{name}={value}: means nothing beside embedding_request"):
-            parse_sampling({name: value}, LIMITS)
+            parse_embedding_sampling({name: value}, LIMITS)
 
 
-def test_what_the_models_files_say_of_dimensions(tiny):
+def test_dimensions_from_the_model_files(tiny):
     config = tiny[1].config
     assert hidden_size(tiny[1]) == 64
     assert pick_embedding(config, None) is None
@@ -221,7 +221,7 @@ def test_what_the_models_files_say_of_dimensions(tiny):
         assert pick_embedding(type(config)(**config.to_dict() | {"matryoshka_dimensions": odd}), 64).dimensions == ()
 
 
-def test_a_model_whose_decoder_cannot_be_told_from_its_head(tiny):
+def test_a_model_without_a_separable_decoder(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny[0])
     model.base_model_prefix = "nothing"
     assert hidden_size(model) is None

@@ -31,7 +31,7 @@ def tokens(responses):
     return [token for response in responses for token in response["token_ids"]]
 
 
-def test_a_block_that_leaks_stays_in_use(faulty):
+def test_leaked_block_stays_in_use(faulty):
     with faulty(leak_block=2) as calls:
         scheduler = calls.service._assembly.scheduler
         used = []
@@ -41,7 +41,7 @@ def test_a_block_that_leaks_stays_in_use(faulty):
     assert used == [0, 1, 1]
 
 
-def test_one_token_is_another(tiny, faulty):
+def test_wrong_token_reaches_the_client(tiny, faulty):
     with serving(tiny[0]) as calls:
         right = tokens([calls.ask(**ASKED)])
     with faulty(wrong_token=8) as calls:
@@ -50,7 +50,7 @@ def test_one_token_is_another(tiny, faulty):
     assert second == [*right[:1], right[1] ^ 1, *right[2:]]
 
 
-def test_a_last_response_is_kept_back_or_comes_twice(faulty):
+def test_final_response_is_dropped_or_sent_twice(faulty):
     with faulty(double_final=2, drop_final=3) as calls:
         (expected,) = calls.call(**ASKED).all()
         assert calls.call(**ASKED).all() == [expected] * 2
@@ -83,7 +83,7 @@ def ask_all(calls):
         ("out_of_memory", "INTERNAL: the step failed: OutOfMemoryError: on purpose"),
     ],
 )
-def test_a_step_that_goes_wrong_ends_its_own_requests_alone(tiny, faulty, fault, reason, overlap):
+def test_failed_step_ends_only_its_own_requests(tiny, faulty, fault, reason, overlap):
     with serving(tiny[0]) as calls:
         right = [ends(caller)[0] for caller in ask_all(calls)]
     with faulty(**{fault: 4}, async_scheduling=overlap) as calls:
@@ -100,7 +100,7 @@ def test_a_step_that_goes_wrong_ends_its_own_requests_alone(tiny, faulty, fault,
         assert calls.service.ready
 
 
-def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
+def test_dead_engine_fails_all_requests_and_is_not_ready(faulty):
     with faulty(dead_engine=4) as calls:
         callers = ask_all(calls)
         errors = [ends(caller)[1] for caller in callers]
@@ -112,7 +112,7 @@ def test_an_engine_that_dies_fails_all_and_says_that_it_is_not_ready(faulty):
         assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
 
 
-def test_what_an_engine_had_that_died_is_not_kept_on_disk(faulty, tmp_path):
+def test_cache_of_a_dead_engine_is_not_written_to_disk(faulty, tmp_path):
     """Whatever it died of may be in it."""
     with faulty(dead_engine=4, swap_space=0.01, disk_cache_dir=str(tmp_path / "kv")) as calls:
         for caller in ask_all(calls):
@@ -120,7 +120,7 @@ def test_what_an_engine_had_that_died_is_not_kept_on_disk(faulty, tmp_path):
     assert not list((tmp_path / "kv").glob("*/*/*"))
 
 
-def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, monkeypatch):
+def test_base_exception_in_the_loop_fails_all_requests(faulty, monkeypatch):
     class Panic(BaseException):
         """As libraries in Rust raise it."""
 
@@ -132,7 +132,7 @@ def test_an_engine_that_dies_of_what_is_no_exception_fails_all_as_well(faulty, m
         assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).refusal()
 
 
-def test_a_step_that_does_not_get_on_fails_what_is_open(faulty):
+def test_stalled_step_fails_open_requests(faulty):
     with faulty(stuck_step=4, stall_timeout=1, stop_timeout=1) as calls:
         callers = ask_all(calls)
         for caller in callers:
@@ -141,7 +141,7 @@ def test_a_step_that_does_not_get_on_fails_what_is_open(faulty):
         assert not calls.service.ready
 
 
-def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
+def test_stuck_step_delays_neither_requests_nor_shutdown(faulty):
     """Its requests end at their time, with what they have; the engine is given up on."""
     limits = {"request_timeout": 1, "stop_timeout": 1}
     with faulty(stuck_step=4, **limits) as calls:
@@ -152,7 +152,7 @@ def test_a_step_that_never_ends_keeps_neither_requests_nor_the_end(faulty):
     assert not calls.service._engine.alive
 
 
-def test_the_wall_clock_may_jump(faulty, monkeypatch):
+def test_wall_clock_jumps_are_harmless(faulty, monkeypatch):
     for name in ("time", "time_ns"):
         monkeypatch.setattr(time, name, getattr(time, name))  # it is put back
     own, limits = time.time, {"request_timeout": 600, "session_ttl": 600.0}
@@ -164,7 +164,7 @@ def test_the_wall_clock_may_jump(faulty, monkeypatch):
     assert ahead == [0, 1, -1, 1]
 
 
-def test_the_log_tells_when_blocks_of_one_that_was_dropped_are_free(faulty, caplog):
+def test_drop_is_logged_when_its_blocks_are_free(faulty, caplog):
     caplog.set_level("INFO", "paged_llm")
     with faulty(tell_drops=1) as calls:
         gone = Caller(**ASKED | {"sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}', "stream": True})
@@ -180,7 +180,7 @@ def test_the_log_tells_when_blocks_of_one_that_was_dropped_are_free(faulty, capl
     assert log.drops() == []
 
 
-def test_without_faults_nothing_is_wrapped(tiny):
+def test_service_without_faults_is_not_wrapped(tiny):
     with serving(tiny[0]) as calls:
         assembly = calls.service._assembly
         for thing in (calls.service, assembly.scheduler, assembly.scheduler.blocks, assembly.runner):
@@ -197,6 +197,6 @@ def test_without_faults_nothing_is_wrapped(tiny):
         ('{"drop_final": true}', "drop_final=true: must be"),
     ],
 )
-def test_what_is_no_fault_is_refused(text, reason):
+def test_invalid_faults_are_rejected(text, reason):
     with pytest.raises(ConfigError, match=reason):
         faults.read({faults.VARIABLE: text})

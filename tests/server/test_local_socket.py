@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_listener, local_socket, wire
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
@@ -37,7 +37,7 @@ def own_directory(tmp_path, monkeypatch):
 class Engine:
     """A listener whose requests wait here."""
 
-    def __init__(self, model="engine", caps=Caps()):
+    def __init__(self, model="engine", caps=InputLimits()):
         self.taken = SimpleQueue()
         self.listener = Listener(model, self.taken.put, caps)
 
@@ -69,7 +69,7 @@ def ask(connection, own_id=1, **tensors):
     connection.send(pack({"id": own_id, "request": request}))
 
 
-def test_tensors_survive():
+def test_tensors_round_trip():
     tensors = {
         "text_input": np.array(["é".encode(), b"\xff"], dtype=np.object_),
         "input_ids": np.array([1, 2], np.int32),
@@ -81,12 +81,12 @@ def test_tensors_survive():
 
 
 @pytest.mark.parametrize("tensors", [[1], {"other": [1]}, {"stream": 1}, {"input_ids": [[1]]}, {"text_input": [1]}])
-def test_what_is_no_tensor_is_refused(tensors):
+def test_invalid_tensors_are_rejected(tensors):
     with pytest.raises(FrameError):
         read_tensors(tensors, wire.INPUTS)
 
 
-def test_an_answer_an_error_and_a_cancellation(engine):
+def test_a_response_an_error_and_a_cancellation(engine):
     connection = connected()
     frames = connection.frames()
     for own_id in (1, 2, 3):
@@ -107,7 +107,7 @@ def test_an_answer_an_error_and_a_cancellation(engine):
 @pytest.mark.parametrize(
     "frame",
     [
-        (Caps.max_frame_bytes + 1).to_bytes(4, "big"),
+        (InputLimits.max_frame_bytes + 1).to_bytes(4, "big"),
         b"\0\0\0\x04{no}",
         b"\0\0\0\x02[]",
         pack({"id": 1}),
@@ -115,7 +115,7 @@ def test_an_answer_an_error_and_a_cancellation(engine):
         pack({"id": 1, "request": {"tensors": {}, "parameters": {}, "timeout_us": "1"}}),
     ],
 )
-def test_what_is_no_frame_ends_its_connection_only(engine, frame):
+def test_an_invalid_frame_closes_only_its_connection(engine, frame):
     good, bad = connected(), connected()
     ask(good)
     ask(bad, 5)
@@ -128,7 +128,7 @@ def test_what_is_no_frame_ends_its_connection_only(engine, frame):
     assert next(good.frames())["outputs"] == {"num_stopped": [1]}
 
 
-def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
+def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 0.05)
     connection = connected()
     ask(connection)
@@ -139,7 +139,7 @@ def test_whoever_does_not_read_holds_nobody_up(engine, monkeypatch):
     connection.close()
 
 
-def test_whoever_does_not_read_does_not_keep_an_engine_that_leaves(monkeypatch):
+def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
     """Nor do several of them, each of whom a frame may wait for so long."""
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
     engine, outputs = Engine(), wire.write_adapters([{"name": "x" * 65536}] * 64)
@@ -155,7 +155,7 @@ def test_whoever_does_not_read_does_not_keep_an_engine_that_leaves(monkeypatch):
     assert not leaving.is_alive()
 
 
-def test_a_frame_that_is_too_large_is_neither_sent_nor_read():
+def test_an_oversized_frame_is_neither_sent_nor_read():
     with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may go \(max_frame_bytes\)"):
         pack({"id": 1234567}, 10)
     near, far = socket.socketpair()
@@ -165,8 +165,8 @@ def test_a_frame_that_is_too_large_is_neither_sent_nor_read():
     near.close()
 
 
-def test_an_answer_that_is_too_large_is_not_sent_either():
-    engine = Engine(caps=Caps(max_frame_bytes=200))
+def test_an_oversized_response_is_not_sent():
+    engine = Engine(caps=InputLimits(max_frame_bytes=200))
     connection = connected()
     ask(connection)
     with pytest.raises(FrameError, match="at most 200 may go"):
@@ -175,8 +175,8 @@ def test_an_answer_that_is_too_large_is_not_sent_either():
     engine.listener.close()
 
 
-def test_more_connections_than_may_be_are_told_why():
-    engine = Engine(caps=Caps(max_local_connections=1))
+def test_connections_beyond_the_limit_are_rejected_with_a_reason():
+    engine = Engine(caps=InputLimits(max_local_connections=1))
     first = connected()
     ask(first)
     engine.next()
@@ -188,7 +188,7 @@ def test_more_connections_than_may_be_are_told_why():
     engine.listener.close()
 
 
-def test_a_directory_that_others_have_a_hand_in_is_refused(own_directory, monkeypatch):
+def test_a_directory_accessible_to_others_is_rejected(own_directory, monkeypatch):
     own_directory.mkdir(mode=0o700)
     own_directory.chmod(0o755)
     with pytest.raises(PermissionError, match="must belong to user"):
@@ -203,7 +203,7 @@ def test_a_directory_that_others_have_a_hand_in_is_refused(own_directory, monkey
         local_socket.find("engine")
 
 
-def test_another_users_process_is_refused(engine, monkeypatch):
+def test_another_users_process_is_rejected(engine, monkeypatch):
     monkeypatch.setattr(local_listener.local_socket, "is_own", lambda end: False)
     assert list(connected().frames()) == []
     ours, theirs = socket.socketpair(socket.AF_UNIX)
@@ -212,7 +212,7 @@ def test_another_users_process_is_refused(engine, monkeypatch):
         assert local_socket.is_own(ours)
 
 
-def test_files_of_engines_that_are_gone_are_taken_away(engine, own_directory):
+def test_sockets_of_dead_engines_are_removed(engine, own_directory):
     stale, _ = local_socket.listen("gone")
     stale.close()
     assert len(list(own_directory.iterdir())) == 2
@@ -278,12 +278,12 @@ def asked(relay, **tensors):
     return made
 
 
-def test_it_says_that_the_engine_is_not_loaded(relay):
+def test_an_unloaded_engine_is_reported(relay):
     assert asked(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
 
 
 @pytest.mark.parametrize("relay", [{"max_open_rows": 1}], indirect=True)
-def test_more_rows_than_may_be_open_are_refused(engine, relay):
+def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
     first = asked(relay)
     channel = engine.next()
     refusal = "UNAVAILABLE: 1 rows are open, and 1 would come; at most 1 may be (max_open_rows)"
@@ -296,14 +296,14 @@ def test_more_rows_than_may_be_open_are_refused(engine, relay):
 
 
 @pytest.mark.parametrize("relay", [{"max_frame_bytes": 100}], indirect=True)
-def test_a_row_that_is_too_large_is_refused(engine, relay):
+def test_an_oversized_row_is_rejected(engine, relay):
     text, last = asked(relay).next()
     assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
     assert text.endswith("; at most 100 may go (max_frame_bytes)")
 
 
-def test_an_engine_that_lets_no_connection_in_says_why(relay):
-    engine = Engine(caps=Caps(max_local_connections=1))
+def test_a_refused_connection_reports_the_reason(relay):
+    engine = Engine(caps=InputLimits(max_local_connections=1))
     first = connected()
     ask(first)
     engine.next()
@@ -317,7 +317,7 @@ def test_an_engine_that_lets_no_connection_in_says_why(relay):
     engine.listener.close()
 
 
-def test_an_engine_may_go_and_come(relay):
+def test_an_engine_can_be_unloaded_and_reloaded(relay):
     first = Engine()
     request = asked(relay)
     first.next().send(answer("a"), final=False)
@@ -333,7 +333,7 @@ def test_an_engine_may_go_and_come(relay):
     second.stop()
 
 
-def test_an_engine_that_leaves_ends_what_is_open(relay):
+def test_an_unloading_engine_finishes_open_requests(relay):
     old = Engine()
     request = asked(relay)
     channel = old.next()
@@ -350,7 +350,7 @@ def test_an_engine_that_leaves_ends_what_is_open(relay):
     new.stop()
 
 
-def test_what_is_open_when_an_engines_time_is_over_ends_with_one_error(relay):
+def test_open_requests_fail_once_when_the_drain_time_is_over(relay):
     engine = Engine()
     request = asked(relay)
     channel = engine.next()
@@ -359,7 +359,7 @@ def test_what_is_open_when_an_engines_time_is_over_ends_with_one_error(relay):
     until(channel.is_cancelled)
 
 
-def test_instances_take_turns(relay):
+def test_requests_are_balanced_over_instances(relay):
     engines = [Engine(), Engine()]
     requests = [asked(relay) for _ in range(4)]
     for engine in engines:
@@ -370,7 +370,7 @@ def test_instances_take_turns(relay):
         engine.stop()
 
 
-def test_a_client_that_leaves_and_a_row_that_fails_cancel_the_others(relay, engine):
+def test_a_cancelled_client_or_failed_row_cancels_the_other_rows(relay, engine):
     rows = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
     request = asked(relay, **rows)
     channels = [engine.next(), engine.next()]
@@ -385,7 +385,7 @@ def test_a_client_that_leaves_and_a_row_that_fails_cancel_the_others(relay, engi
         until(channel.is_cancelled)
 
 
-def test_a_row_that_is_to_stop_before_the_engine_has_it_is_stopped_after(relay, engine, monkeypatch):
+def test_a_row_stopped_before_it_was_sent_is_stopped_afterwards(relay, engine, monkeypatch):
     send = Relay._send
 
     def after(self, row, frame):
@@ -478,14 +478,14 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("relay", [{"max_open_rows": 2}], indirect=True)
-def test_what_an_engine_that_leaves_refuses_goes_to_the_next(relay, old, make):
+def test_a_row_refused_by_an_unloading_engine_moves_to_the_next(relay, old, make):
     refuse(old)
     new = make()
     answered(relay, asked(relay), new)
     answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
 
 
-def test_it_goes_on_until_an_engine_takes_it(relay, old, make):
+def test_a_row_is_retried_until_an_engine_accepts_it(relay, old, make):
     request, leaving = asked(relay), old
     for _ in range(3):
         channel, following = leaving.next(), make()
@@ -494,7 +494,7 @@ def test_it_goes_on_until_an_engine_takes_it(relay, old, make):
     answered(relay, request, leaving)
 
 
-def test_what_an_engine_refuses_for_a_reason_of_its_own_stays_refused(relay, old, make):
+def test_a_row_rejected_for_another_reason_is_not_retried(relay, old, make):
     request = asked(relay)
     new = make()
     old.next().fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
@@ -503,7 +503,7 @@ def test_what_an_engine_refuses_for_a_reason_of_its_own_stays_refused(relay, old
     got_nothing(relay, new)
 
 
-def test_an_engine_that_ends_before_it_answers_leaves_its_requests_to_the_next(relay, old, make):
+def test_unanswered_rows_of_a_dead_engine_move_to_the_next(relay, old, make):
     requests = [asked(relay), asked(relay, **TWO_ROWS)]
     for _ in range(3):
         old.next()
@@ -519,7 +519,7 @@ def test_an_engine_that_ends_before_it_answers_leaves_its_requests_to_the_next(r
         nothing_is_left(relay, request)
 
 
-def test_an_engine_that_ends_once_it_has_answered_ends_the_request(relay, old, make):
+def test_an_answered_row_of_a_dead_engine_fails(relay, old, make):
     """With those rows of it that have no answer yet."""
     request = asked(relay, **TWO_ROWS)
     old.next().send(answer("a"), final=False)
@@ -532,7 +532,7 @@ def test_an_engine_that_ends_once_it_has_answered_ends_the_request(relay, old, m
     got_nothing(relay, new)
 
 
-def test_where_no_other_engine_is_the_first_error_stays(relay, old):
+def test_without_another_engine_the_first_error_is_reported(relay, old):
     request = asked(relay)
     old.next()
     refuse(old)
@@ -543,7 +543,7 @@ def test_where_no_other_engine_is_the_first_error_stays(relay, old):
     nothing_is_left(relay, request)
 
 
-def test_a_request_that_ends_engines_without_a_word_ends_two_at_most(relay, old, make):
+def test_a_request_that_crashes_engines_is_retried_once(relay, old, make):
     request = asked(relay)
     old.next()
     second = make()
@@ -556,7 +556,7 @@ def test_a_request_that_ends_engines_without_a_word_ends_two_at_most(relay, old,
     got_nothing(relay, third)
 
 
-def test_what_was_called_off_meanwhile_is_not_asked_again(relay, old, make, held):
+def test_a_cancelled_row_is_not_retried(relay, old, make, held):
     refuse(old)
     new = make()
     request = asked(relay)
@@ -568,7 +568,7 @@ def test_what_was_called_off_meanwhile_is_not_asked_again(relay, old, make, held
     got_nothing(relay, new)
 
 
-def test_what_was_stopped_meanwhile_is_not_asked_again(relay, old, make, held):
+def test_a_stopped_row_is_not_retried(relay, old, make, held):
     refuse(old)
     new = make()
     request = asked(relay, name="mine")
@@ -580,7 +580,7 @@ def test_what_was_stopped_meanwhile_is_not_asked_again(relay, old, make, held):
     got_nothing(relay, new)
 
 
-def test_one_that_fails_takes_its_rows_on_another_engine_along(relay, old, make):
+def test_a_failed_row_cancels_rows_on_other_engines(relay, old, make):
     request = asked(relay, **TWO_ROWS)
     channels = [old.next(), old.next()]
     new = make()
@@ -591,7 +591,7 @@ def test_one_that_fails_takes_its_rows_on_another_engine_along(relay, old, make)
     until(moved.is_cancelled)
 
 
-def test_an_engine_that_ends_while_it_is_asked_leaves_each_row_to_the_next_once(relay, old, make, monkeypatch):
+def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old, make, monkeypatch):
     new, send = make(), Relay._send
 
     def end_between(self, row, frame):
@@ -605,7 +605,7 @@ def test_an_engine_that_ends_while_it_is_asked_leaves_each_row_to_the_next_once(
     got_nothing(relay, new)
 
 
-def test_what_cannot_be_handed_on_is_told_and_the_next_is(relay, old, make, monkeypatch):
+def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old, make, monkeypatch):
     ask_again, fails = Relay._ask_again, iter([RuntimeError("broken"), None])
 
     def sometimes(self, row, error):

@@ -48,7 +48,7 @@ class Asked(Caller):
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 5000), marks=pytest.mark.nightly)], ids=str)
-def test_each_has_one_end_and_nothing_is_raised(tiny, caplog, seeds, in_time):
+def test_every_caller_gets_one_final_response(tiny, caplog, seeds, in_time):
     for seed in in_time(seeds):
         play(tiny[0], random.Random(seed))
     assert [record.getMessage() for record in caplog.records if record.levelno > logging.WARNING] == []

@@ -8,14 +8,14 @@ from tests.support.scheduler_stress import scheduler
 
 def update_all(metrics):
     metrics.show(scheduler().stats)
-    metrics.show_sessions(1)
+    metrics.set_session_count(1)
     metrics.ended("stop")
     metrics.accepted(prompt_tokens=1)
     metrics.flush()
     metrics.answered(prompt=1, generated=1, n=1, seconds=1.0)
 
 
-def test_a_metric_that_cannot_be_updated_stops_nobody(caplog):
+def test_a_failing_metric_update_is_contained(caplog):
     """Updates are made where answers are sent: an error there would leave every client without one."""
     failing = Mock(side_effect=RuntimeError("no such metric"))
     pb_utils = Mock()
@@ -26,7 +26,7 @@ def test_a_metric_that_cannot_be_updated_stops_nobody(caplog):
     assert "a metric could not be updated" in caplog.text
 
 
-def test_a_server_without_metrics_gets_none():
+def test_no_metrics_on_a_server_without_metrics():
     """tritonserver --allow-metrics=false raises at the first family."""
     pb_utils = Mock()
     pb_utils.MetricFamily.side_effect = RuntimeError("metrics not supported")
@@ -34,12 +34,12 @@ def test_a_server_without_metrics_gets_none():
     assert pb_utils.MetricFamily.call_count == 1
 
 
-def test_an_operator_who_wants_none_gets_none():
+def test_disabled_metrics_are_not_created():
     pb_utils = Mock()
     update_all(Metrics(pb_utils, {}, enabled=False))
     assert not pb_utils.MetricFamily.called
 
 
-def test_buckets_of_tokens_reach_the_longest_request():
+def test_token_buckets_reach_max_model_len():
     assert token_buckets(256) == (1, 2, 5, 10, 20, 50, 100, 200)
     assert token_buckets(5) == (1, 2, 5)

@@ -20,7 +20,7 @@ from paged_backend.server.placement import visible_gpus
         ("CPU", 0, "1", 1, None, None),
     ],
 )
-def test_an_instance_sees_the_gpus_that_its_config_names(kind, device, wanted, processes, visible, expected):
+def test_an_instance_sees_its_configured_gpus(kind, device, wanted, processes, visible, expected):
     assert visible_gpus(kind, device, wanted, processes, visible) == expected
 
 
@@ -35,7 +35,7 @@ def test_an_instance_sees_the_gpus_that_its_config_names(kind, device, wanted, p
         ("MODEL", "0,7", 2, 'GPU_DEVICE_IDS="7": CUDA_VISIBLE_DEVICES="4,5" leaves 2 GPUs'),
     ],
 )
-def test_what_cannot_be_is_named(kind, wanted, processes, reason):
+def test_invalid_placements_are_rejected_by_name(kind, wanted, processes, reason):
     with pytest.raises(ConfigError) as caught:
         visible_gpus(kind, 0, wanted, processes, "4,5")
     assert str(caught.value).startswith(reason)

@@ -10,7 +10,7 @@ import pytest
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta, TokenLogprob, Usage
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.engine import EngineDied, Lost, StepOutput
+from paged_backend.engine.engine import EngineDied, StepOutput, UnknownRequests
 from paged_backend.server import watch
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
@@ -34,7 +34,7 @@ def opened(tenants):
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
     made = Responder(metrics, Sessions(60, 1, print), tenants)
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
-    engine |= {"audit": lambda keys: None, "seconds_in_turn": 0.0}
+    engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
     made.start(SimpleNamespace(**engine))
     yield made, metrics, aborted
     made.stop()
@@ -45,7 +45,7 @@ def step(key, text, finish=None):
     return StepOutput((TokenDelta(key, tokens, finish),), STATS, 1.0)
 
 
-def test_tokens_that_pile_up_go_out_as_one_response(opened):
+def test_queued_tokens_are_sent_as_one_response(opened):
     responder, _, _ = opened
     client = Client(1)
     client.may_send.clear()
@@ -61,7 +61,7 @@ def test_tokens_that_pile_up_go_out_as_one_response(opened):
     assert client.got.get(timeout=WAIT) == ("f", None, True)
 
 
-def test_text_that_nobody_waits_for_is_decoded_once(opened):
+def test_a_non_streaming_response_is_detokenized_once(opened):
     responder, _, _ = opened
     client = Client(1, stream=False)
     responder.open(client.stream)
@@ -72,7 +72,7 @@ def test_text_that_nobody_waits_for_is_decoded_once(opened):
     assert len(client.decoded) == 2  # the prompt's end, and all of it
 
 
-def test_whoever_is_cancelled_is_noticed_among_many(opened):
+def test_a_cancellation_is_detected_among_many_streams(opened):
     responder, _, aborted = opened
     clients = [Client(key) for key in range(100)]
     for client in clients:
@@ -88,7 +88,7 @@ def test_whoever_is_cancelled_is_noticed_among_many(opened):
     assert {aborted.get(timeout=WAIT) for _ in range(97)} == set(range(100)) - {0, 37, 99}
 
 
-def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch_at_a_time(opened, monkeypatch):
+def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypatch):
     """Who is first among the next is asked after an hour, if nobody has gone."""
     monkeypatch.setattr(watch, "SECONDS", 3600)
     responder, _, aborted = opened
@@ -101,7 +101,7 @@ def test_a_client_that_leaves_with_all_its_requests_is_not_asked_about_one_batch
     assert {aborted.get(timeout=WAIT) for _ in clients} == set(range(100))
 
 
-def test_those_who_leave_together_are_counted_together(opened):
+def test_simultaneous_cancellations_are_counted_together(opened):
     """Telling the server of one is a round trip, too."""
     responder, metrics, _ = opened
     told = []
@@ -120,7 +120,7 @@ def test_those_who_leave_together_are_counted_together(opened):
     assert len(told) <= 12
 
 
-def test_whoever_has_the_whole_answer_finds_it_counted(opened):
+def test_metrics_are_flushed_before_the_final_response(opened):
     responder, metrics, _ = opened
     counted = SimpleQueue()
     client = Client(1)
@@ -140,7 +140,7 @@ def test_whoever_has_the_whole_answer_finds_it_counted(opened):
     assert counted.get(timeout=WAIT) == 5
 
 
-def test_the_last_step_of_all_is_shown_even_if_nobody_waits_for_it(opened, monkeypatch):
+def test_metrics_show_the_last_step_without_open_streams(opened, monkeypatch):
     """A stream is cancelled while its last step runs, so the engine has nothing more to say."""
     responder, metrics, aborted = opened
     shown, show = SimpleQueue(), metrics.show
@@ -157,7 +157,7 @@ def test_the_last_step_of_all_is_shown_even_if_nobody_waits_for_it(opened, monke
         pass
 
 
-def test_tokens_of_the_same_step_after_a_stop_string_are_not_counted(opened):
+def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
     responder, metrics, aborted = opened
     client = Client(1, stop=["cd"])
     responder.open(client.stream)
@@ -192,7 +192,7 @@ def scored(key, text, finish=None):
     return replace(output, deltas=(delta._replace(logprobs=told),))
 
 
-def test_each_response_has_the_log_probabilities_of_its_own_tokens_and_the_sum_of_all(opened):
+def test_responses_have_their_own_logprobs_and_the_cumulative_sum(opened):
     responder, _, _ = opened
     client = Curious(1)
     client.may_send.clear()
@@ -208,7 +208,7 @@ def test_each_response_has_the_log_probabilities_of_its_own_tokens_and_the_sum_o
     assert client.got.get(timeout=WAIT) == ("e", [-2.5], True)
 
 
-def test_tokens_after_a_stop_string_have_no_log_probabilities(opened):
+def test_tokens_after_a_stop_string_have_no_logprobs(opened):
     """Those that it is made of are counted as output, and so have theirs."""
     responder, _, _ = opened
     client = Curious(1, stop=["cd"])
@@ -235,7 +235,7 @@ class Broken(Client):
         raise RuntimeError("no way back")
 
 
-def test_a_session_is_given_back_once_even_if_nothing_reaches_the_client(opened):
+def test_a_session_is_released_once_when_sending_fails(opened):
     """Its next turn, which may have begun by then, is not taken for answered."""
     responder, _, aborted = opened
     sessions = Sessions(60, 1, print)
@@ -265,7 +265,7 @@ def failing_once(client, name):
 
 
 @pytest.mark.parametrize("call", ["send", "is_cancelled"])
-def test_a_client_that_cannot_be_reached_ends_alone(opened, call):
+def test_an_unreachable_client_fails_only_its_own_request(opened, call):
     """Its request is aborted, and others are answered, in the same turn and after."""
     responder, _, aborted = opened
     broken, other = Client(1), Client(2)
@@ -295,7 +295,7 @@ ENDS = {
     "cancelled": lambda responder, client: setattr(client, "cancelled", True),
     "ended from elsewhere": lambda responder, client: responder.cancel(Sent().channel(), ""),
     "overdue": lambda responder, client: setattr(client.stream, "deadline", 0.0),
-    "lost": lambda responder, client: responder.emit(Lost((1,))),
+    "lost": lambda responder, client: responder.emit(UnknownRequests((1,))),
     "left by an engine that died": lambda responder, client: responder.emit(EngineDied("it did")),
     "not to be asked": lambda responder, client: failing_once(client, "is_cancelled"),
     "not to be sent to": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),
@@ -311,7 +311,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_tenants_place_comes_back_however_a_request_ends(opened, tenants, end):
+def test_a_tenants_place_is_released_however_a_request_ends(opened, tenants, end):
     responder, _, _ = opened
     client = Client(1)
     responder.open(client.stream)
@@ -322,7 +322,7 @@ def test_a_tenants_place_comes_back_however_a_request_ends(opened, tenants, end)
     assert len(tenants) == 0
 
 
-def test_a_receipt_gives_the_wait_after_preemptions_to_no_phase():
+def test_a_receipt_excludes_preempted_time_from_every_phase():
     """Of the 4 seconds to the first token after the queue 2 were waited, and 3 of the 5 after it."""
     stream = Client(1).stream
     stream.entered = 1.0
@@ -344,7 +344,7 @@ def held_up(responder, other):
     return busy
 
 
-def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
+def test_a_finished_request_cannot_be_cancelled(opened):
     made, _, aborted = opened
     done, asked = Client(1), Sent()
     done.stream.call = replace(done.stream.call, request_id="done")
@@ -358,35 +358,35 @@ def test_an_answer_that_is_complete_is_not_cancelled_any_more(opened):
     assert aborted.empty()
 
 
-def test_one_whose_client_has_gone_gets_the_end_that_was_on_its_way(opened):
+def test_a_result_that_was_already_finished_wins_over_a_cancellation(opened):
     made, _, aborted = opened
     done = Client(1)
     busy = held_up(made, done)
-    made._inbox.put(watch.Found([done.stream]))
+    made._inbox.put(watch.PollResult([done.stream]))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
     assert done.got.get(timeout=WAIT) == ("b", None, True)
-    made._inbox.put(watch.Found([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
+    made._inbox.put(watch.PollResult([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
     made.emit(step(0, "c", FinishReason.LENGTH))
     while not busy.got.get(timeout=WAIT)[2]:
         pass
     assert aborted.empty() and done.got.empty()
 
 
-def test_one_that_was_found_gone_twice_is_cancelled_once(opened, caplog):
+def test_a_stream_reported_cancelled_twice_is_cancelled_once(opened, caplog):
     """It entered while it was asked among those that wait."""
     made, _, _ = opened
     gone = Client(1)
     busy = held_up(made, gone)
     for _ in range(2):
-        made._inbox.put(watch.Found([gone.stream]))
+        made._inbox.put(watch.PollResult([gone.stream]))
     busy.may_send.set()
     reason = "CANCELLED: the request was cancelled by its client"
     assert gone.got.get(timeout=WAIT) == (None, reason, True)
     assert not caplog.records
 
 
-def test_a_dead_engine_has_no_requests(opened):
+def test_a_dead_engine_reports_no_requests(opened):
     made, metrics, _ = opened
     client = Client(1)
     made.open(client.stream)
@@ -401,7 +401,7 @@ def test_a_dead_engine_has_no_requests(opened):
     assert [(stats.running, stats.waiting, stats.blocks_used) for stats in shown[-1:]] == [(0, 0, 2)]
 
 
-def test_what_went_wrong_here_with_one_request_is_in_the_log(opened, caplog):
+def test_an_internal_error_of_one_request_is_logged(opened, caplog):
     made, _, _ = opened
     for key, code in enumerate([ErrorCode.INTERNAL, ErrorCode.INVALID_ARGUMENT]):
         client = Client(key)
@@ -411,7 +411,7 @@ def test_what_went_wrong_here_with_one_request_is_in_the_log(opened, caplog):
     assert [record.getMessage() for record in caplog.records] == ["request 0: INTERNAL: no"]
 
 
-def test_who_comes_after_the_engine_has_died_is_told(opened):
+def test_requests_after_the_engine_died_fail(opened):
     """It was let in before."""
     made, _, _ = opened
     made.emit(EngineDied("it did"))

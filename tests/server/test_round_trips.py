@@ -17,7 +17,7 @@ def round_trips():
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 9, 100])
-def test_each_is_asked_once_and_its_trouble_is_its_own(round_trips, count):
+def test_each_item_is_handled_once_and_errors_stay_separate(round_trips, count):
     asked = Counter()
 
     def ask(item):
@@ -33,7 +33,7 @@ def test_each_is_asked_once_and_its_trouble_is_its_own(round_trips, count):
         assert isinstance(answer, ValueError) if item % 3 == 0 else answer == item * 10
 
 
-def test_many_wait_at_the_same_time(round_trips):
+def test_round_trips_run_concurrently(round_trips):
     """One thread would wait for ever for the others."""
     together = Barrier(4)
     answers = round_trips.each(lambda _: together.wait(WAIT), range(16))

@@ -32,7 +32,7 @@ def unpinned():
 
 @pytest.fixture
 def sessions(clock, unpinned):
-    return Sessions(10, 2, unpinned.append, clock, most_mib=1)
+    return Sessions(10, 2, unpinned.append, clock, max_mib=1)
 
 
 def begun(sessions, name=NAME, tokens=(1, 2, 3), **flags):
@@ -47,12 +47,12 @@ def refusal(sessions, name=NAME, **flags):
     return str(caught.value)
 
 
-def test_a_turn_goes_on_from_the_last(sessions):
+def test_a_turn_continues_the_previous_one(sessions):
     begun(sessions)
     assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
 
 
-def test_messages_are_remembered_with_the_answers(sessions):
+def test_messages_and_replies_are_remembered(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
     turn.conversation([{"role": "user", "content": "hello"}])
     turn.finish([], "hi")
@@ -61,7 +61,7 @@ def test_messages_are_remembered_with_the_answers(sessions):
     assert [one["role"] for one in said] == ["user", "assistant", "user"]
 
 
-def test_a_conversation_stays_with_what_it_began_with(sessions):
+def test_a_session_cannot_mix_text_and_messages(sessions):
     begun(sessions)
     turn = sessions.begin(NAME, start=False, end=False)
     with pytest.raises(RequestError, match="sequence_id=7: was begun with text_input"):
@@ -74,16 +74,16 @@ def test_a_conversation_stays_with_what_it_began_with(sessions):
         sessions.begin(SessionName("", 8), start=False, end=False).tokens_before()
 
 
-def test_an_unknown_session_is_refused(sessions):
+def test_an_unknown_session_is_rejected(sessions):
     assert refusal(sessions).startswith("INVALID_ARGUMENT: sequence_id=7: no such session")
 
 
-def test_another_salt_is_another_session(sessions):
+def test_sessions_of_different_salts_are_separate(sessions):
     begun(sessions, SessionName("tenant", 7))
     assert "no such session" in refusal(sessions, SessionName("", 7))
 
 
-def test_a_second_turn_at_once_is_refused(sessions):
+def test_a_concurrent_turn_is_rejected(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
     assert "UNAVAILABLE: sequence_id=7: its last turn is not answered yet" in refusal(sessions)
     assert "not answered yet" in refusal(sessions, start=True)
@@ -91,7 +91,7 @@ def test_a_second_turn_at_once_is_refused(sessions):
     sessions.begin(NAME, start=False, end=False)
 
 
-def test_an_expired_session_is_refused_and_lets_go(sessions, clock, unpinned):
+def test_an_expired_session_is_rejected_and_unpinned(sessions, clock, unpinned):
     begun(sessions)
     clock.now = 9.9
     assert sessions.seconds_left() == pytest.approx(0.1)
@@ -107,7 +107,7 @@ def test_an_expired_session_is_refused_and_lets_go(sessions, clock, unpinned):
     assert "expired after session_ttl=10 seconds" in refusal(sessions)
 
 
-def test_a_session_does_not_expire_in_the_middle_of_a_turn(sessions, clock, unpinned):
+def test_a_session_does_not_expire_during_a_turn(sessions, clock, unpinned):
     turn = sessions.begin(NAME, start=True, end=False)
     clock.now = 100
     sessions.expire()
@@ -117,14 +117,14 @@ def test_a_session_does_not_expire_in_the_middle_of_a_turn(sessions, clock, unpi
     assert sessions.seconds_left() == 10
 
 
-def test_an_end_forgets(sessions, unpinned):
+def test_sequence_end_removes_the_session(sessions, unpinned):
     begun(sessions)
     begun(sessions, start=False, end=True)
     assert unpinned == [NAME]
     assert "no such session" in refusal(sessions)
 
 
-def test_a_turn_that_fails_leaves_what_was_there(sessions, unpinned):
+def test_a_failed_turn_restores_the_session(sessions, unpinned):
     begun(sessions)
     for flags in ({}, {"end": True}):
         sessions.begin(NAME, **{"start": False, "end": False} | flags).undo()
@@ -132,19 +132,19 @@ def test_a_turn_that_fails_leaves_what_was_there(sessions, unpinned):
     assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
 
 
-def test_a_first_turn_that_fails_leaves_nothing(sessions, unpinned):
+def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
     sessions.begin(NAME, start=True, end=False).undo()
     assert unpinned == [NAME]
     assert "no such session" in refusal(sessions)
 
 
-def test_a_start_begins_anew(sessions, unpinned):
+def test_sequence_start_replaces_the_session(sessions, unpinned):
     begun(sessions)
     assert sessions.begin(NAME, start=True, end=False).tokens_before() == []
     assert unpinned == [NAME]
 
 
-def test_one_too_many_is_refused(sessions, clock):
+def test_sessions_beyond_max_sessions_are_rejected(sessions, clock):
     begun(sessions, SessionName("", 1))
     begun(sessions, SessionName("", "two"))
     assert "UNAVAILABLE: sequence_id=7: max_sessions=2 are open" in refusal(sessions, start=True)
@@ -153,7 +153,7 @@ def test_one_too_many_is_refused(sessions, clock):
     assert len(sessions) == 1
 
 
-def test_a_start_that_fails_leaves_the_session_that_had_the_name(sessions, clock):
+def test_a_failed_start_restores_the_replaced_session(sessions, clock):
     begun(sessions)
     clock.now = 5
     sessions.begin(NAME, start=True, end=False).undo()
@@ -174,7 +174,7 @@ def full(sessions):
     return False
 
 
-def test_what_is_kept_takes_room_until_it_is_forgotten(sessions, clock):
+def test_stored_bytes_are_counted_until_the_session_is_removed(sessions, clock):
     assert not full(sessions)
     begun(sessions, tokens=MANY)
     assert full(sessions)
@@ -188,7 +188,7 @@ def test_what_is_kept_takes_room_until_it_is_forgotten(sessions, clock):
     assert not full(sessions)
 
 
-def test_a_turn_takes_room_from_when_it_is_known_what_it_keeps(sessions):
+def test_a_turn_reserves_bytes_once_its_size_is_known(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
     turn.hold(len(MANY))
     assert full(sessions)
@@ -201,7 +201,7 @@ def test_a_turn_takes_room_from_when_it_is_known_what_it_keeps(sessions):
     assert not full(sessions)
 
 
-def test_a_start_that_fails_leaves_the_room_of_what_had_the_name(sessions):
+def test_a_failed_start_keeps_the_bytes_of_the_replaced_session(sessions):
     begun(sessions, tokens=MANY)
     sessions.begin(NAME, start=True, end=False).undo()
     assert full(sessions)
@@ -229,7 +229,7 @@ def served(tiny):
         yield serve
 
 
-def test_all_sessions_together_keep_so_much(served):
+def test_max_sessions_mib_limits_all_sessions(served):
     turn = served(max_sessions_mib=1)
     assert turn(1, 600_000, sequence_start=True).all()
     refused = turn(2, 600_000, sequence_start=True).refusal()
@@ -239,7 +239,7 @@ def test_all_sessions_together_keep_so_much(served):
     assert turn(2, 600_000, sequence_start=True).all()
 
 
-def test_a_session_keeps_so_many_characters(served):
+def test_max_json_chars_limits_a_session(served):
     turn = served(max_json_chars=500)
     assert turn(1, 150, sequence_start=True).all()
     assert turn(1, 150).all()
@@ -247,7 +247,7 @@ def test_a_session_keeps_so_many_characters(served):
     assert turn(1, 10).all()  # it is as it was
 
 
-def test_a_tenant_has_so_many_sessions_and_others_begin_beside(served):
+def test_max_tenant_sessions_applies_per_tenant(served):
     turn = served(max_tenant_sessions=1)
     for salt in ("", "one"):
         assert turn(1, 0, salt, sequence_start=True).all()

@@ -29,14 +29,14 @@ def per_sample(outputs, name):
     return [[next(left) for _ in range(count)] for count in outputs["num_output_tokens"]]
 
 
-def test_a_prompt_of_token_ids_is_that_of_the_text(service):
+def test_a_token_id_prompt_equals_the_text_prompt(service):
     given = service.ask(text_input=TEXT, exclude_input_in_output=True, sampling_parameters=sampling(), **RETURNED)
     assert service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED) == given
     assert given["prompt_token_ids"] == IDS
     assert len(given["token_ids"]) == 30
 
 
-def test_the_text_is_that_of_the_token_ids(service):
+def test_text_matches_the_token_ids(service):
     outputs = service.ask(input_ids=IDS, sampling_parameters=sampling(seed=3, n=2), **RETURNED)
     for text, ids, offsets in zip(
         outputs["text_output"], per_sample(outputs, "token_ids"), per_sample(outputs, "text_offsets"), strict=True
@@ -51,7 +51,7 @@ def test_the_text_is_that_of_the_token_ids(service):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_pieces_add_up_to_the_whole(service, n):
+def test_streamed_pieces_add_up_to_the_whole(service, n):
     asked = {"input_ids": IDS, "sampling_parameters": sampling(n=n), **RETURNED}
     whole = service.ask(**asked)
     pieces = service.call(**asked, stream=True).all()
@@ -64,7 +64,7 @@ def test_pieces_add_up_to_the_whole(service, n):
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_is_among_the_tokens_and_after_the_text(service, include, stream):
+def test_stop_string_tokens_are_returned_and_their_text_is_not(service, include, stream):
     free = service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED)
     text = free["text_output"][0].decode()
     start = next(index for index in range(5, len(text) - 2) if text[index : index + 2].isascii())
@@ -83,7 +83,7 @@ def test_a_stop_string_is_among_the_tokens_and_after_the_text(service, include, 
     assert offsets[-1] == start + 1
 
 
-def test_the_token_that_ends_the_output_is_where_the_text_ends(service):
+def test_the_stop_token_offset_is_the_end_of_the_text(service):
     free = service.ask(input_ids=IDS, sampling_parameters=sampling(), **RETURNED)
     end = free["token_ids"][9]
     count = free["token_ids"].index(end) + 1
@@ -94,7 +94,7 @@ def test_the_token_that_ends_the_output_is_where_the_text_ends(service):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_are_among_the_ids_whether_their_text_is_or_not(service, skip):
+def test_special_tokens_are_in_the_ids_with_or_without_their_text(service, skip):
     """Hot samples, one of which draws the end of the sequence somewhere."""
     hot = {"temperature": 100, "skip_special_tokens": skip, "n": 4}
     answers = (
@@ -105,7 +105,7 @@ def test_special_tokens_are_among_the_ids_whether_their_text_is_or_not(service, 
     assert (b"<|end|>" in b"".join(outputs["text_output"])) != skip
 
 
-def test_offsets_count_a_prompt_that_stands_before_the_output(service):
+def test_offsets_include_an_echoed_prompt(service):
     asked = {"sampling_parameters": sampling(), **RETURNED}
     without = service.ask(input_ids=IDS, **asked)
     for prompt in ({"text_input": TEXT}, {"input_ids": IDS, "exclude_input_in_output": False}):
@@ -123,11 +123,11 @@ def test_offsets_count_a_prompt_that_stands_before_the_output(service):
         ([1] * 256, "prompt_tokens=256: must be 1..255"),
     ],
 )
-def test_ids_that_are_no_prompt(service, ids, reason):
+def test_invalid_input_ids_are_rejected(service, ids, reason):
     assert reason in service.call(input_ids=ids).refusal()
 
 
-def test_a_session_goes_on_in_token_ids(service):
+def test_a_session_with_token_id_prompts(service):
     asked = {"sampling_parameters": sampling(max_tokens=4), **RETURNED}
 
     def turn(ids, flags):
@@ -141,7 +141,7 @@ def test_a_session_goes_on_in_token_ids(service):
     assert second["prompt_token_ids"] == [*IDS, *first["token_ids"], 5, 6]
 
 
-def test_the_last_tokens_of_a_prompt_are_kept(service):
+def test_truncation_keeps_the_last_prompt_tokens(service):
     kept = service.ask(input_ids=IDS[-4:], sampling_parameters=sampling(), **RETURNED)
     cut = sampling(truncate_prompt_tokens=4)
     for prompt in ({"input_ids": IDS}, {"text_input": TEXT, "exclude_input_in_output": True}, {"input_ids": IDS[-4:]}):
@@ -150,14 +150,14 @@ def test_the_last_tokens_of_a_prompt_are_kept(service):
     assert long["prompt_token_ids"] == IDS[-4:]
 
 
-def test_of_a_prompt_that_was_cut_what_is_left_stands_before_the_output(service):
+def test_a_truncated_prompt_is_echoed_truncated(service):
     cut = sampling(truncate_prompt_tokens=3)
     answer = service.ask(text_input=TEXT, sampling_parameters=cut, **RETURNED)
     assert answer["text_output"][0].decode().startswith(" é")
     assert answer["text_offsets"][0] == 2
 
 
-def test_a_session_is_not_cut(service):
+def test_a_session_rejects_truncation(service):
     caller = Caller(input_ids=IDS, sampling_parameters=sampling(truncate_prompt_tokens=3))
     caller.correlation_id, caller.flags = lambda: 8, lambda: 3
     service.service.submit(caller)
@@ -177,7 +177,7 @@ def beginning(tiny, tmp_path_factory):
         yield running
 
 
-def test_special_tokens_are_put_around_text_unless_that_is_unwanted(beginning):
+def test_add_special_tokens(beginning):
     end = TOKENIZER.eos_token_id
     for prompt, given, expected in (
         ({"text_input": TEXT}, {}, [end, *IDS]),
@@ -189,7 +189,7 @@ def test_special_tokens_are_put_around_text_unless_that_is_unwanted(beginning):
         assert answer["prompt_token_ids"] == expected
 
 
-def test_as_many_tokens_as_the_context_has_room_for(service):
+def test_max_tokens_defaults_to_the_remaining_context(service):
     free = sampling(max_tokens=None, temperature=0)
     answer = service.ask(input_ids=IDS, sampling_parameters=free, return_finish_reason=True, **RETURNED)
     assert answer["num_output_tokens"] == [256 - len(IDS)]

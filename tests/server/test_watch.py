@@ -12,7 +12,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server import watch as watch_module
 from paged_backend.server.channel import ServerChannel
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.server.watch import Watch
+from paged_backend.server.watch import CancellationPoller
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import PB_UTILS
 from tests.support.streams import Client
@@ -39,13 +39,13 @@ class Asked(Client):
 
 
 def watching(round_trips, clients, tell=lambda found: None):
-    made = Watch(lambda stream: not stream.channel.closed, round_trips, tell)
+    made = CancellationPoller(lambda stream: not stream.channel.closed, round_trips, tell)
     for client in clients:
         made.add(client.stream)
     return made
 
 
-def test_those_that_hold_blocks_are_asked_before_the_next_of_those_that_wait(round_trips, monkeypatch):
+def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, monkeypatch):
     monkeypatch.setattr(watch_module, "BATCH", 2)
     monkeypatch.setattr(watch_module, "SECONDS", 0)
     asked, seen = Counter(), SimpleQueue()
@@ -66,7 +66,7 @@ def test_those_that_hold_blocks_are_asked_before_the_next_of_those_that_wait(rou
 
 
 @pytest.mark.parametrize(("took", "rest"), [(0.0, 0.05), (0.02, 0.03), (0.2, 0.2)])
-def test_it_rests_between_rounds_and_at_least_as_long_as_it_asks(round_trips, monkeypatch, took, rest):
+def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch, took, rest):
     clock, rests, end = iter([0.0, took, 10.0, 10.0]), SimpleQueue(), Event()
     monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     made = watching(round_trips, [Client(key) for key in range(3)])
@@ -81,7 +81,7 @@ def test_it_rests_between_rounds_and_at_least_as_long_as_it_asks(round_trips, mo
     made.stop()
 
 
-def test_nobody_is_asked_once_it_has_ended(round_trips):
+def test_an_ended_request_is_not_polled(round_trips):
     asked, found = Counter(), SimpleQueue()
     clients = [Asked(key, lambda key: asked.update([key])) for key in range(2)]
     made = watching(round_trips, clients, found.put)
@@ -93,7 +93,7 @@ def test_nobody_is_asked_once_it_has_ended(round_trips):
     assert asked == {1: 1}
 
 
-def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips):
+def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trips):
     """It is no longer one that waits, and not yet one that runs."""
     found = SimpleQueue()
     client = Client(1)
@@ -107,7 +107,7 @@ def test_one_that_enters_while_the_watch_passes_by_is_not_forgotten(round_trips)
     made.stop()
 
 
-def test_a_round_that_goes_wrong_is_not_the_last(round_trips, caplog):
+def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
     told, clients = SimpleQueue(), [Client(key) for key in range(2)]
 
     def tell(found):
@@ -124,7 +124,7 @@ def test_a_round_that_goes_wrong_is_not_the_last(round_trips, caplog):
     assert "it went wrong" in caplog.text
 
 
-def test_one_that_has_entered_is_asked_no_oftener_than_one_that_waits(round_trips, monkeypatch):
+def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
     monkeypatch.setattr(watch_module, "SECONDS", 0)
     asked, enough = Counter(), Event()
 
@@ -143,7 +143,7 @@ def test_one_that_has_entered_is_asked_no_oftener_than_one_that_waits(round_trip
     assert abs(asked[0] - asked[1]) <= 1
 
 
-def test_what_is_being_sent_to_is_not_waited_for():
+def test_polling_does_not_wait_for_a_send_in_progress():
     """Nor asked about after its last response, when the server has forgotten it."""
     client = Client(1)
     client.may_send.clear()
@@ -162,7 +162,7 @@ def test_what_is_being_sent_to_is_not_waited_for():
     assert client.got.qsize() == 1
 
 
-def test_a_request_is_let_go_of_with_its_last_response():
+def test_the_request_object_is_released_with_the_final_response():
     """The collector may come when the server has gone, and end the process with it."""
 
     class Request(SimpleNamespace):

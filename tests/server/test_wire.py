@@ -25,13 +25,13 @@ def tensors_of(section):
 
 
 @pytest.mark.parametrize("section", ["input", "output"])
-def test_config_backend_and_client_name_the_same_tensors(section):
+def test_config_backend_and_client_declare_the_same_tensors(section):
     specs = {"input": wire.INPUTS, "output": wire.OUTPUTS}[section]
     assert tensors_of(section) == {name: (spec.data_type, spec.dims) for name, spec in specs.items()}
     assert tensors_of(section) == {"input": client_wire.INPUTS, "output": client_wire.OUTPUTS}[section]
 
 
-def test_the_tensors_are_those_of_the_vllm_backend():
+def test_tensors_match_the_vllm_backend():
     """As its documentation lists them; the others are ours."""
     theirs = {
         "text_input": ("TYPE_STRING", (1,)),
@@ -58,7 +58,7 @@ def test_a_plain_prompt():
     assert not (call.return_finish_reason or call.return_num_input_tokens or call.return_num_output_tokens)
 
 
-def test_lists_may_come_as_tensors():
+def test_list_parameters_as_tensors():
     call = read(
         {"n": 2},
         text_input=text("x"),
@@ -75,20 +75,20 @@ def test_lists_may_come_as_tensors():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", wire.LISTS)
-def test_a_list_given_twice_is_refused(name):
-    value = strings("5") if wire.LISTS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
+@pytest.mark.parametrize("name", wire.LIST_PARAMETERS)
+def test_a_list_as_tensor_and_sampling_parameter_is_rejected(name):
+    value = strings("5") if wire.LIST_PARAMETERS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
     expected = f"{name}: is both a tensor and a sampling parameter"
     assert refusal(text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}).startswith(
         expected
     )
 
 
-def test_a_list_given_twice_in_a_parameter_is_refused():
+def test_a_list_as_tensor_and_request_parameter_is_rejected():
     assert refusal({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
 
 
-def test_token_ids_are_a_prompt_that_does_not_come_back_unasked():
+def test_a_token_id_prompt_is_not_echoed_by_default():
     ids = np.array([5, 6], dtype=np.int32)
     call = read(input_ids=ids)
     assert (call.prompt, call.messages, call.input_ids.tolist(), call.echo) == (None, None, [5, 6], False)
@@ -101,7 +101,7 @@ def test_a_conversation():
     assert (call.prompt, call.messages, call.echo) == (None, turns, False)
 
 
-def test_the_tensor_wins_over_the_parameter():
+def test_a_sampling_parameter_overrides_a_request_parameter():
     call = read(
         {"max_tokens": 3, "temperature": 0}, text_input=text("x"), sampling_parameters=text('{"max_tokens": 5}')
     )
@@ -109,7 +109,7 @@ def test_the_tensor_wins_over_the_parameter():
 
 
 @pytest.mark.parametrize("name", ["max-tokens", "top-p", "temprature", "Stop-Token-Ids"])
-def test_a_name_that_looks_like_ours_is_no_header(name):
+def test_a_misspelled_parameter_is_not_taken_for_a_header(name):
     assert refusal({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
 
 
@@ -125,7 +125,7 @@ def test_a_name_that_looks_like_ours_is_no_header(name):
         ({}, ("", 0), None),
     ],
 )
-def test_a_sequence_comes_with_the_request_or_among_its_parameters(parameters, own, control):
+def test_a_sequence_id_from_the_request_or_its_parameters(parameters, own, control):
     assert wire.read({"text_input": text("x")}, parameters, 0, *own).sequence == control
 
 
@@ -143,34 +143,34 @@ def test_a_sequence_comes_with_the_request_or_among_its_parameters(parameters, o
         ({"sequence-id": 1}, "sequence-id=1: unknown parameter; did you mean sequence_id?"),
     ],
 )
-def test_a_sequence_that_makes_no_sense(parameters, reason):
+def test_an_invalid_sequence_is_rejected(parameters, reason):
     assert reason in refusal(parameters, text_input=text("x"))
 
 
 @pytest.mark.parametrize(
     ("parameters", "own", "found"), [({}, "", ""), ({}, "a", "a"), ({"id": "b"}, "", "b"), ({"id": ""}, "a", "a")]
 )
-def test_an_id_comes_with_the_request_or_among_its_parameters(parameters, own, found):
+def test_a_request_id_from_the_request_or_its_parameters(parameters, own, found):
     assert wire.read({"text_input": text("x")}, parameters, own_id=own).request_id == found
 
 
 @pytest.mark.parametrize("name", [5, True, None, "é" * 129])
-def test_an_id_that_is_none(name):
+def test_an_invalid_request_id_is_rejected(name):
     assert "must be a" in refusal({"id": name}, text_input=text("x"))
 
 
-def test_half_a_character_anywhere_in_messages_is_refused():
+def test_a_lone_surrogate_in_messages_is_rejected():
     turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
     assert "messages: hold half a character" in refusal({}, messages=turns)
 
 
-def test_only_an_end_may_come_without_a_prompt():
+def test_only_a_sequence_end_may_omit_the_prompt():
     assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
     assert read({"sequence_id": 7, "sequence_end": True}).only_ends
     assert "none is given" in refusal({"sequence_id": 7})
 
 
-def test_headers_that_the_server_forwards_are_none_of_our_business():
+def test_forwarded_headers_are_ignored():
     parameters = {
         "x-tenant": "a",
         "traceparent": "00-1",
@@ -181,7 +181,7 @@ def test_headers_that_the_server_forwards_are_none_of_our_business():
 
 
 @pytest.mark.parametrize("parameters", [{"timeout": 500}, {}])
-def test_a_time_limit_as_parameter_or_from_the_server(parameters):
+def test_a_timeout_from_a_parameter_or_the_server(parameters):
     assert read(parameters, timeout_us=500, text_input=text("x")).timeout_us == 500
 
 
@@ -189,12 +189,12 @@ def test_a_time_limit_as_parameter_or_from_the_server(parameters):
     ("echo", "stream", "expected"),
     [(None, False, True), (True, False, False), (False, False, True), (True, True, False)],
 )
-def test_the_prompt_comes_back_unless_excluded_or_streaming(echo, stream, expected):
+def test_the_prompt_is_echoed_unless_excluded_or_streaming(echo, stream, expected):
     tensors = {} if echo is None else {"exclude_input_in_output": flag(echo)}
     assert read(text_input=text("x"), stream=flag(stream), **tensors).echo is expected
 
 
-def test_what_a_client_reads_of_an_error():
+def test_error_text_sent_to_clients():
     """That of the vLLM backend, to the letter, where its clients compare all of it."""
     with pytest.raises(RequestError) as caught:
         read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
@@ -257,7 +257,7 @@ def test_bad_parameters(parameters, reason):
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])
-def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
+def test_a_response_has_the_requested_outputs_in_declared_types(finish):
     counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
     call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
     part = wire.SampleOutput("é", finish, [4, 5])
@@ -272,7 +272,7 @@ def test_a_response_holds_what_was_asked_for_in_the_declared_types(finish):
     assert list(wire.write(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
 
 
-def test_token_ids_and_offsets_of_all_samples_stand_one_after_another():
+def test_token_ids_and_offsets_of_all_samples_are_concatenated():
     call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
     parts = [wire.SampleOutput("ab", None, [4, 5], [0, 1]), wire.SampleOutput("", None, [], [])]
     found = [wire.write(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
@@ -295,7 +295,7 @@ def logprobs_of(call, told, sums, **options):
     return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
 
 
-def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
+def test_logprobs_are_formatted_like_the_vllm_backend():
     tokens = [(TokenLogprob(7, -2.5, 3), TokenLogprob(300, -0.5, 1)), (TokenLogprob(8, -0.25, 1),)]
     spelled, sums = logprobs_of(read(**ASKED), [tokens, []], [-2.75, 0.0], token_text=lambda token: f"é{token}")
     assert spelled == [
@@ -312,18 +312,18 @@ def test_log_probabilities_are_spelled_as_the_vllm_backend_spells_them():
     assert sums == [-2.75, 0.0]
 
 
-def test_without_the_sampling_parameter_log_probabilities_are_null():
+def test_logprobs_are_null_without_the_sampling_parameter():
     assert logprobs_of(read(**ASKED), [None, None], [-1.5, -2.5]) == ([None, None], [-1.5, -2.5])
 
 
-def test_a_question_is_asked_alone():
+def test_a_control_request_stands_alone():
     assert wire.question({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0}) == "pool_map"
     assert wire.question({"stop_request": flag(True)}, {}) == "stop_request"
     assert wire.question({"pool_map": flag(False), "text_input": text("x")}, {}) is None
     assert wire.question({"text_input": text("x")}, {"max_tokens": 3}) is None
 
 
-@pytest.mark.parametrize("asked", wire.QUESTIONS)
+@pytest.mark.parametrize("asked", wire.CONTROL_REQUESTS)
 @pytest.mark.parametrize(
     ("tensors", "parameters", "others", "named"),
     [
@@ -337,7 +337,7 @@ def test_a_question_is_asked_alone():
         ({}, {}, (0, 7), "sequence_id"),
     ],
 )
-def test_what_stands_beside_a_question_is_refused_by_name(asked, tensors, parameters, others, named):
+def test_inputs_beside_a_control_request_are_rejected_by_name(asked, tensors, parameters, others, named):
     with pytest.raises(RequestError, match=f"{named}: means nothing beside {asked}; leave it out"):
         wire.question({asked: flag(True)} | tensors, parameters, *others)
     with pytest.raises(RequestError, match="sequence_end=true: needs a sequence_id"):

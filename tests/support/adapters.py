@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from tests.support.in_process import generate_alone
+from tests.support.in_process import generate_with_transformers
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -32,7 +32,7 @@ def make_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 0, std:
 def generate_with(model: PreTrainedModel, directory: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What PEFT's model generates for one prompt, greedily."""
     adapted = PeftModel.from_pretrained(deepcopy(model), directory)
-    return generate_alone(adapted.eval(), prompt, max_tokens)
+    return generate_with_transformers(adapted.eval(), prompt, max_tokens)
 
 
 def listing(directory: Path, adapters: Mapping[str, Path | str]) -> Path:

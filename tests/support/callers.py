@@ -17,7 +17,7 @@ from tests.support.in_process import TINY, WAIT
 from tests.support.pb_utils import PB_UTILS, Error
 
 
-class AnyError(Error):
+class FakeTritonError(Error):
     INVALID_ARG, UNAVAILABLE = "INVALID_ARG", "UNAVAILABLE"
 
 
@@ -79,7 +79,7 @@ class Serving:
 
 @contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[Serving]:
-    pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": AnyError})
+    pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": FakeTritonError})
     service = Service(
         EngineConfig.from_options({"model": str(directory)} | TINY | options), pb_utils, {"model": "tiny"}
     )

@@ -27,7 +27,7 @@ WAIT = 30  # seconds after which something that never comes fails the test
 
 
 @dataclass
-class Seen:
+class FakeServerState:
     """What a fake server was asked, and whether the client of a held stream left."""
 
     url: str = ""
@@ -36,7 +36,7 @@ class Seen:
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one stays
     adapters: str = "[]"
-    asked_for: Any = field(default_factory=dict)  # what a recording server does (tests/support/gateway.py)
+    scripted_response: Any = field(default_factory=dict)  # what a recording server does (tests/support/gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # and its requests' sampling parameters
 
     def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: FakeServerState) -> None:
         self.seen = seen
         self.server: grpc.Server | None = None
 
@@ -118,17 +118,19 @@ def grpc_inputs(request: Any) -> dict[str, Any]:
 def grpc_response(outputs: dict[str, Any]) -> Any:
     response = service_pb2.ModelInferResponse(model_name="paged_llm")
     for name, value in outputs.items():
-        is_text = isinstance(value, str)
-        kind = "BYTES" if is_text else "FP32" if isinstance(value, float) else "UINT32"
+        is_utf8_text = isinstance(value, str)
+        kind = "BYTES" if is_utf8_text else "FP32" if isinstance(value, float) else "UINT32"
         response.outputs.add(name=name, datatype=kind, shape=[1])
-        data = value.encode() if is_text else np.array(value, np.float32 if kind == "FP32" else np.uint32).tobytes()
-        response.raw_output_contents.append(struct.pack("<I", len(data)) + data if is_text else data)
+        data = (
+            value.encode() if is_utf8_text else np.array(value, np.float32 if kind == "FP32" else np.uint32).tobytes()
+        )
+        response.raw_output_contents.append(struct.pack("<I", len(data)) + data if is_utf8_text else data)
     return response
 
 
 class HttpHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    seen: Seen  # of the subclass that `http_server` makes
+    seen: FakeServerState  # of the subclass that `http_server` makes
 
     def do_POST(self) -> None:
         inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -181,8 +183,8 @@ class HttpServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def grpc_server() -> Iterator[Seen]:
-    seen = Seen()
+def grpc_server() -> Iterator[FakeServerState]:
+    seen = FakeServerState()
     service = GrpcService(seen)
     unlimited = [("grpc.max_receive_message_length", -1)]
     service.server = server = grpc.server(ThreadPoolExecutor(32), options=unlimited)
@@ -194,8 +196,8 @@ def grpc_server() -> Iterator[Seen]:
 
 
 @contextmanager
-def http_server() -> Iterator[Seen]:
-    seen = Seen()
+def http_server() -> Iterator[FakeServerState]:
+    seen = FakeServerState()
     server = HttpServer(("localhost", 0), type("Handler", (HttpHandler,), {"seen": seen}))
     seen.url = f"localhost:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from client.serving.tritonserver import choose_ports
-from tests.support.fake_servers import SERVERS, Seen
+from tests.support.fake_servers import SERVERS, FakeServerState
 
 ROOT = Path(__file__).parents[2]
 WAIT = 120  # seconds after which an answer that never comes fails the test
@@ -78,10 +78,10 @@ def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iter
 
 
 @contextmanager
-def recording_server() -> Iterator[Seen]:
+def recording_server() -> Iterator[FakeServerState]:
     """A server without a model that says what `asked_for` has, and keeps each request and its sampling parameters."""
     with SERVERS["grpc"]() as seen:
-        seen.asked_for = {"say": ["Hello", " there"]}
+        seen.scripted_response = {"say": ["Hello", " there"]}
         own = seen.script
 
         def script(inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
@@ -90,22 +90,22 @@ def recording_server() -> Iterator[Seen]:
             seen.requests.append({**inputs, "request_id": request_id})
             seen.sampling.append(json.loads(inputs["sampling_parameters"]))
             seen.asked.set()
-            return seen.asked_for(inputs) if callable(seen.asked_for) else seen.asked_for
+            return seen.scripted_response(inputs) if callable(seen.scripted_response) else seen.scripted_response
 
         seen.script = script
         yield seen
 
 
 @contextmanager
-def saying(
-    fake: Seen, by_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None, **script: Any
+def respond_with(
+    fake: FakeServerState, by_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None, **script: Any
 ) -> Iterator[None]:
     """Lets a recording server answer by a script of tests/support/fake_servers.py, or by a function of the inputs."""
-    before, fake.asked_for = fake.asked_for, by_inputs or script
+    before, fake.scripted_response = fake.scripted_response, by_inputs or script
     try:
         yield
     finally:
-        fake.asked_for = before
+        fake.scripted_response = before
 
 
 PROMPT = {"model": "paged_llm", "prompt": "x"}

@@ -20,7 +20,7 @@ from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
-from paged_backend.server.embedding import parse_sampling
+from paged_backend.server.embedding import parse_embedding_sampling
 
 WAIT = 60  # seconds after which a step that never comes fails the test
 
@@ -36,7 +36,7 @@ class Output:
 
 
 @dataclass
-class InProcess:
+class EngineHarness:
     """Requests in, tokens out, through the real loop on its own thread."""
 
     assembly: Assembly
@@ -58,15 +58,15 @@ class InProcess:
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
         limits = self.assembly.limits
-        request = GenerateRequest.admit(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
+        request = GenerateRequest.from_prompt(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
         self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides)))
         return key
 
     def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
-        params = parse_sampling(sampling, self.assembly.limits)
+        params = parse_embedding_sampling(sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
-        request = GenerateRequest.admit(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
+        request = GenerateRequest.from_prompt(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
         self.outputs[key] = Output()
         self.engine.submit(replace(request, embeds=True))
         return key
@@ -95,13 +95,13 @@ class InProcess:
 
 
 @contextmanager
-def running(assembly: Assembly) -> Iterator[InProcess]:
+def running(assembly: Assembly) -> Iterator[EngineHarness]:
     """An engine over `assembly`; at the end every block must be free and every invariant hold."""
     steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
     engine = assembly.engine(steps.put)
     engine.start()
     try:
-        yield InProcess(assembly, engine, steps)
+        yield EngineHarness(assembly, engine, steps)
     finally:
         engine.stop()
     assembly.scheduler.check()
@@ -152,7 +152,7 @@ def tiny_assembly(directory: Path, *, adapters: Path | None = None, **options: A
     return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options), adapters)
 
 
-def generate_alone(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def generate_with_transformers(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What transformers itself generates for one prompt, greedily, past any end of sequence."""
     model.generation_config.eos_token_id = None
     ids = torch.tensor([list(prompt)])

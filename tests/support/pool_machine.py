@@ -10,7 +10,7 @@ from random import Random
 
 from paged_backend.api.request import Origin
 from paged_backend.scheduling import content as keys
-from paged_backend.scheduling.block_manager import Copy, Hit, Move
+from paged_backend.scheduling.block_manager import CacheHit, Copy, Move
 from paged_backend.scheduling.content import Chain
 from tests.support.pool_state import MOST_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, everything
 
@@ -72,7 +72,7 @@ class Machine(State):
         if hit.partial:
             taken = not hit.partial.on_host and hit.partial.block in device.cached
             if needed + taken > device.num_available or self.choices.below(8) == 0:
-                hit = Hit(hit.blocks)
+                hit = CacheHit(hit.blocks)
         self._adopt(request, hit)
         if request not in self.requests:
             self.requests.append(request)
@@ -80,7 +80,7 @@ class Machine(State):
         self._grow(request, goal)
         self._plan(request, goal)
 
-    def _adopt(self, request: Request, hit: Hit) -> None:
+    def _adopt(self, request: Request, hit: CacheHit) -> None:
         for block, on_host in hit.blocks:
             self.host.lock(block) if on_host else self.device.hold(block)
         if hit.partial:
@@ -104,7 +104,7 @@ class Machine(State):
             self.seen["a hit inside a block"] += 1
         assert not left and len(table) == len(hit.blocks) + bool(hit.partial)
         if arrivals:
-            self.ins.append(([request], arrivals))
+            self.moves_in.append(([request], arrivals))
             self.seen["a hit on the host"] += 1
         request.table = table
         request.computed = request.committed = len(hit.blocks) * self.size + hit.partial_tokens
@@ -248,7 +248,7 @@ class Machine(State):
             one.table = table
             self._drop_all(self.host, there)
         if arrivals:
-            self.ins.append((list(chosen), arrivals))
+            self.moves_in.append((list(chosen), arrivals))
         self.seen["back from the host"] += 1
 
     def disown(self) -> bool | None:
@@ -274,16 +274,16 @@ class Machine(State):
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def launch(self) -> bool | None:
-        if len(self.flights) == 2 or not (self.outs or self.ins or self.copies or self.writes):
+        if len(self.flights) == 2 or not (self.moves_out or self.moves_in or self.copies or self.writes):
             return False
-        ins = [arrival for _, arrivals in self.ins for arrival in arrivals]
+        moves_in = [arrival for _, arrivals in self.moves_in for arrival in arrivals]
         copies = [copy for _, copy in self.copies]
-        in_moves = [move for move, _ in ins]
+        in_moves = [move for move, _ in moves_in]
         targets = {move.target for move in in_moves} | {copy.target for copy in copies}
-        assert len(targets) == len(ins) + len(copies) and not targets & {copy.source for copy in copies}
-        assert len({move.target for move in self.outs}) == len(self.outs)
+        assert len(targets) == len(moves_in) + len(copies) and not targets & {copy.source for copy in copies}
+        assert len({move.target for move in self.moves_out}) == len(self.moves_out)
         for moves, source, target in (
-            (self.outs, self.slots, self.host_slots),
+            (self.moves_out, self.slots, self.host_slots),
             (in_moves, self.host_slots, self.slots),
             (copies, self.slots, self.slots),
         ):
@@ -299,11 +299,11 @@ class Machine(State):
         for request, (_, end) in self.writes.items():  # only now: nobody may have written into another's
             self._read(request, end)
         ends = {request: end for request, (_, end) in self.writes.items()}
-        for group, _ in self.ins:
+        for group, _ in self.moves_in:
             ends |= {one: one.committed for one in group if one not in ends}
         ends |= {one: one.committed for one, _ in self.copies if one not in ends}
-        self.flights.append(Flight(self.outs, ins, copies, ends, targets))
-        self.outs, self.ins, self.copies, self.writes = [], [], [], {}
+        self.flights.append(Flight(self.moves_out, moves_in, copies, ends, targets))
+        self.moves_out, self.moves_in, self.copies, self.writes = [], [], [], {}
         self.seen["a step planned over another"] += len(self.flights) == 2
         return None
 
@@ -332,15 +332,17 @@ class Machine(State):
         """No step in flight has run, as far as anybody knows; who is in one, or in the next, ends."""
         if not self.flights:
             return False
-        ended = {one for group, _ in self.ins for one in group} | {one for one, _ in self.copies} | set(self.writes)
+        ended = (
+            {one for group, _ in self.moves_in for one in group} | {one for one, _ in self.copies} | set(self.writes)
+        )
         lost: set[int] = set()
         for flight in self.flights:
             self._retire(flight, done=False)
-            lost |= {move.target for move in flight.outs}
+            lost |= {move.target for move in flight.moves_out}
             ended |= flight.ends.keys()
             for block in flight.targets:
                 self.slots[block] = [-2] * self.size
-            self.seen["moves that never arrived"] += bool(flight.outs or flight.ins)
+            self.seen["moves that never arrived"] += bool(flight.moves_out or flight.moves_in)
         for block in lost:
             self.host_slots[block] = [-2] * self.size
         self.flights.clear()
@@ -352,17 +354,17 @@ class Machine(State):
         return None
 
     def _retire(self, flight: Flight, *, done: bool) -> None:
-        self.blocks.finish_outs(flight.outs, done=done)
-        for move in flight.outs:
+        self.blocks.finish_moves_out(flight.moves_out, done=done)
+        for move in flight.moves_out:
             if not done and move.target in self.host.known:
                 self.host.forget(move.target)
             self.host.unlock(move.target)
-        self._finish_ins(flight.ins, done=done)
+        self._finish_ins(flight.moves_in, done=done)
         self._finish(flight.copies)
 
-    def _finish_ins(self, ins: list[tuple[Move, Known]], *, done: bool) -> None:
-        self.blocks.finish_ins([move for move, _ in ins], done=done)
-        for move, known in ins:
+    def _finish_ins(self, moves_in: list[tuple[Move, Known]], *, done: bool) -> None:
+        self.blocks.finish_moves_in([move for move, _ in moves_in], done=done)
+        for move, known in moves_in:
             if done and known and self.device.caching:
                 self.device.know(move.target, *known)
             self.device.unlock(move.target)
@@ -431,13 +433,13 @@ class Machine(State):
 
     def spill(self) -> bool | None:
         """While nothing else goes on: what is known goes to disk, by way of the host."""
-        if self.flights or self.outs or self.ins or self.copies or self.writes or self.blocks.host is None:
+        if self.flights or self.moves_out or self.moves_in or self.copies or self.writes or self.blocks.host is None:
             return False
         most = 1 + self.choices.below(4)
         waiting = [(block, self.blocks.index.entry(block)) for block in self.fresh]
-        assert self.blocks.has_fresh == bool(waiting)
-        outs = self.blocks.spill(lambda entry: entry.key not in self.disk, most)
-        self.new_outs.extend(outs)
+        assert self.blocks.has_unspilled == bool(waiting)
+        moves_out = self.blocks.spill(lambda entry: entry.key not in self.disk, most)
+        self.new_outs.extend(moves_out)
         left = most
         for block, entry in waiting:
             assert entry is not None
@@ -453,16 +455,16 @@ class Machine(State):
                 left -= 1
             del self.fresh[block]
         assert not self.new_outs
-        for move in self.outs:
+        for move in self.moves_out:
             self.host_slots[move.target] = list(self.slots[move.source])
             assert move.entry is not None
             held = *move.entry.prefix, self.device.known[move.source], self.host_slots[move.target]
             self.disk.setdefault(move.entry.key, held)
-        self.blocks.finish_outs(self.outs)
-        for move in self.outs:
+        self.blocks.finish_moves_out(self.moves_out)
+        for move in self.moves_out:
             self.host.unlock(move.target)
-        self.seen["a block on its way to disk"] += bool(self.outs)
-        self.outs = []
+        self.seen["a block on its way to disk"] += bool(self.moves_out)
+        self.moves_out = []
         return None
 
     def fetch(self) -> bool | None:
@@ -486,8 +488,8 @@ class Machine(State):
 
     def _unplan(self, request: Request) -> None:
         """Take it out of the step that is being planned; who was to come with it starts again."""
-        mine = [one for one in self.ins if request in one[0]]
-        self.ins = [one for one in self.ins if request not in one[0]]
+        mine = [one for one in self.moves_in if request in one[0]]
+        self.moves_in = [one for one in self.moves_in if request not in one[0]]
         copies = [copy for one, copy in self.copies if one is request]
         self.copies = [one for one in self.copies if one[0] is not request]
         self.writes.pop(request, None)
@@ -527,7 +529,7 @@ class Machine(State):
             self.commit()
         while self.requests:
             self._leave(self.requests[0])
-        if self.outs:
+        if self.moves_out:
             self.launch()
             self.commit()
         while self.hogs:
@@ -575,7 +577,7 @@ def play(parts: Sequence[bytes], seen: Counter[str]) -> int:
 
 
 @contextmanager
-def short_keys(bits: int) -> Iterator[None]:
+def truncated_keys(bits: int) -> Iterator[None]:
     """Keys that say next to nothing: of so many bits, at most 8, in as many bytes as ever; and of an origin nothing."""
     root, chain = keys.root_key, keys.chain_key
     keys.root_key = lambda origin: bytes(32)
@@ -592,7 +594,7 @@ def play_seeds(seeds: range, *, num_steps: int = 1000) -> tuple[int, Counter[str
     for seed in seeds:
         bits = (0, 4, 0, 8)[seed % 4]
         try:
-            with short_keys(bits) if bits else nullcontext():
+            with truncated_keys(bits) if bits else nullcontext():
                 content = Random(seed).randbytes(PART * (1 + num_steps))
                 parts = [content[at : at + PART] for at in range(0, len(content), PART)]
                 steps += play(parts, seen)

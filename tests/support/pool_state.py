@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.block_manager import BlockManager, Copy, Hit, Move, Place
+from paged_backend.scheduling.block_manager import BlockLocation, BlockManager, CacheHit, Copy, Move
 from paged_backend.scheduling.content import Chain, Contents
 from tests.support.pool_model import Content, PoolModel
 
@@ -59,8 +59,8 @@ class Request:
 
 @dataclass
 class Flight:
-    outs: list[Move]
-    ins: list[tuple[Move, Known]]
+    moves_out: list[Move]
+    moves_in: list[tuple[Move, Known]]
     copies: list[Copy]
     ends: dict[Request, int]  # how far each is computed once it is retired
     targets: set[int]  # blocks of the device that it writes
@@ -102,8 +102,8 @@ class State:
         self.hogs: list[list[int]] = []
         self.past: list[list[int]] = [[0]]  # prompts that there have been
         self.fresh: dict[int, None] = {}
-        self.outs: list[Move] = []  # this and the next three: pending
-        self.ins: list[tuple[list[Request], list[tuple[Move, Known]]]] = []
+        self.moves_out: list[Move] = []  # this and the next three: pending
+        self.moves_in: list[tuple[list[Request], list[tuple[Move, Known]]]] = []
         self.copies: list[tuple[Request, Copy]] = []
         self.writes: dict[Request, tuple[int, int]] = {}
         self.flights: deque[Flight] = deque()
@@ -127,7 +127,7 @@ class State:
         self.blocks.check([*(one.table for one in self.requests), *self.hogs])
         if self.blocks.host:
             self.blocks.host.check([one.swapped for one in self.requests])
-        coming = {move.target for move in self.outs}
+        coming = {move.target for move in self.moves_out}
         for pool, slots, unknown in ((self.device, self.slots, set()), (self.host, self.host_slots, coming)):
             for block in pool.known.keys() - unknown:
                 assert slots[block] == pool.digests[block], f"block {block} does not hold what it is known by"
@@ -152,7 +152,7 @@ class State:
     def _is_pending(self, request: Request) -> bool:
         return (
             request in self.writes
-            or any(request in group for group, _ in self.ins)
+            or any(request in group for group, _ in self.moves_in)
             or any(request is one for one, _ in self.copies)
         )
 
@@ -171,19 +171,19 @@ class State:
             request.contents.append(Content(known, parent, tuple(request.tokens[start : start + size])))
         return request.contents[index]
 
-    def _check_hit(self, request: Request, hit: Hit) -> None:
+    def _check_hit(self, request: Request, hit: CacheHit) -> None:
         """The longest that there is, by looking at every block; at least one token is left to compute."""
         size, most = self.size, len(request.tokens) - 1
         if not self.device.caching:
-            assert hit == Hit(())
+            assert hit == CacheHit(())
             return
-        places: list[Place] = []
+        places: list[BlockLocation] = []
         while (len(places) + 1) * size <= most:
             content = self._content(request, len(places))
             block, there = self.device.find(content), self.host.find(content)
             if block is None and there is None:
                 break
-            places.append(Place(there, True) if block is None else Place(block, False))
+            places.append(BlockLocation(there, True) if block is None else BlockLocation(block, False))
         assert hit.blocks == tuple(places)
         start = len(places) * size
         parent = request.salt, tuple(request.tokens[:start])
@@ -213,7 +213,7 @@ class State:
         request.computed, request.wrong = end + wrong, wrong
 
     def _collect(self) -> None:
-        self.new_outs.extend(self.blocks.take_outs())
+        self.new_outs.extend(self.blocks.take_moves_out())
 
     def _take(self, block: int) -> None:
         if self.device.take(block):
@@ -239,7 +239,7 @@ class State:
         if known and self.host.caching:
             self.host.know(move.target, *known)
         self.host.lock(move.target)
-        self.outs.append(move)
+        self.moves_out.append(move)
         return move.target
 
     def _take_on_host(self, block: int) -> None:

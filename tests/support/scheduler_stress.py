@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import Adapter, GenerateRequest, blocks_at_most
+from paged_backend.api.request import Adapter, GenerateRequest, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import PINNED, BlockManager
 from paged_backend.scheduling.plan import Costs, Drawn, Plan
@@ -63,8 +63,8 @@ def scheduler(
         costs=costs,
         session_blocks=session_blocks,
         preemption=preemption,
-        guess=PromptLookup(shortest=1, longest=3),
-        max_guesses=guesses,
+        proposer=PromptLookup(shortest=1, longest=3),
+        max_draft_tokens=guesses,
         max_loras=loras,
         fair_tenants=fair,
     )
@@ -77,10 +77,10 @@ def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=Non
 
 def storm(seen: Counter[str] | None = None, **conditions) -> None:
     """seen: what has happened is counted there."""
-    Storm(Counter() if seen is None else seen, **conditions).run()
+    StressTest(Counter() if seen is None else seen, **conditions).run()
 
 
-class Storm:
+class StressTest:
     """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between.
     overlap: a step is planned, and runs, before the one before is committed."""
 
@@ -117,7 +117,7 @@ class Storm:
         self.left -= 1
         prompt, n = self.prompt(), self.rnd.randint(1, min(3, self.sched.max_num_seqs))
         longest = max(0, self.num_blocks * self.size - len(prompt) + 1)
-        while longest and blocks_at_most(len(prompt), longest, n, self.size) > self.num_blocks:
+        while longest and max_blocks_needed(len(prompt), longest, n, self.size) > self.num_blocks:
             longest -= 1
         if not longest:
             return
@@ -215,7 +215,7 @@ class Storm:
             assert plan.num_tokens <= self.sched.max_num_batched_tokens
             self.launch(plan, fails)
         kept = 1 if self.overlap and plan is not None and fails != "at once" else 0
-        while len(self.flights) > kept or (self.flights and self.sched.wants_results):
+        while len(self.flights) > kept or (self.flights and self.sched.needs_results):
             self.settle()
         if not self.flights:
             self.count_blocks()
@@ -261,7 +261,7 @@ class Storm:
             for failed in (plan, *(later for later, _ in self.flights)):
                 for delta in self.sched.fail(failed, "out of order"):
                     self.forget(delta.key)
-                self.seen["moves that never arrived"] += bool(failed.outs or failed.ins)
+                self.seen["moves that never arrived"] += bool(failed.moves_out or failed.moves_in)
                 self.did("a step that fails")
             self.flights.clear()
             return
@@ -299,14 +299,14 @@ class Storm:
         blocks, stats = self.sched.blocks, self.sched.stats
         assert blocks.num_used == stats.blocks_pinned <= self.pinned
         for name in ("recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out",
-                     "moves_in", "guessed_tokens", "accepted_tokens", "blocks_pinned"):  # fmt: skip
+                     "moves_in", "draft_tokens", "accepted_tokens", "blocks_pinned"):  # fmt: skip
             self.seen[name] += getattr(stats, name)
         while self.sched.pins.drop_oldest():
             self.sched.check()
         assert blocks.num_used == 0
         empty(blocks)
         assert blocks.num_free == self.num_blocks
-        blocks.finish_outs(blocks.take_outs())  # what a next step would have moved
+        blocks.finish_moves_out(blocks.take_moves_out())  # what a next step would have moved
         assert blocks.host is None or blocks.host.num_used == 0
 
 

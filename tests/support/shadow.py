@@ -11,7 +11,7 @@ from hashlib import blake2b
 from paged_backend.api.request import GenerateRequest, Origin
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain, Key
-from paged_backend.scheduling.plan import Drawn, Plan, reached
+from paged_backend.scheduling.plan import Drawn, Plan, accept_draft_tokens
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
 
@@ -88,7 +88,7 @@ class ShadowStore:
                 drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
             else:
                 last = [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
-                drawn += reached(checked + last, chunk.guesses) if chunk.guesses else last
+                drawn += accept_draft_tokens(checked + last, chunk.guesses) if chunk.guesses else last
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)
@@ -97,13 +97,13 @@ class ShadowStore:
 
     def spill(self, most: int) -> int:
         """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
-        plan = Plan((), outs=self._blocks.spill(lambda entry: entry.key not in self.disk, most))
+        plan = Plan((), moves_out=self._blocks.spill(lambda entry: entry.key not in self.disk, most))
         self._copy(plan)
-        for move in plan.outs:
+        for move in plan.moves_out:
             if move.entry and move.entry.key not in self.disk:  # two of one plan may have one key
                 self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
-        self._blocks.finish_outs(plan.outs)
-        return len(plan.outs)
+        self._blocks.finish_moves_out(plan.moves_out)
+        return len(plan.moves_out)
 
     def fetch(self, request: GenerateRequest) -> int:
         """As the engine does before a request comes to the scheduler: what the disk has of its prefix, and nobody else,
@@ -136,8 +136,8 @@ class ShadowStore:
 
     def _copy(self, plan: Plan) -> None:
         for moves, source, target in (
-            (plan.outs, self.slots, self.host),
-            (plan.ins, self.host, self.slots),
+            (plan.moves_out, self.slots, self.host),
+            (plan.moves_in, self.host, self.slots),
             (plan.copies, self.slots, self.slots),
         ):
             targets = [move.target for move in moves]

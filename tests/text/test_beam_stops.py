@@ -50,7 +50,7 @@ def expected(tiny, tokenizer, prompt, width, **options):
 
 @pytest.mark.parametrize("options", [{}, {"length_penalty": 0.0}, {"early_stopping": True}], ids=str)
 @pytest.mark.parametrize("width", [2, 4])
-def test_outputs_are_those_of_transformers(tiny, tokenizer, calls, width, options):
+def test_beams_with_stop_strings_match_transformers(tiny, tokenizer, calls, width, options):
     """Stop strings that are drawn often: of one character, and of the two that come somewhere without them."""
     ended = 0
     for prompt in PROMPTS:
@@ -71,7 +71,7 @@ def test_outputs_are_those_of_transformers(tiny, tokenizer, calls, width, option
     assert ended > 2
 
 
-def test_a_word_ends_a_beam_as_its_last_token_would(calls):
+def test_a_stop_word_ends_a_beam_at_its_last_token(calls):
     """Where the token before it must come, a word of both is what a stop token after it is."""
     (free, *_), _, _ = search(calls, PROMPTS[0], 3)
     word = free[4:6]
@@ -82,6 +82,6 @@ def test_a_word_ends_a_beam_as_its_last_token_would(calls):
     assert sums == sorted(sums, reverse=True)
 
 
-def test_no_stop_string_counts_before_min_tokens(calls):
+def test_no_stop_string_ends_a_beam_before_min_tokens(calls):
     tokens, _, _ = search(calls, PROMPTS[1], 3, stop=list("aeimquyAEIMQUY.,"), min_tokens=9)
     assert min(map(len, tokens)) > 9

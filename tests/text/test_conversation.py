@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.limits import Caps
+from paged_backend.api.limits import InputLimits
 from paged_backend.text import templates
 from paged_backend.text.templates import check_template, render
 from tests.support.callers import Caller, serving
@@ -29,7 +29,7 @@ def sent(messages, **more):
     return {"messages": text(json.dumps(messages)), **{name: text(json.dumps(one)) for name, one in more.items()}}
 
 
-def test_messages_and_tools_come_as_they_were_sent():
+def test_messages_and_tools_are_passed_through():
     call = read(**sent(TURNS, tools=[WEATHER]))
     assert (call.messages, call.tools) == (TURNS, [WEATHER])
     assert read(**sent(TURNS)).tools is None
@@ -42,16 +42,19 @@ def test_messages_and_tools_come_as_they_were_sent():
         ([1], "tools: must be a JSON list"),
         ([{"type": "function"}], "tools: must be a JSON list"),
         ([{"function": {"name": ""}}], "tools: must be a JSON list"),
-        ([WEATHER] * (Caps.max_tools + 1), f'tools="{Caps.max_tools + 1} tools": must be at most {Caps.max_tools}'),
-        ([{"function": {"name": "a" * Caps.max_tools_chars}}], f"must be at most {Caps.max_tools_chars}"),
+        (
+            [WEATHER] * (InputLimits.max_tools + 1),
+            f'tools="{InputLimits.max_tools + 1} tools": must be at most {InputLimits.max_tools}',
+        ),
+        ([{"function": {"name": "a" * InputLimits.max_tools_chars}}], f"must be at most {InputLimits.max_tools_chars}"),
         ([{"function": {"name": "a", "description": "\ud800"}}], "tools: hold half a character"),
     ],
 )
-def test_what_are_no_tools_is_refused(tools, reason):
+def test_invalid_tools_are_rejected(tools, reason):
     assert reason in refusal(**sent(TURNS, tools=tools))
 
 
-def test_tools_without_a_conversation_are_refused():
+def test_tools_without_messages_are_rejected():
     assert "tools: have a meaning with messages only" in refusal(text_input=text("x"), tools=text("[]"))
     assert "tools: not valid JSON" in refusal(**sent(TURNS) | {"tools": text("[")})
 
@@ -64,25 +67,25 @@ def test_tools_without_a_conversation_are_refused():
         ({"role": "assistant", "content": 1, "tool_calls": [CALL]}, "messages[0]: must have"),
         ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls: must be a list of objects"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls: must be a list of objects"),
-        ({"role": "assistant", "tool_calls": [CALL] * (Caps.max_tool_calls + 1)}, "messages[0].tool_calls="),
+        ({"role": "assistant", "tool_calls": [CALL] * (InputLimits.max_tool_calls + 1)}, "messages[0].tool_calls="),
     ],
 )
-def test_what_is_no_call_is_refused(turn, reason):
+def test_invalid_tool_calls_are_rejected(turn, reason):
     assert reason in refusal(**sent([turn]))
 
 
-def test_more_than_may_be_is_refused():
-    limit = f'messages="{Caps.max_messages + 1} messages": must be at most {Caps.max_messages}'
-    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (Caps.max_messages + 1)))
-    large = text("[" * (Caps.max_json_chars + 1))  # which would be no JSON
-    limit = f'="{Caps.max_json_chars + 1} characters": must be at most {Caps.max_json_chars}'
+def test_conversation_limits_are_enforced():
+    limit = f'messages="{InputLimits.max_messages + 1} messages": must be at most {InputLimits.max_messages}'
+    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (InputLimits.max_messages + 1)))
+    large = text("[" * (InputLimits.max_json_chars + 1))  # which would be no JSON
+    limit = f'="{InputLimits.max_json_chars + 1} characters": must be at most {InputLimits.max_json_chars}'
     assert f"messages{limit}" in refusal(messages=large)
     assert f"tools{limit}" in refusal(**sent(TURNS) | {"tools": large})
     assert f"sampling_parameters{limit}" in refusal(text_input=text("x"), sampling_parameters=large)
     assert f"embedding_request{limit}" in refusal(embedding_request=large)
 
 
-def test_a_session_that_has_become_too_long_is_refused(tiny, tmp_path):
+def test_a_session_over_max_messages_is_rejected(tiny, tmp_path):
     """Each turn is within the limit, and all of them together are not."""
     shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
@@ -112,7 +115,7 @@ CUBIC = "{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %
 @pytest.mark.parametrize(
     "template", [ENDLESS + "{% endfor %}", "{% set m = messages[0].content %}" + CUBIC], ids=["by itself", "by a text"]
 )
-def test_a_template_that_does_not_end_is_ended(template):
+def test_a_template_that_does_not_terminate_is_stopped(template):
     reason = r"messages: the chat template does not end within 0\.2 s on them \(chat_template_timeout\)"
     with pytest.raises(RequestError, match=reason):
         render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None, 0.2)
@@ -131,13 +134,13 @@ def test_a_template_that_does_not_end_is_ended(template):
         ({"default": "x", "tools": 5}, WAIT, "must be a text of at most"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told_when_it_is_loaded(template, seconds, reason):
+def test_an_unusable_template_is_rejected_at_load(template, seconds, reason):
     with pytest.raises(ValueError, match=reason):
         check_template(with_template(template), seconds)
 
 
 @pytest.mark.parametrize("template", [None, "x", "{{ raise_exception('two turns, please') }}", "{{ messages[1].x }}"])
-def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
+def test_a_template_that_rejects_the_probe_is_accepted(template):
     check_template(with_template(template), WAIT)
 
 
@@ -151,12 +154,12 @@ def test_a_template_that_may_refuse_a_conversation_is_none_the_worse(template):
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_templates_reach_nothing_but_the_conversation(template):
+def test_templates_are_sandboxed(template):
     with pytest.raises(RequestError, match="messages: the chat template refuses them"):
         render(with_template(template), TURNS[:1], None, WAIT)
 
 
-def test_the_template_gets_tools_and_calls():
+def test_the_template_receives_tools_and_tool_calls():
     tokenizer = with_template(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
         "{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"

@@ -34,7 +34,7 @@ def stream(text, **options):
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=40))
-def test_any_text_comes_through_whole_and_never_cut_inside_a_character(text):
+def test_text_is_complete_and_never_cut_inside_a_character(text):
     pieces, _ = stream(text)
     assert "".join(pieces) == text.rstrip(INCOMPLETE)
     if INCOMPLETE not in text:
@@ -47,7 +47,7 @@ def test_any_text_comes_through_whole_and_never_cut_inside_a_character(text):
         [(), ("ab",), ("\x00",)]
     )
 )  # fmt: skip
-def test_tokens_give_the_same_text_at_once_as_one_by_one(ids, sizes, stop):
+def test_batched_and_single_tokens_give_the_same_text(ids, sizes, stop):
     """Any bytes, whole characters or not, in portions of any size."""
     one, many = (Detokenizer(decode, encode("é"), stop=stop) for _ in range(2))
     singly = [one.push([token]) for token in ids if not one.stopped]
@@ -67,7 +67,7 @@ def test_tokens_give_the_same_text_at_once_as_one_by_one(ids, sizes, stop):
 @given(
     st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
 )
-def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
+def test_a_stop_string_truncates_at_its_first_match(text, stops, include):
     """The reference looks at the text after every character, as a reader of the stream would."""
     expected, stopped = text, False
     for end in range(1, len(text) + 1):
@@ -83,8 +83,8 @@ def test_a_stop_string_cuts_exactly_where_it_first_ends(text, stops, include):
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("abé€🚀", max_size=20), st.integers(0, 9))
-def test_every_byte_of_a_character_has_its_offset(text, before):
-    one, many = (Detokenizer(decode, encode("é"), notes_offsets=True, num_before=before) for _ in range(2))
+def test_every_byte_token_has_its_characters_offset(text, before):
+    one, many = (Detokenizer(decode, encode("é"), record_offsets=True, prefix_chars=before) for _ in range(2))
     for token in encode(text):
         one.push([token])
     many.push(encode(text))
@@ -95,8 +95,8 @@ def test_every_byte_of_a_character_has_its_offset(text, before):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=30))
-def test_a_character_after_bytes_of_none_has_its_own_offset(ids):
-    detokenizer = Detokenizer(decode, [], notes_offsets=True)
+def test_a_character_after_invalid_bytes_has_its_own_offset(ids):
+    detokenizer = Detokenizer(decode, [], record_offsets=True)
     text = detokenizer.push(ids) + detokenizer.flush()
     assert detokenizer.offsets == sorted(detokenizer.offsets)
     for token, offset in zip(ids, detokenizer.offsets, strict=True):
@@ -105,48 +105,48 @@ def test_a_character_after_bytes_of_none_has_its_own_offset(ids):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_token_in_the_middle_of_a_character_has_its_offset_where_one_before_brings_more(at_once):
+def test_a_token_inside_a_character_has_that_characters_offset(at_once):
     """Tokens of a space, or the end of another character, and the first bytes of the next."""
     pieces = [b" \xe2", b"\x98", b"\x98\xf0\x9f", b"\x9a", b"\x80", b"ab \xf0", b"\x9f\x9a", b"\x80"]
     detokenizer = Detokenizer(
-        lambda ids: b"".join(pieces[one] for one in ids).decode(errors="replace"), [], notes_offsets=True
+        lambda ids: b"".join(pieces[one] for one in ids).decode(errors="replace"), [], record_offsets=True
     )
     given = [range(len(pieces))] if at_once else [[one] for one in range(len(pieces))]
     assert "".join(detokenizer.push(tokens) for tokens in given) == " \u2618\U0001f680ab \U0001f680"
     assert detokenizer.offsets == [0, 1, 1, 2, 2, 3, 6, 6]
 
 
-def test_offsets_are_those_in_the_text_that_no_stop_string_cuts():
-    detokenizer = Detokenizer(decode, [], stop=["cd"], notes_offsets=True)
+def test_offsets_refer_to_the_text_before_stop_truncation():
+    detokenizer = Detokenizer(decode, [], stop=["cd"], record_offsets=True)
     assert detokenizer.push(encode("abcdef")) == "ab"
     assert detokenizer.offsets == [0, 1, 2, 3]
 
 
-def test_text_that_could_begin_a_stop_string_is_held_back_and_released():
+def test_a_possible_stop_string_is_held_back_and_released():
     detokenizer = Detokenizer(decode, [], stop=["END"])
     assert [detokenizer.push([token]) for token in encode("aENb")] == ["a", "", "", "ENb"]
 
 
-def test_held_back_text_comes_out_at_the_end():
+def test_held_back_text_is_flushed():
     pieces, detokenizer = stream("aEN", stop=["END"])
     assert pieces == ["a", "", "", "EN"]
     assert not detokenizer.stopped
 
 
-def test_no_stop_before_min_tokens():
+def test_no_stop_string_before_min_tokens():
     pieces, detokenizer = stream("xENDyEND", stop=["END"], min_tokens=5)
     assert "".join(pieces) == "xENDy"
     assert detokenizer.num_tokens == 8
 
 
 @pytest.mark.parametrize("prompt", ["", "a", "prompt"])
-def test_the_prompt_is_context_and_never_output(prompt):
+def test_prompt_tokens_are_context_only(prompt):
     detokenizer = Detokenizer(decode, encode(prompt))
     assert "".join(detokenizer.push([token]) for token in encode("out")) + detokenizer.flush() == "out"
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
-def test_a_character_that_the_end_cuts_is_left_out(missing):
+def test_an_incomplete_final_character_is_dropped(missing):
     detokenizer = Detokenizer(decode, [])
     pieces = [detokenizer.push([token]) for token in encode("a🚀")[:-missing]]
     assert "".join([*pieces, detokenizer.flush()]) == "a"
@@ -156,7 +156,7 @@ def test_a_character_that_the_end_cuts_is_left_out(missing):
 @pytest.mark.parametrize(
     "ids", [encode("é")[:1], encode("\ufffd"), [TOKENIZER.eos_token_id]], ids=["cut", "whole", "end"]
 )
-def test_a_long_run_that_is_no_text_is_decoded_a_few_times_and_not_once_a_token(ids, size):
+def test_a_long_run_of_invalid_bytes_is_decoded_a_bounded_number_of_times(ids, size):
     decoded = []
     detokenizer = Detokenizer(lambda some: decoded.append(len(some)) or decode(some), encode("prompt"))
     run = [*encode("é")[:1], *ids * (2000 // len(ids))]

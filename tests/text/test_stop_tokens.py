@@ -40,7 +40,7 @@ def free(service):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_a_word_of_tokens_ends_the_output_and_is_part_of_it(service, free, stream, length):
+def test_a_stop_word_ends_the_output_and_is_part_of_it(service, free, stream, length):
     word = free[8 : 8 + length]
     words = [[*word, (free[8 + length] + 1) % 320], [0] * 9, word]
     responses = service.call(**asked(stop_words_token_ids=words), stream=stream).all()
@@ -53,7 +53,7 @@ def test_a_word_of_tokens_ends_the_output_and_is_part_of_it(service, free, strea
     assert text == TOKENIZER.decode([*IDS, *ids_of(responses)], skip_special_tokens=True)[7:].rstrip("\ufffd")
 
 
-def test_each_of_several_outputs_ends_at_its_own(service):
+def test_each_sample_ends_at_its_own_stop_word(service):
     free = service.ask(**asked(n=3))["token_ids"]
     word = free[24 + 5 : 24 + 7]  # of the second
     outputs = service.ask(**asked(n=3, stop_words_token_ids=[word]))
@@ -64,7 +64,7 @@ def test_each_of_several_outputs_ends_at_its_own(service):
     assert outputs["finish_reason"][1] == b"stop"
 
 
-def test_beams_end_at_theirs(service):
+def test_beams_end_at_their_own_stop_words(service):
     beams = {"beam_width": 2, "n": 2, "temperature": 0, "seed": None, "max_tokens": 10}
     free = service.ask(**asked(**beams))["token_ids"]
     outputs = service.ask(**asked(**beams, stop_words_token_ids=[free[4:6]]))
@@ -72,14 +72,14 @@ def test_beams_end_at_theirs(service):
     assert outputs["stop_reason"][0] == json.dumps(free[4:6]).encode()
 
 
-def test_no_word_ends_it_before_min_tokens(service, free):
+def test_no_stop_word_before_min_tokens(service, free):
     word = free[2:4]
     outputs = service.ask(**asked(stop_words_token_ids=[word], min_tokens=10))
     assert len(outputs["token_ids"]) > 10
     assert outputs["token_ids"][:10] == free[:10]
 
 
-def test_what_comes_first_ends_it(service, free):
+def test_the_first_match_ends_the_output(service, free):
     """A string that stands before the word, though both come in one step's token."""
     text = TOKENIZER.decode(free)
     char = next(one for one in text[2:] if one.isascii())
@@ -89,7 +89,7 @@ def test_what_comes_first_ends_it(service, free):
     assert outputs["token_ids"] == free[: first_at(free[10:12], free)]
 
 
-def test_why_an_output_has_ended(service, free):
+def test_stop_reasons(service, free):
     def reasons(**values):
         outputs = service.ask(**asked(**values))
         return outputs["finish_reason"][0].decode(), outputs["stop_reason"][0].decode()
@@ -104,7 +104,7 @@ def test_why_an_output_has_ended(service, free):
     assert {one["stop_reason"][0] for one in ends[:-1]} <= {b"None"}
 
 
-def test_words_that_must_not_come_do_not(service, free):
+def test_bad_words_are_not_generated(service, free):
     one, two = free[5], free[9:11]
     outputs = service.ask(**asked(bad_words_token_ids=[[one], two], logit_bias={str(one): 100}))
     ids = outputs["token_ids"]
@@ -126,5 +126,5 @@ def test_words_that_must_not_come_do_not(service, free):
         ([[320]], "=320: must be 0..319"),
     ],
 )
-def test_what_is_wrong_is_named(service, name, value, message):
+def test_invalid_stop_words_are_rejected_by_name(service, name, value, message):
     assert name + message in service.call(**asked(**{name: value})).refusal()

@@ -14,7 +14,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server import responder
 from paged_backend.server import service as service_module
 from paged_backend.server.metrics import Metrics
-from paged_backend.text.tokenizing import Tokenizing
+from paged_backend.text.tokenizing import PromptTokenizer
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT, byte_tokenizer
 from tests.support.waiting import until
@@ -42,11 +42,11 @@ def slow():
     made.go_on.set()
 
 
-def test_what_the_library_panics_of_is_an_error_of_the_request():
+def test_a_tokenizer_panic_fails_the_request():
     """Its expressions give up after so many attempts; `except Exception` does not see that."""
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
-    tokenizing = Tokenizing(PreTrainedTokenizerFast(tokenizer_object=tokenizer), WAIT)
+    tokenizing = PromptTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), WAIT)
     for encode in (tokenizing.encode, tokenizing.encode_long):
         with pytest.raises(RequestError, match="INVALID_ARGUMENT: text_input: the tokenizer fails on it: Panic"):
             encode("text_input", "x" * 100)
@@ -61,7 +61,7 @@ def test_what_the_library_panics_of_is_an_error_of_the_request():
         ({"input_ids": byte_tokenizer().encode("ab")}, {"echo": True}),
     ],
 )
-def test_tokens_that_the_library_panics_of_are_an_error_of_their_request_alone(tiny, inputs, sampling):
+def test_a_decode_panic_fails_only_its_request(tiny, inputs, sampling):
     (panics,) = byte_tokenizer().encode("b")
     with serving(tiny[0]) as server:
         server.service._tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
@@ -72,8 +72,8 @@ def test_tokens_that_the_library_panics_of_are_an_error_of_their_request_alone(t
         assert server.ask(text_input="aa", sampling_parameters='{"max_tokens": 3}')
 
 
-def test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most(slow):
-    tokenizing = Tokenizing(slow, 0.05)
+def test_slow_tokenization_times_out_and_never_runs_twice(slow):
+    tokenizing = PromptTokenizer(slow, 0.05)
     with pytest.raises(RequestError) as caught:
         tokenizing.encode_long("messages", LONG)
     assert str(caught.value) == (
@@ -91,14 +91,16 @@ def test_what_takes_too_long_is_an_error_and_there_is_one_of_them_at_the_most(sl
     for thread in threading.enumerate():
         if thread.name == "tokenizer":
             thread.join(WAIT)
-    assert Tokenizing(slow, WAIT).encode_long("text_input", LONG) == tokenizing.encode_long("text_input", LONG) == [1]
+    assert (
+        PromptTokenizer(slow, WAIT).encode_long("text_input", LONG) == tokenizing.encode_long("text_input", LONG) == [1]
+    )
 
 
 @pytest.fixture
 def serve(tiny, slow, monkeypatch):
     """A service whose long prompts wait until they are let go on, and the outcomes that it counts."""
     monkeypatch.setattr(service_module, "LONG_CHARS", 200)
-    monkeypatch.setattr(Tokenizing, "encode_long", lambda self, field, text, special: slow.encode(text, special))
+    monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
     outcomes = SimpleQueue()
     monkeypatch.setattr(Metrics, "ended", lambda self, reason: outcomes.put(reason))
     with serving(tiny[0], max_queue_size=2) as server:
@@ -114,7 +116,7 @@ def asking(text, **own):
     return caller
 
 
-def test_others_are_let_in_and_answered_while_a_long_prompt_is_tokenized(serve, slow):
+def test_other_requests_are_served_while_a_long_prompt_is_tokenized(serve, slow):
     long = asking(LONG)
     serve.service.submit(long)
     slow.began.get(timeout=WAIT)
@@ -125,7 +127,7 @@ def test_others_are_let_in_and_answered_while_a_long_prompt_is_tokenized(serve, 
     assert long.all()
 
 
-def test_long_prompts_are_counted_as_waiting(serve, slow):
+def test_long_prompts_count_as_waiting(serve, slow):
     waiting = [asking(LONG), asking(LONG)]
     for one in waiting:
         serve.service.submit(one)
@@ -137,7 +139,7 @@ def test_long_prompts_are_counted_as_waiting(serve, slow):
     assert serve.ask(text_input="abcd")
 
 
-def test_long_prompts_are_counted_as_their_tenants(serve, slow, monkeypatch):
+def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
     """Before they are tokenized: one tenant's do not keep those of others waiting."""
     monkeypatch.setattr(serve.service._tenants, "_most", 1)
     first = asking(LONG)
@@ -150,7 +152,7 @@ def test_long_prompts_are_counted_as_their_tenants(serve, slow, monkeypatch):
     assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
 
 
-def test_whoever_does_not_take_a_refusal_keeps_nobody_waiting(serve):
+def test_a_blocked_rejection_does_not_delay_other_requests(serve):
     wrong, waited = Caller(text_input="abcd", sampling_parameters="[]"), []
     begun, answered = threading.Event(), threading.Event()
     wrong.send = lambda response, flags: (begun.set(), waited.append(answered.wait(WAIT)))
@@ -163,7 +165,7 @@ def test_whoever_does_not_take_a_refusal_keeps_nobody_waiting(serve):
     assert waited == [True]
 
 
-def test_a_long_prompt_whose_client_has_gone_is_not_tokenized(serve, slow):
+def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
     first, gone = asking(LONG), asking(LONG, is_cancelled=True)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
@@ -175,7 +177,7 @@ def test_a_long_prompt_whose_client_has_gone_is_not_tokenized(serve, slow):
     assert {serve.outcomes.get(timeout=WAIT) for _ in range(2)} == {"length", "cancelled"}
 
 
-def test_a_long_prompt_is_found_by_its_request_id(serve, slow):
+def test_stop_request_finds_a_long_prompt(serve, slow):
     long = asking(LONG, request_id="a")
     serve.service.submit(long)
     slow.began.get(timeout=WAIT)
@@ -206,7 +208,7 @@ def limited(**more):
 
 
 @pytest.mark.parametrize("limit", ["timeout_ms", "timeout"])
-def test_a_long_prompt_ends_at_its_time_before_it_is_tokenized(serve, slow, later, limit):
+def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, later, limit):
     """Whether somebody is at it, or it waits for that."""
     waiting = [limited(), limited()] if limit == "timeout_ms" else [asking(LONG, timeout=HOUR * 1000) for _ in "ab"]
     for one in waiting:
@@ -225,7 +227,7 @@ def test_a_long_prompt_ends_at_its_time_before_it_is_tokenized(serve, slow, late
     assert slow.began.empty()
 
 
-def test_a_turn_that_ends_before_it_is_tokenized_leaves_its_session_as_it_was(serve, slow, later):
+def test_a_turn_that_ends_before_tokenization_restores_its_session(serve, slow, later):
     def turn(caller, **more):
         caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
         serve.service.submit(caller)
@@ -242,7 +244,7 @@ def test_a_turn_that_ends_before_it_is_tokenized_leaves_its_session_as_it_was(se
     assert turn(asking("gh")).all()
 
 
-def test_a_long_prompt_that_fails_leaves_its_session_as_it_was(serve, slow, monkeypatch):
+def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
     def turn(text, **more):
         caller = asking(text)
         caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
@@ -252,7 +254,7 @@ def test_a_long_prompt_that_fails_leaves_its_session_as_it_was(serve, slow, monk
     serve.service.submit(first)
     assert first.all()
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizing, "encode_long", lambda self, field, text, special: 1 / 0)
+        patch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: 1 / 0)
         failing = turn(LONG)
         serve.service.submit(failing)
         assert "ZeroDivisionError" in failing.refusal()
@@ -262,7 +264,7 @@ def test_a_long_prompt_that_fails_leaves_its_session_as_it_was(serve, slow, monk
 
 
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
-def test_a_long_prompt_has_the_tokens_of_any_other(tiny, texts, monkeypatch):
+def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
     """Here: too many of them."""
     monkeypatch.setattr(service_module, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:

@@ -31,11 +31,11 @@ GREEDY = {"max_tokens": 5, "temperature": 0}
         ),
     ],
 )
-def test_what_is_drawn_is_as_there(given, expected):
+def test_sampling_defaults_match_the_llm_api(given, expected):
     assert sampling(LLMAPI, **{f"sampling_param_{name}": value for name, value in given.items()}) == expected
 
 
-def test_what_a_client_leaves_out():
+def test_defaults():
     tensors = {"text_input": np.array([b"Hello"], np.object_)}
     (one,) = llmapi.read(tensors, streams=False)
     assert json.loads(one.tensors["sampling_parameters"][0]) == {"max_tokens": 32, "temperature": 0}
@@ -44,13 +44,13 @@ def test_what_a_client_leaves_out():
         llmapi.read(tensors | {"streaming": np.array([True])}, streams=False)
 
 
-def test_adapters_go_by_their_name():
+def test_adapters_are_selected_by_name():
     asked = {"lora_id": [4], "lora_name": ["pirate"], "lora_path": ["/adapters/pirate"]}
     assert sampling(LLMAPI, **asked)["lora_name"] == "pirate"
     assert refusal(LLMAPI, **asked, lora_ckpt_source=["nemo"]) == 'lora_ckpt_source="...": not supported; leave it out'
 
 
-def test_one_prompt_at_a_time():
+def test_a_batch_of_prompts_is_rejected():
     assert refusal(LLMAPI, text_input=["a", "b"]) == "text_input: has 2 elements a row; must have 1"
 
 
@@ -58,7 +58,7 @@ TIMES = [f"{one}_time_ns" for one in ("arrival", "first_scheduled", "first_token
 RECEIPT = {"blocks_new": 4, "blocks_reused": 3, "blocks_missed": 1, "guessed_tokens": 4, "accepted_tokens": 1}
 
 
-def test_a_stream_has_the_whole_text_each_time_and_every_output_is_written():
+def test_stream_responses_have_the_whole_text_and_all_outputs():
     flags = {f"return_{one}": [True] for one in ("finish_reason", "stop_reason", "cumulative_logprob")}
     one = ask(LLMAPI, streaming=[True], sampling_param_return_perf_metrics=[True], **flags)
     assert {name for name in one.tensors if name.startswith("return_")} == {*flags, "return_receipt"}

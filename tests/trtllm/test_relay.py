@@ -13,14 +13,14 @@ from paged_backend.api.errors import RequestError
 from paged_backend.trtllm import configs, replies
 from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.interfaces import Interface
-from paged_backend.trtllm.rows import in_its_words
+from paged_backend.trtllm.rows import use_client_names
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
 from tests.support.trtllm_requests import NEEDED, ask, refusal, rows, sampling
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_they_are_ready_at_once():
+def test_models_load_without_torch():
     """A server starts each model's process twice, and what it imports is paid each time."""
     code = "import sys, paged_backend.trtllm.relay; print([one for one in sys.argv[1:] if one in sys.modules])"
     heavy = ("torch", "transformers", "jinja2", "huggingface_hub", "grpc", "asyncio")
@@ -29,13 +29,13 @@ def test_they_are_ready_at_once():
 
 
 @pytest.mark.parametrize("model", INPUTS)
-def test_the_models_configurations_are_those_of_the_tables(model):
+def test_config_pbtxt_matches_the_tensor_tables(model):
     written = (ROOT / "model_repository" / model / "config.pbtxt").read_text()
     assert written == configs.config(model), "run python -m paged_backend.trtllm.configs"
     assert len(re.findall(r"optional: true", written)) == sum(not one.required for one in INPUTS[model].values())
 
 
-def test_the_text_models_have_the_tensors_of_their_namesakes():
+def test_text_models_match_tensorrtllm_backend_tensors():
     both = set(
         "text_input decoder_text_input max_tokens bad_words stop_words num_return_sequences end_id pad_id top_k top_p"
         " temperature length_penalty repetition_penalty min_tokens min_length presence_penalty frequency_penalty seed"
@@ -63,7 +63,7 @@ def test_the_text_models_have_the_tensors_of_their_namesakes():
     assert {"output_ids", "sequence_length"} < set(OUTPUTS[CORE])
 
 
-def test_what_a_client_leaves_out_has_tensorrt_llms_default():
+def test_defaults_match_tensorrt_llm():
     one = ask()
     assert json.loads(one.tensors["sampling_parameters"][0]) == {"max_tokens": 5, "temperature": 0}
     assert one.tensors["text_input"].tolist() == [b"Hello"]
@@ -82,19 +82,19 @@ def test_what_a_client_leaves_out_has_tensorrt_llms_default():
         ({"top_p": [1.0], "temperature": [1.0]}, {"top_k": 0, "top_p": 1.0, "temperature": 1.0}),
     ],
 )
-def test_it_draws_where_top_k_or_top_p_ask_for_it(given, expected):
+def test_top_k_or_top_p_enable_sampling(given, expected):
     assert sampling(**given) == {"max_tokens": 5} | expected
 
 
 @pytest.mark.parametrize("names", [("seed", "min_tokens"), ("random_seed", "min_length")])
-def test_both_generations_of_names(names):
+def test_old_and_new_tensor_names(names):
     seed, least = names
     assert sampling(**{seed: [2**64 - 1], least: [2], "top_k": [5]}) == {
         "max_tokens": 5, "seed": 2**64 - 1, "min_tokens": 2, "top_k": 5,
     }  # fmt: skip
 
 
-def test_two_names_of_one_thing_are_refused():
+def test_two_names_for_one_parameter_are_rejected():
     assert refusal(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one thing are given; give one"
 
 
@@ -106,7 +106,7 @@ def test_penalties():
     }  # fmt: skip
 
 
-def test_beams_have_no_length_penalty_and_end_early_unless_asked():
+def test_beam_search_defaults():
     one = ask(beam_width=[3], temperature=[1.0], top_k=[1], seed=[4])
     assert json.loads(one.tensors["sampling_parameters"][0]) == {
         "max_tokens": 5, "temperature": 1.0, "beam_width": 3, "n": 3, "length_penalty": 0.0, "early_stopping": True,
@@ -126,7 +126,7 @@ def test_samples():
     assert sampling(num_return_sequences=[4], top_p=[0.5])["n"] == 4
 
 
-def test_words():
+def test_stop_and_bad_words():
     given = sampling(stop_words=["\n\n", "", "End"], bad_words=["darn"])
     assert given["stop"] == ["\n\n", "End"]
     assert given["include_stop_str_in_output"]
@@ -134,7 +134,7 @@ def test_words():
     assert sampling(stop_words=[""], bad_words=[""]) == {"max_tokens": 5, "temperature": 0}
 
 
-def test_an_end_id_takes_the_place_of_the_models_own():
+def test_end_id_replaces_the_model_eos():
     assert sampling(end_id=[50]) == {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "stop_token_ids": [50]}
     assert sampling(end_id=[-1]) == {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
     assert sampling(end_id=[50], guided_decoding_guide_type=["json"]) == {
@@ -143,7 +143,7 @@ def test_an_end_id_takes_the_place_of_the_models_own():
     assert sampling(pad_id=[3]) == {"max_tokens": 5, "temperature": 0}
 
 
-def test_biased_words():
+def test_embedding_bias_words():
     given = sampling(embedding_bias_words=["sea", ""], embedding_bias_weights=[2.5, 1.0])
     assert given["word_bias"] == {"sea": 2.5}
     assert refusal(embedding_bias_words=["sea"]) == (
@@ -160,12 +160,12 @@ def test_biased_words():
         ("ebnf_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
     ],
 )
-def test_guides(kind, guide, expected):
+def test_guided_decoding(kind, guide, expected):
     given = {"guided_decoding_guide_type": [kind]} | ({"guided_decoding_guide": [guide]} if guide else {})
     assert sampling(**given) == {"max_tokens": 5, "temperature": 0} | expected
 
 
-def test_guides_that_are_none_or_half():
+def test_invalid_guides_are_rejected():
     assert refusal(guided_decoding_guide_type=["yaml"]) == (
         'guided_decoding_guide_type="yaml": must be one of json, json_schema, regex, ebnf_grammar'
     )
@@ -176,7 +176,7 @@ def test_guides_that_are_none_or_half():
     assert sampling(guided_decoding_guide_type=[""], guided_decoding_guide=[""]) == {"max_tokens": 5, "temperature": 0}
 
 
-def test_a_lora_task_is_served_by_the_adapter_of_that_name():
+def test_lora_task_id_selects_the_adapter_by_name():
     assert sampling(lora_task_id=[7])["lora_name"] == "7"
 
 
@@ -189,7 +189,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "name", "dims"), REFUSED, ids=[f"{model} {name}" for model, name, _ in REFUSED])
-def test_what_is_not_served_is_refused_by_name(model, name, dims):
+def test_unsupported_inputs_are_rejected_by_name(model, name, dims):
     spec = INPUTS[model][name]
     shape = [2 if size == -1 else size for size in dims]
     word = "something" if spec.data_type == "TYPE_STRING" else 3
@@ -208,7 +208,7 @@ ASKING_FOR_NOTHING = {
 
 
 @pytest.mark.parametrize("model", INPUTS)
-def test_values_that_ask_for_nothing_do_no_harm(model):
+def test_neutral_values_of_unsupported_inputs_are_accepted(model):
     given = {name: value for name, value in ASKING_FOR_NOTHING.items() if name in INPUTS[model]}
     assert sampling(model, **given) == sampling(model)
 
@@ -220,7 +220,7 @@ def test_values_that_ask_for_nothing_do_no_harm(model):
         (CORE, {"embedding_bias": [0, 1, 1, 1]}, "tokens"),
     ],
 )
-def test_more_biases_than_a_row_may_have_are_refused(model, biases, refused):
+def test_biases_beyond_max_biases_are_rejected(model, biases, refused):
     def read(most):
         return Interface(model, caps=RelayCaps(max_biases=most)).read(rows(model, NEEDED[model] | biases))
 
@@ -230,7 +230,7 @@ def test_more_biases_than_a_row_may_have_are_refused(model, biases, refused):
         read(2)
 
 
-def test_caps_are_parameters_of_the_configuration():
+def test_caps_are_config_parameters():
     given = {"interface": BLS, "engine_model_name": "paged_llm", "max_open_rows": "3"}
     assert RelayCaps.from_parameters(given) == RelayCaps(max_open_rows=3)
     for bad in ("0", "x", "", "1.5"):
@@ -238,7 +238,7 @@ def test_caps_are_parameters_of_the_configuration():
             RelayCaps.from_parameters({"max_biases": bad})
 
 
-def test_every_row_is_a_request_of_its_own():
+def test_every_row_is_a_separate_request():
     both = rows(BLS, {"text_input": ["One"], "max_tokens": [3]}, {"text_input": ["Two"], "max_tokens": [4]})
     first, second = Interface(BLS).read(both)
     assert (first.batch_index, second.batch_index) == (0, 1)
@@ -258,7 +258,7 @@ def test_token_ids():
     assert refusal(CORE, input_lengths=[4]) == "input_lengths=4: must be 1..3, the length of input_ids"
 
 
-def test_words_of_token_ids():
+def test_stop_and_bad_words_of_token_ids():
     words = {"stop_words_list": [[5, 6, 3, 4, 0], [1, 2, 4, -1, -1]], "bad_words_list": [[8, 9, 10], [1, 3, -1]]}
     one = ask(CORE, end_id=[2], **words)
     assert one.dropped == {b"None", b"2"}, "5 and 6 are part of the output"
@@ -266,18 +266,18 @@ def test_words_of_token_ids():
     assert given["stop_token_ids"] == [2, 5, 6]
     assert given["stop_words_token_ids"] == [[3, 4]]
     assert given["bad_words_token_ids"] == [[8], [9, 10]]
-    assert in_its_words(" bad_words_token_ids=999: must", one.renamed) == " bad_words_list=999: must"
+    assert use_client_names(" bad_words_token_ids=999: must", one.renamed) == " bad_words_list=999: must"
     assert refusal(CORE, stop_words_list=[[5, 6], [3, -1]]) == (
         "stop_words_list=[3]: must be rising ends of words, of at most 2"
     )
     assert sampling(CORE, embedding_bias=[0.0, 0.5, 0.0])["logit_bias"] == {"1": 0.5}
 
 
-def test_errors_have_the_names_that_the_client_knows():
+def test_errors_use_the_clients_tensor_names():
     core, text = ask(CORE).renamed, ask().renamed
-    assert in_its_words(" max_tokens=5: must be 1..4", core) == " request_output_len=5: must be 1..4"
-    assert in_its_words(" max_tokens=5: must be 1..4", text) == " max_tokens=5: must be 1..4"
-    assert in_its_words(" other: max_tokens", core) == " other: max_tokens"
+    assert use_client_names(" max_tokens=5: must be 1..4", core) == " request_output_len=5: must be 1..4"
+    assert use_client_names(" max_tokens=5: must be 1..4", text) == " max_tokens=5: must be 1..4"
+    assert use_client_names(" other: max_tokens", core) == " other: max_tokens"
 
 
 def response(**values):
@@ -290,7 +290,7 @@ def outputs(one, **values):
     return [{name: value.tolist() for name, value in part.items()} for part in replies.write(one, response(**values))]
 
 
-def test_text_has_no_batch_dimension_and_all_else_has():
+def test_only_text_output_has_no_batch_dimension():
     (written,) = outputs(
         ask(return_log_probs=[True], return_num_output_tokens=[True]),
         text_output=["Hi"],
@@ -307,7 +307,7 @@ def test_text_has_no_batch_dimension_and_all_else_has():
     }
 
 
-def test_beams_come_in_one_response():
+def test_beams_are_sent_in_one_response():
     (written,) = outputs(
         ask(beam_width=[2], return_log_probs=[True]),
         text_output=["a", "b"],
@@ -321,7 +321,7 @@ def test_beams_come_in_one_response():
     assert written["output_log_probs"] == [[[-1.0, 0.0], [-0.5, -1.5]]]
 
 
-def test_samples_come_in_responses_of_their_own():
+def test_samples_are_sent_in_separate_responses():
     one = ask(num_return_sequences=[3], top_p=[0.9])
     some = outputs(one, text_output=["a", "", "c"], finish_reason=["None"] * 3, num_output_tokens=[1, 0, 1])
     assert [(part["text_output"], part["sequence_index"]) for part in some] == [([b"a"], [[0]]), ([b"c"], [[2]])]
@@ -329,7 +329,7 @@ def test_samples_come_in_responses_of_their_own():
     assert [part["sequence_index"] for part in last] == [[[0]], [[1]], [[2]]], "each has an end"
 
 
-def test_token_ids_come_without_the_one_that_ends_them():
+def test_output_ids_exclude_the_end_token():
     one = ask(CORE, stop_words_list=[[5], [1]], pad_id=[0], beam_width=[2], exclude_input_in_output=[True])
     (written,) = outputs(
         one,

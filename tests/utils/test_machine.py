@@ -30,19 +30,19 @@ def cgroups(monkeypatch, tmp_path):
     return lay
 
 
-def test_without_limits_it_is_the_machine(cgroups):
+def test_without_cgroup_limits_the_machine_counts(cgroups):
     cgroups("0::/user.slice/a.scope\n", {"user.slice/a.scope/cpu.max": "max 100000", "memory.max": "max"})
     assert machine.usable_cores() == 64
     assert machine.available_memory() == 100 * GIB
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("200000", 2), ("250000", 2), ("50000", 1), ("9900000", 64)])
-def test_a_containers_quota_of_cores_holds(cgroups, quota, cores):
+def test_container_cpu_quota_is_respected(cgroups, quota, cores):
     cgroups("0::/\n", {"cpu.max": f"{quota} 100000"})
     assert machine.usable_cores() == cores
 
 
-def test_the_narrowest_of_the_cgroups_around_holds(cgroups):
+def test_tightest_enclosing_cgroup_limit_applies(cgroups):
     files = {
         "pod/box/cpu.max": "800000 100000",
         "pod/cpu.max": "300000 100000",
@@ -56,7 +56,7 @@ def test_the_narrowest_of_the_cgroups_around_holds(cgroups):
     assert machine.available_memory() == GIB
 
 
-def test_the_first_version_of_cgroups(cgroups):
+def test_cgroups_version_1(cgroups):
     files = {
         "cpu/docker/box/cpu.cfs_quota_us": "400000",
         "cpu/docker/box/cpu.cfs_period_us": "100000",
@@ -71,7 +71,7 @@ def test_the_first_version_of_cgroups(cgroups):
 
 
 @pytest.mark.parametrize(("asked", "threads"), [(None, "2"), ("1", "1")])
-def test_pytorch_computes_with_the_cores_there_are_unless_told(asked, threads):
+def test_torch_threads_follow_usable_cores_unless_configured(asked, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     code = (
         "import torch; from paged_backend import machine; machine.usable_cores = lambda: 5;"
@@ -82,7 +82,7 @@ def test_pytorch_computes_with_the_cores_there_are_unless_told(asked, threads):
     assert ran.stdout.strip() == threads, ran.stderr
 
 
-def test_threads_that_computed_for_another_one_end():
+def test_release_openmp_threads_ends_the_calling_threads_team():
     code = """
 import os, torch
 from paged_backend.utils.machine import release_threads
@@ -102,7 +102,7 @@ print(before, computing, count(), torch.ones(1 << 20).sum().item())
     assert float(total) == 1 << 20
 
 
-def test_a_thread_that_computes_alone_gets_no_team_and_the_others_keep_theirs():
+def test_single_threaded_caller_gets_no_openmp_team():
     code = """
 import os, threading, torch
 from paged_backend.utils.machine import compute_alone

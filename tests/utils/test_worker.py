@@ -5,12 +5,12 @@ import sys
 from queue import SimpleQueue
 from threading import Event
 
-from paged_backend.utils.worker import Worker
+from paged_backend.utils.worker import BackgroundWorker
 from tests.support.in_process import WAIT
 
 
-def test_calls_are_made_in_order_and_one_that_fails_ends_none_after_it():
-    done, worker = SimpleQueue(), Worker("beside")
+def test_calls_run_in_order_and_survive_a_failed_call():
+    done, worker = SimpleQueue(), BackgroundWorker("beside")
     for number in range(3):
         worker.submit(done.put, number)
         worker.submit(lambda: 1 / 0)
@@ -18,8 +18,8 @@ def test_calls_are_made_in_order_and_one_that_fails_ends_none_after_it():
     worker.stop(WAIT)
 
 
-def test_what_waits_when_it_is_stopped_is_dropped():
-    begun, go_on, done, worker = Event(), Event(), SimpleQueue(), Worker("beside")
+def test_stop_drops_queued_calls():
+    begun, go_on, done, worker = Event(), Event(), SimpleQueue(), BackgroundWorker("beside")
     worker.submit(lambda: (begun.set(), go_on.wait(WAIT)))
     worker.submit(done.put, 1)
     assert begun.wait(WAIT)
@@ -29,7 +29,7 @@ def test_what_waits_when_it_is_stopped_is_dropped():
     assert done.empty()
 
 
-def test_a_call_without_end_does_not_keep_the_process():
+def test_endless_call_does_not_keep_the_process_alive():
     code = (
         "from threading import Event; from paged_backend.utils.worker import Worker; begun = Event();"
         " worker = Worker('beside'); worker.submit(lambda: (begun.set(), Event().wait())); begun.wait(); worker.stop(0)"

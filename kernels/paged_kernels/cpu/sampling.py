@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kernels.draws import Draws
+from paged_kernels.draws import SamplingMetadata
 
 FEW = 2.0**-8
 OTHERS_NOISE = -math.log(-math.log1p(-FEW))  # 5.54
@@ -24,7 +24,7 @@ def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> 
     return np.stack([_row_bits(key, _token_hashes(tokens)) for key in _keys(seeds, positions)])
 
 
-def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+def sample(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
     """As `paged_kernels.sampling.sample`."""
     rows = logits.float().numpy()
     if draws is None:

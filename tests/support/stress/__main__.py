@@ -12,7 +12,7 @@ from pathlib import Path
 from client.serving.tritonserver import TritonServer
 from paged_backend.server import faults
 from tests.support.stress import table
-from tests.support.stress.campaign import Storm
+from tests.support.stress.campaign import StressTest
 from tests.support.stress.checker import Verdict, check
 from tests.support.stress.history import load
 from tests.support.stress.server import OPTIONS, Log, save_printable, with_floor
@@ -44,7 +44,7 @@ def _run(seed: int, storms: list[str]) -> list[Verdict]:
     with TritonServer(directory / "model", OPTIONS, repository=repository, echo=log) as server:
         asked = [one.partition("=") for one in storms]
         cancels = any(name in ("hold", "leave") for name, _, _ in asked)
-        storm = Storm(server, directory, seed, cancels=cancels, log=log)
+        storm = StressTest(server, directory, seed, cancels=cancels, log=log)
         verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
         if not cancels:
             return [*verdicts, storm.stop()]

@@ -53,7 +53,7 @@ def catalogue(random: random.Random, count: int, *, prompt: tuple[int, int], out
     return made
 
 
-def ask_alone(http_url: str, asks: Sequence[Ask]) -> list[Ask]:
+def record_expected(http_url: str, asks: Sequence[Ask]) -> list[Ask]:
     """The same with what the server answers, one after the other."""
     return [_answered(ask, _generate(http_url, ask)) for ask in asks]
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.stress import table
-from tests.support.stress.asks import MODEL, ask_alone, catalogue
+from tests.support.stress.asks import MODEL, catalogue, record_expected
 from tests.support.stress.checker import Verdict, check
 from tests.support.stress.clients import PATIENCE, Clients
-from tests.support.stress.crowd import Crowd
+from tests.support.stress.crowd import MultiplexedClients
 from tests.support.stress.footprint import Memory, busy_seconds, resident, slope
 from tests.support.stress.history import History, load
-from tests.support.stress.kill_client import murder
+from tests.support.stress.kill_client import kill_clients
 from tests.support.stress.models import Models
-from tests.support.stress.plans import Plan, plans, victims
-from tests.support.stress.server import FLOOR, Log, Server, counters, footprint, held, settled, until
+from tests.support.stress.plans import Plan, plan_killed_clients, plans
+from tests.support.stress.server import FLOOR, Log, Server, counters, footprint, held, until, wait_until_idle
 
 OPEN = 96  # requests at the same time: three times as many as the server computes
 FEW = 8  # so that nobody waits for a core where there are two
@@ -39,7 +39,7 @@ MURDER_EVERY = 10_000  # responses of a soak
 IDLE_WITHIN = 10.0  # seconds. The goal is 2, which the table is to be read for: other things may run on the same cores
 
 
-class Storm:
+class StressTest:
     """Over one server. Every storm has a history of its own, and ends with an idle server and a probe.
 
     tritonserver 2.51 now and then keeps a gRPC stream that its client has cancelled, one of some hundreds to thousands:
@@ -73,12 +73,12 @@ class Storm:
         self.server, self.seed = server, seed
         self._directory, self._patience = directory, patience
         self._dice, self._names = random.Random(seed), itertools.count()
-        self.asks = ask_alone(server.http_url, catalogue(self._dice, asks, prompt=(4, 100), output=(2, 24)))
-        self.long = ask_alone(server.http_url, catalogue(self._dice, 8, prompt=(4, 12), output=(90, 120)))
+        self.asks = record_expected(server.http_url, catalogue(self._dice, asks, prompt=(4, 100), output=(2, 24)))
+        self.long = record_expected(server.http_url, catalogue(self._dice, 8, prompt=(4, 12), output=(90, 120)))
         self._before: dict[str, Any] | None = None
         warm = self._weather("warm-up", self._warm_up)
         assert not warm.problems, str(warm)
-        self._before = settled(server)[1]
+        self._before = wait_until_idle(server)[1]
         self.regions: int = self._before["shm"]
         if cancels:
             del self._before["processes"]["tritonserver"]
@@ -111,7 +111,7 @@ class Storm:
         so long that the first go on when the last begin."""
         longest = catalogue(self._dice, 16, prompt=(4, 8), output=(tokens, tokens))
         longest = [replace(ask, sampling=ask.sampling | {"ignore_eos": True}) for ask in longest]
-        answered = ask_alone(self.server.http_url, longest)
+        answered = record_expected(self.server.http_url, longest)
         self.long = [ask for ask in answered if list(map(len, ask.tokens)) == [ask.sampling["max_tokens"]]]
         return self._weather("stream", lambda here: here.stream(count))
 
@@ -147,7 +147,7 @@ class Storm:
     def _weather(
         self,
         name: str,
-        what: Callable[[Weather], Awaitable[None]],
+        what: Callable[[StressRun], Awaitable[None]],
         *,
         last: bool = False,
         idle_within: float = IDLE_WITHIN,
@@ -158,7 +158,7 @@ class Storm:
             history, figures = History(stream), {}
             asyncio.run(self._under(history, figures, what))
             if self._before is not None and not last:
-                seconds, after = settled(self.server, self._before, patience=self._patience)
+                seconds, after = wait_until_idle(self.server, self._before, patience=self._patience)
                 history.add("idle", seconds=seconds, before=self._before, after=after)
                 asyncio.run(self._under(history, figures, lambda here: here.probe()))
             for id, at in self._log.drops() if self._log else ():
@@ -172,24 +172,24 @@ class Storm:
         return verdict
 
     async def _under(
-        self, history: History, figures: dict[str, float], what: Callable[[Weather], Awaitable[None]]
+        self, history: History, figures: dict[str, float], what: Callable[[StressRun], Awaitable[None]]
     ) -> None:
         clients = Clients(self.server.http_port, self.server.grpc_url, history, patience=self._patience)
-        here = Weather(self, clients, history, figures)
+        here = StressRun(self, clients, history, figures)
         await what(here)
         self.was_cut |= here.is_over
         await clients.close()
 
-    async def _warm_up(self, here: Weather) -> None:
+    async def _warm_up(self, here: StressRun) -> None:
         """What a server keeps once it was used: threads that wait for more, memory."""
         await here.play(2 * OPEN, kills=0.3)
         await here.murders(1)
 
 
-class Weather:
+class StressRun:
     """One storm while it goes on."""
 
-    def __init__(self, storm: Storm, clients: Clients, history: History, figures: dict[str, float]):
+    def __init__(self, storm: StressTest, clients: Clients, history: History, figures: dict[str, float]):
         self._storm, self._server = storm, storm.server
         self._clients, self._history = clients, history
         self._figures = figures
@@ -267,7 +267,7 @@ class Weather:
             self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
 
     async def stream(self, count: int) -> None:
-        begun, crowd = time.monotonic(), Crowd(self._server.grpc_url, self._history, MODEL)
+        begun, crowd = time.monotonic(), MultiplexedClients(self._server.grpc_url, self._history, MODEL)
         some = self._plans("stream", long=True, kills=0, bad=0, pauses=0)
         for _ in range(HELD_STREAMS):
             await crowd.open(itertools.islice(some, count // HELD_STREAMS))
@@ -277,7 +277,7 @@ class Weather:
     async def _hold(self, count: int, model: str, history: History) -> dict[str, float]:
         """What it took to send requests until so many were held at once, and from when all were cancelled until none
         was left."""
-        crowd = Crowd(self._server.grpc_url, history, model)
+        crowd = MultiplexedClients(self._server.grpc_url, history, model)
         some = self._plans("held", long=True, kills=0, bad=0, pauses=0)
         leaving = (replace(plan, may=("left",), way="cancel", phase=None) for plan in some)
         begun, spent = time.monotonic(), self._spent(model)
@@ -394,8 +394,8 @@ class Weather:
                 return
             seed = self._storm.seed_of_next()
             name, cancels = self._storm.name("victim"), self._storm.cancels
-            chosen = victims(seed, self._storm.asks, name=name, count=VICTIMS, cancels=cancels)
-            await murder(self._server, chosen, self._history, random.Random(seed))
+            chosen = plan_killed_clients(seed, self._storm.asks, name=name, count=VICTIMS, cancels=cancels)
+            await kill_clients(self._server, chosen, self._history, random.Random(seed))
 
     def _plans(self, name: str, *, long: bool | None = False, **shares: float) -> Any:
         """long: such as have long outputs; None: those, too."""

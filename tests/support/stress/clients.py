@@ -43,7 +43,7 @@ class Wire(Protocol):
     async def close(self) -> None: ...
 
 
-class Lost(Exception):
+class UnknownRequests(Exception):
     """The server ended it otherwise than in due form."""
 
 
@@ -99,7 +99,7 @@ class Clients:
         answer = await reader.read()
         writer.close()
         if b"num_stopped" not in answer:
-            raise Lost(f"stop_request: {answer!r}")
+            raise UnknownRequests(f"stop_request: {answer!r}")
 
     def _wire(self, plan: Plan) -> Wire:
         if plan.face == "http":
@@ -139,7 +139,7 @@ class Clients:
                 await asyncio.sleep(plan.pause)
             response = await wire.receive()
         if not ended:
-            raise Lost("the server closed it without an end")
+            raise UnknownRequests("the server closed it without an end")
         return failed
 
     async def _go(self, plan: Plan, wire: Wire) -> bool:
@@ -198,7 +198,7 @@ class GrpcWire:
         if reply is grpc.aio.EOF:
             code = await self._call.code()
             if code != grpc.StatusCode.OK:
-                raise Lost(f"{code}: {await self._call.details()}")
+                raise UnknownRequests(f"{code}: {await self._call.details()}")
             return None
         response = read(reply)
         self._ended = bool(response.finish) or response.error is not None
@@ -317,7 +317,7 @@ class HttpWire:
             chunk = await self._reader.readexactly(size + 2)
             if not size:
                 if self._rest.strip():
-                    raise Lost(f"cut off: {self._rest!r}")
+                    raise UnknownRequests(f"cut off: {self._rest!r}")
                 return None
             self._rest += chunk[:-2]
         event, self._rest = self._rest.split(b"\n\n", 1)

@@ -16,7 +16,7 @@ from tests.support.stress.history import History
 from tests.support.stress.plans import Plan
 
 
-class Crowd:
+class MultiplexedClients:
     """Each of its streams carries many requests, until all have ended or all leave at once."""
 
     def __init__(self, grpc_url: str, history: History, model: str):

@@ -15,7 +15,7 @@ from tests.support.stress.plans import Plan, to_json
 from tests.support.stress.server import Server
 
 
-async def murder(server: Server, plans: Sequence[Plan], history: History, dice: random.Random) -> None:
+async def kill_clients(server: Server, plans: Sequence[Plan], history: History, dice: random.Random) -> None:
     """SIGKILL after a number of lines of its history: while its clients wait for their first token, read, or are at
     their end."""
     victim = await asyncio.create_subprocess_exec(

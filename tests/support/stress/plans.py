@@ -89,7 +89,7 @@ def plans(
         number += 1
 
 
-def victims(seed: int, asks: Sequence[Ask], *, name: str, count: int, cancels: bool = True) -> list[Plan]:
+def plan_killed_clients(seed: int, asks: Sequence[Ask], *, name: str, count: int, cancels: bool = True) -> list[Plan]:
     """Requests of a client that will be killed, wherever they are by then."""
     dice, faces = random.Random(seed), ("grpc", "http") if cancels else ("http",)
     return [

@@ -146,7 +146,9 @@ def _held(server: Server) -> dict[str, Any]:
     return counters(server) | footprint(server.pid, server.shm_prefix)
 
 
-def settled(server: Server, before: dict[str, Any] | None = None, *, patience: float = 20.0) -> tuple[float, dict]:
+def wait_until_idle(
+    server: Server, before: dict[str, Any] | None = None, *, patience: float = 20.0
+) -> tuple[float, dict]:
     """Wait until nothing runs and what `before` held is what it holds now, or patience ends; the seconds that took, and
     what it holds. Without `before` until what it holds no longer changes."""
     begun, latest = time.monotonic(), None
