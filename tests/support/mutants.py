@@ -56,7 +56,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "        if count > self.num_available:\n            return None\n",
         "        count = min(count, self.num_available)\n",
     ),
-    "who finds no free_queue_slots has evicted": (
+    "who finds no room has evicted": (
         BLOCKS,
         "        if count > self.num_available:\n            return None\n",
         "        if count > self.num_available:\n"
@@ -144,7 +144,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "_flat(self.copies), tuple",
         "(), tuple",
     ),
-    "a block is resolve_placeholders before it is full": (
+    "a block is known before it is full": (
         TABLES,
         "range(first, sequence.committed // size)",
         "range(first, min(len(sequence.blocks), -(-sequence.committed // size)))",
@@ -162,11 +162,11 @@ MUTANTS = {  # (file, what is right, what is not)
     "a preempted group does not fork again": (TABLES, "        group.forked = len(group.sequences) == 1\n", ""),
     "nobody is displaced where all places are taken": (
         SCHEDULER,
-        "group.num_seqs > free_queue_slots.seqs",
-        "free_queue_slots.seqs < 1",
+        "group.num_seqs > room.seqs",
+        "room.seqs < 1",
     ),
     "what a hit brings back counts as available": (TABLES, " + sum(map(self._blocks.is_cached, here))", ""),
-    "a copy that leaves no free_queue_slots is made": (
+    "a copy that leaves no room is made": (
         TABLES,
         "needed + taken > available",
         "needed > available",
@@ -225,25 +225,25 @@ MUTANTS = {  # (file, what is right, what is not)
         "if True:",
     ),
     "what is drawn after the end counts": (SCHEDULER, "if group is None or sequence.ended:", "if group is None:"),
-    "what was computed after the end is resolve_placeholders": (SCHEDULER, "if not sequence.ended:", "if True:"),
+    "what was computed after the end is known": (SCHEDULER, "if not sequence.ended:", "if True:"),
     "who computes for others books for nobody once it has ended": (
         SCHEDULER,
         "if group:\n                for",
         "if group and not chunk.sequence.ended:\n                for",
     ),
-    "beams and guides go on before it is resolve_placeholders from where": (
+    "beams and guides go on before it is known from where": (
         SCHEDULER,
         " or any(group.in_turn for group in self._running.values())",
         "",
     ),
-    "a block is resolve_placeholders before its last token is": (
+    "a block is known before its last token is": (
         SCHEDULER,
         "            sequence.computed = chunk.start + chunk.length\n",
         "            sequence.computed = chunk.start + chunk.length\n"
         "            self._tables.seal(sequence, chunk.start + chunk.length)\n",
     ),
     # guesses
-    "what uses_previous_step a wrong proposer is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
+    "what follows a wrong guess is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
     "the keys of wrong guesses count": (
         TABLES,
         "        sequence.computed = sequence.committed + len(tokens) - 1\n",
@@ -257,8 +257,8 @@ MUTANTS = {  # (file, what is right, what is not)
     "guesses go past the last token": (SCHEDULER, "sequence.generated - 1\n", "sequence.generated\n"),
     "what arrives from the host is held for ever": (BLOCKS, "            self.unlock(move.target)\n", ""),
     # the host
-    "what did not arrive is resolve_placeholders": (BLOCKS, "if done and move.entry and", "if move.entry and"),
-    "what did not arrive on the host is resolve_placeholders there": (
+    "what did not arrive is known": (BLOCKS, "if done and move.entry and", "if move.entry and"),
+    "what did not arrive on the host is known there": (
         BLOCKS,
         "if not done and self.host.index",
         "if False and self.host.index",
@@ -279,7 +279,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "                self.host.lock(block)\n                moves",
         "                self.host.hold(block)\n                moves",
     ),
-    "free_queue_slots on the host is not counted": (
+    "room on the host is not counted": (
         BLOCKS,
         "for block in table}) > self.host.num_available:",
         "for block in table}) > self.host.num_blocks:",
@@ -349,10 +349,10 @@ MUTANTS = {  # (file, what is right, what is not)
     "pins never yield": (PINS, "        if not self._tables:\n", "        if True:\n"),
     "a second turn may come at once": (SESSIONS, "if session and session.busy:", "if False:"),
     "sessions never expire": (SESSIONS, "idle.expires <= self._clock()", "False"),
-    "a failed turn ends the session": (SESSIONS, "release_graphs=self.is_first", "release_graphs=True"),
+    "a failed turn ends the session": (SESSIONS, "forget=self.is_first", "forget=True"),
     "a session that ends keeps its blocks": (
         SESSIONS,
-        "        if release_graphs:\n            self._unpin(turn.name)\n",
+        "        if forget:\n            self._unpin(turn.name)\n",
         "",
     ),
 }
@@ -375,7 +375,7 @@ RARE = {
     "one is displaced for nothing",
     "a sequence computes on past its last token",
     "who computes for others books for nobody once it has ended",
-    "beams and guides go on before it is resolve_placeholders from where",
+    "beams and guides go on before it is known from where",
     "guesses go past the last token",
     "moving costs nothing",
     "hypotheses are not normalised",
