@@ -90,7 +90,7 @@ def test_embeddings_do_not_use_captured_graphs(tiny, prompts, monkeypatch):
         place = step()
         return lambda: place.copy_(step())
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.embed(prompt) for prompt in prompts]
         engine.submit(prompts[1], max_tokens=4)

@@ -489,7 +489,7 @@ def test_a_row_is_retried_until_an_engine_accepts_it(relay, old, make):
     request, leaving = asked(relay), old
     for _ in range(3):
         channel, following = leaving.next(), make()
-        channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+        channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
         leaving = following
     answered(relay, request, leaving)
 
@@ -584,7 +584,7 @@ def test_a_failed_row_cancels_rows_on_other_engines(relay, old, make):
     request = asked(relay, **TWO_ROWS)
     channels = [old.next(), old.next()]
     new = make()
-    channels[0].fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    channels[0].fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
     moved = new.next()
     channels[1].fail(RequestError(ErrorCode.INTERNAL, "lost"))
     assert request.next() == ("INTERNAL: lost", True)
@@ -616,7 +616,7 @@ def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old, make
     monkeypatch.setattr(Relay, "_ask_again", sometimes)
     first = asked(relay)
     channel, new = old.next(), make()
-    channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), not_begun=True)
+    channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
     assert first.next() == ("INTERNAL: RuntimeError: broken", True)
     refuse(old)
     answered(relay, asked(relay), new)

@@ -163,7 +163,7 @@ def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
     responder.open(client.stream)
     responder.emit(step(1, "abcdef"))
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
-    assert metrics.generated_tokens._metrics[0].value == client.stream.receipt()["generated_tokens"] == 4
+    assert metrics.generated_tokens._metrics[0].value == client.stream.usage_receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
 
 
@@ -329,7 +329,7 @@ def test_a_receipt_excludes_preempted_time_from_every_phase():
     for when, waited in ((5.0, 2.0), (10.0, 5.0)):
         usage = Usage(*[0] * 6, preempted_seconds=waited)
         stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
-    phases = {name: value for name, value in stream.receipt().items() if name.endswith("_seconds")}
+    phases = {name: value for name, value in stream.usage_receipt().items() if name.endswith("_seconds")}
     assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}
 
 
