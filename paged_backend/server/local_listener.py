@@ -12,9 +12,10 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import local_socket, wire
+from paged_backend.server import local_socket
 from paged_backend.server.channel import Channel, Received
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.server.tensors import INPUTS
 
 log = logging.getLogger("paged_llm")
 
@@ -178,5 +179,5 @@ def _received(request: Any) -> Received:
     for name, kind in kinds.items():
         if not isinstance(request.get(name), kind):
             raise FrameError(f"{name}: missing, or of another type")
-    tensors = read_tensors(request.get("tensors"), wire.INPUTS)
+    tensors = read_tensors(request.get("tensors"), INPUTS)
     return tensors, request["parameters"], *(request[name] for name in kinds)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.limits import InputLimits
-from paged_backend.server.wire import NUMPY_TYPES, TensorSpec
+from paged_backend.server.tensors import NUMPY_TYPES, TensorSpec
 
 SEND_SECONDS = 5.0  # that a frame may wait for its reader
 _LENGTH = struct.Struct(">I")

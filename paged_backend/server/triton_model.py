@@ -15,8 +15,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from paged_backend.api.config import ConfigError, EngineConfig
-from paged_backend.server import wire
 from paged_backend.server.placement import GPU_DEVICE_IDS, visible_gpus
+from paged_backend.server.tensors import INPUTS, OUTPUTS
 
 
 class TritonPythonModel:
@@ -25,10 +25,10 @@ class TritonPythonModel:
         """Add what config.pbtxt leaves out. The server refuses one that declares a tensor otherwise."""
         given = model_config.as_dict()
         declared = {one["name"] for one in given["input"]}
-        for name, spec in wire.INPUTS.items():
+        for name, spec in INPUTS.items():
             optional = {} if name in declared else {"optional": True}
             model_config.add_input({"name": name, "data_type": spec.data_type, "dims": list(spec.dims), **optional})
-        for name, spec in wire.OUTPUTS.items():
+        for name, spec in OUTPUTS.items():
             model_config.add_output({"name": name, "data_type": spec.data_type, "dims": list(spec.dims)})
         model_config.set_model_transaction_policy({"decoupled": True})
         model_config.set_max_batch_size(0)

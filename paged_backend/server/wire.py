@@ -1,8 +1,4 @@
-"""Triton's tensors and parameters to a request, and back. The only place that spells a tensor's name.
-
-The tensors, their defaults and their meaning are those of Triton's vLLM backend, plus `messages`, token ids, text
-offsets, receipts and maps of the pool.
-"""
+"""Triton's tensors and parameters to a request, and back."""
 
 from __future__ import annotations
 
@@ -18,78 +14,8 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import Logprobs
 from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.embedding import EmbeddingCall
+from paged_backend.server.tensors import LIST_PARAMETERS, NUMPY_TYPES, OUTPUTS, SCALAR_PARAMETERS
 from paged_backend.text.conversation import check_messages, check_tools
-
-
-class TensorSpec(NamedTuple):
-    """As in config.pbtxt."""
-
-    data_type: str
-    dims: tuple[int, ...]
-
-
-_STRING, _BOOL = TensorSpec("TYPE_STRING", (1,)), TensorSpec("TYPE_BOOL", (1,))
-# Sampling parameters that may come as tensors: Triton's generate endpoints take lists in no other way.
-LIST_PARAMETERS = {
-    "stop": TensorSpec("TYPE_STRING", (-1,)),
-    "bad_words": TensorSpec("TYPE_STRING", (-1,)),
-    "choice": TensorSpec("TYPE_STRING", (-1,)),
-    "stop_token_ids": TensorSpec("TYPE_INT32", (-1,)),
-    "allowed_token_ids": TensorSpec("TYPE_INT32", (-1,)),
-}
-SCALAR_PARAMETERS = {"json_schema": _STRING, "json_object": _BOOL, "regex": _STRING, "grammar": _STRING}
-
-INPUTS = {
-    "text_input": _STRING,
-    "messages": _STRING,
-    "tools": _STRING,
-    "input_ids": TensorSpec("TYPE_INT32", (-1,)),
-    "image": TensorSpec("TYPE_STRING", (-1,)),
-    "stream": _BOOL,
-    "sampling_parameters": _STRING,
-    "exclude_input_in_output": _BOOL,
-    "return_finish_reason": _BOOL,
-    "return_stop_reason": _BOOL,
-    "return_cumulative_logprob": _BOOL,
-    "return_logprobs": _BOOL,
-    "return_num_input_tokens": _BOOL,
-    "return_num_output_tokens": _BOOL,
-    "return_token_ids": _BOOL,
-    "return_text_offsets": _BOOL,
-    "return_receipt": _BOOL,
-    "pool_map": _BOOL,
-    "adapters": _BOOL,
-    "stop_request": _BOOL,
-    "embedding_request": _STRING,
-    **LIST_PARAMETERS,
-    **SCALAR_PARAMETERS,
-}
-OUTPUTS = {
-    "text_output": TensorSpec("TYPE_STRING", (-1,)),
-    "finish_reason": TensorSpec("TYPE_STRING", (-1,)),
-    "stop_reason": TensorSpec("TYPE_STRING", (-1,)),
-    "cumulative_logprob": TensorSpec("TYPE_FP32", (-1,)),
-    "logprobs": TensorSpec("TYPE_STRING", (-1,)),
-    "num_input_tokens": TensorSpec("TYPE_UINT32", (1,)),
-    "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,)),
-    "token_ids": TensorSpec("TYPE_INT32", (-1,)),
-    "prompt_token_ids": TensorSpec("TYPE_INT32", (-1,)),
-    "text_offsets": TensorSpec("TYPE_INT32", (-1,)),
-    "prompt_text_offsets": TensorSpec("TYPE_INT32", (-1,)),
-    "first_prompt_token": _STRING,
-    "prompt_logprobs": _STRING,
-    "receipt": _STRING,
-    "pool_map": _STRING,
-    "adapters": _STRING,
-    "num_stopped": TensorSpec("TYPE_UINT32", (1,)),
-}
-NUMPY_TYPES = {
-    "TYPE_STRING": np.object_,
-    "TYPE_BOOL": np.bool_,
-    "TYPE_FP32": np.float32,
-    "TYPE_UINT32": np.uint32,
-    "TYPE_INT32": np.int32,
-}
 
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
@@ -455,7 +381,11 @@ def _fields(tensors: Mapping[str, np.ndarray], sampling: Mapping[str, Any]) -> d
         values = tensors[name].reshape(-1).tolist() if name in LIST_PARAMETERS else [_one(tensors, name)]
         read = [_decoded(name, one) if isinstance(one, bytes | str) else one for one in values]
         found[name] = (
-            read if name in LIST_PARAMETERS else bool(read[0]) if SCALAR_PARAMETERS[name] is _BOOL else read[0]
+            read
+            if name in LIST_PARAMETERS
+            else bool(read[0])
+            if SCALAR_PARAMETERS[name].data_type == "TYPE_BOOL"
+            else read[0]
         )
     return found
 

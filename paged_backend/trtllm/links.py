@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import local_socket, wire
+from paged_backend.server import local_socket
 from paged_backend.server.channel import Received
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.server.tensors import OUTPUTS
 
 log = logging.getLogger("paged_llm")
 
@@ -96,7 +97,7 @@ class Link:
                 self._leave()
             self._hear(frame["id"], (RetryElsewhere if not_begun else RequestError)(code, text, verbatim=True), True)
         else:
-            self._hear(frame["id"], read_tensors(frame["outputs"], wire.OUTPUTS), frame["final"])
+            self._hear(frame["id"], read_tensors(frame["outputs"], OUTPUTS), frame["final"])
 
     def _leave(self) -> None:
         self.takes, self.leaving = False, True

@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from client.cli import main
-from paged_backend.server import wire
+from paged_backend.server.tensors import INPUTS, OUTPUTS
 from tests.support.triton import plain_server, post, until
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +82,8 @@ def test_the_completed_config_matches_the_repository_config(server, name):
     for kind in ("input", "output"):
         ours = {one["name"]: (one["data_type"], one["dims"], one.get("optional")) for one in own[kind]}
         assert {one["name"]: (one["data_type"], one["dims"], one.get("optional")) for one in completed[kind]} == ours
-    assert {one["name"] for one in completed["input"]} == set(wire.INPUTS)
-    assert {one["name"] for one in completed["output"]} == set(wire.OUTPUTS)
+    assert {one["name"] for one in completed["input"]} == set(INPUTS)
+    assert {one["name"] for one in completed["output"]} == set(OUTPUTS)
 
 
 # What Triton's vLLM backend tells of a request, and TensorRT-LLM's of the pool.

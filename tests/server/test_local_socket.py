@@ -17,6 +17,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_listener, local_socket, wire
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.server.tensors import INPUTS
 from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.relay import Relay
 from tests.support.pb_utils import PB_UTILS
@@ -75,7 +76,7 @@ def test_tensors_round_trip():
         "input_ids": np.array([1, 2], np.int32),
         "stream": np.array([True]),
     }
-    read = read_tensors(write_tensors(tensors), wire.INPUTS)
+    read = read_tensors(write_tensors(tensors), INPUTS)
     assert {name: one.tolist() for name, one in read.items()} == {name: one.tolist() for name, one in tensors.items()}
     assert {name: one.dtype for name, one in read.items()} == {name: one.dtype for name, one in tensors.items()}
 
@@ -83,7 +84,7 @@ def test_tensors_round_trip():
 @pytest.mark.parametrize("tensors", [[1], {"other": [1]}, {"stream": 1}, {"input_ids": [[1]]}, {"text_input": [1]}])
 def test_invalid_tensors_are_rejected(tensors):
     with pytest.raises(FrameError):
-        read_tensors(tensors, wire.INPUTS)
+        read_tensors(tensors, INPUTS)
 
 
 def test_a_response_an_error_and_a_cancellation(engine):

@@ -11,6 +11,7 @@ from client import wire as client_wire
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import TokenLogprob
 from paged_backend.server import wire
+from paged_backend.server.tensors import INPUTS, NUMPY_TYPES, OUTPUTS
 from tests.support.wire_requests import flag, read, refusal, strings, text
 
 CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
@@ -26,7 +27,7 @@ def tensors_of(section):
 
 @pytest.mark.parametrize("section", ["input", "output"])
 def test_config_backend_and_client_declare_the_same_tensors(section):
-    specs = {"input": wire.INPUTS, "output": wire.OUTPUTS}[section]
+    specs = {"input": INPUTS, "output": OUTPUTS}[section]
     assert tensors_of(section) == {name: (spec.data_type, spec.dims) for name, spec in specs.items()}
     assert tensors_of(section) == {"input": client_wire.INPUTS, "output": client_wire.OUTPUTS}[section]
 
@@ -268,7 +269,7 @@ def test_a_response_has_the_requested_outputs_in_declared_types(finish):
         "num_input_tokens": [3],
         "num_output_tokens": [2],
     }
-    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
     assert list(wire.write(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
 
 
@@ -291,7 +292,7 @@ def logprobs_of(call, told, sums, **options):
         for one, total in zip(told, sums, strict=True)
     ]
     outputs = wire.write(call, parts, prompt_token_ids=[1], **options)
-    assert all(outputs[name].dtype == wire.NUMPY_TYPES[wire.OUTPUTS[name].data_type] for name in outputs)
+    assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
     return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tritonclient.grpc import service_pb2
 
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server import wire
+from paged_backend.server.tensors import INPUTS
 
 GOOD = {"text_input": "abcd", "max_tokens": 2, "temperature": 0}
 PARAMETERS = sorted(spec.name for spec in fields(SamplingParams))
@@ -98,12 +98,12 @@ def _structure(rng: random.Random) -> dict[str, Any]:
 
 
 def _unknown(rng: random.Random) -> dict[str, Any]:
-    name = rng.choice([rng.choice(PARAMETERS), rng.choice(sorted(wire.INPUTS)), "x" * rng.choice([1, 300]), HALF, ""])
+    name = rng.choice([rng.choice(PARAMETERS), rng.choice(sorted(INPUTS)), "x" * rng.choice([1, 300]), HALF, ""])
     return {rng.choice([name + "s", name.upper(), name[::-1], f" {name}"]): value(rng)}
 
 
 def _tensor(rng: random.Random) -> dict[str, Any]:
-    return {rng.choice(sorted(wire.INPUTS)): value(rng)}
+    return {rng.choice(sorted(INPUTS)): value(rng)}
 
 
 def _ids(rng: random.Random) -> dict[str, Any]:
@@ -181,14 +181,14 @@ def message(rng: random.Random, model: str) -> Message:
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     inputs: dict[str, Any] = {"text_input": "abcd"}
     change = rng.choice(CHANGES)(rng)
-    known = {name: one for name, one in change.items() if name in wire.INPUTS or rng.random() < 0.2}
+    known = {name: one for name, one in change.items() if name in INPUTS or rng.random() < 0.2}
     inputs |= known
     if rest := {name: one for name, one in change.items() if name not in known}:
         inputs.setdefault("sampling_parameters", spelled({"max_tokens": 2} | rest))
     for name, wanted in inputs.items():
         if wanted is None:
             continue
-        spec = wire.INPUTS.get(name)
+        spec = INPUTS.get(name)
         kind = spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES") if spec else "BYTES"
         odd = rng.random() < 0.3
         shape = rng.choice(SHAPES) if odd and rng.random() < 0.5 else (1,)
