@@ -33,7 +33,7 @@ class DraftCheck(NamedTuple):
 
     draw: int  # the one that is held against the first of them
     row: int  # of the first
-    guesses: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,15 +155,15 @@ def shared_prefixes(
 def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
     """The rows before `end` that a chunk draws from, and how often from each."""
     count = len(chunk.draws)
-    return [(row, count) for row in range(end - 1 - len(chunk.guesses), end)] if count else []
+    return [(row, count) for row in range(end - 1 - len(chunk.draft_tokens), end)] if count else []
 
 
 def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[DraftCheck, ...]:
     found, draw = [], 0
     for chunk, end in zip(chunks, row_ends, strict=True):
-        if chunk.guesses:
-            found.append(DraftCheck(draw, end - len(chunk.guesses), chunk.guesses))
-        draw += len(chunk.draws) + len(chunk.guesses)
+        if chunk.draft_tokens:
+            found.append(DraftCheck(draw, end - len(chunk.draft_tokens), chunk.draft_tokens))
+        draw += len(chunk.draws) + len(chunk.draft_tokens)
     return tuple(found)
 
 
@@ -186,16 +186,16 @@ def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | Non
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:
-    draft_ids = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.guesses]
+    draft_ids = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.draft_tokens]
     if not draft_ids:
         return None
-    draft_ids.sort(key=lambda one: -len(one[1].guesses))
+    draft_ids.sort(key=lambda one: -len(one[1].draft_tokens))
     rounds = [
-        [(chunk.sequence, chunk.first_draw + turn) for _, chunk in draft_ids if turn < len(chunk.guesses)]
-        for turn in range(len(draft_ids[0][1].guesses))
+        [(chunk.sequence, chunk.first_draw + turn) for _, chunk in draft_ids if turn < len(chunk.draft_tokens)]
+        for turn in range(len(draft_ids[0][1].draft_tokens))
     ]
     return Drafting(
-        rows=torch.tensor([row_ends[index] - len(chunk.guesses) - 1 for index, chunk in draft_ids]),
+        rows=torch.tensor([row_ends[index] - len(chunk.draft_tokens) - 1 for index, chunk in draft_ids]),
         seqs=torch.tensor([index for index, _ in draft_ids]),
         counts=tuple(map(len, rounds)),
         sampling=tuple(map(prepare, rounds)),

@@ -60,10 +60,10 @@ class LaunchedStep:
         for row, candidates in self.beams.by_row() if self.beams else ():
             drawn[row] = candidates
         draft_ids = self.draft_ids.tolist() if self.draft_ids is not None else []
-        for draw, row, guesses in self.checks:
-            count = len(guesses)
+        for draw, row, draft_tokens in self.checks:
+            count = len(draft_tokens)
             checked = slice(draw, draw + 1 + count)
-            drawn[checked] = accept_draft_tokens(drawn[checked], draft_ids[row : row + count] or guesses)
+            drawn[checked] = accept_draft_tokens(drawn[checked], draft_ids[row : row + count] or draft_tokens)
             if broken and -1 in drawn[checked]:
                 drawn[draw] = _broken()
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():

@@ -39,7 +39,7 @@ class Chunk:
     length: int
     draws: tuple[Sequence, ...]
     forks: tuple[Sequence, ...] = ()  # who shares its blocks from then on
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     scored: range = range(0)  # positions in the prompt after which the next token is to be scored
     ends_all: bool = False  # whether it ends a prompt that no token is to follow
     blocks_new: int = 0  # that its sequence, which may turn out to have ended, was given for it
@@ -48,7 +48,7 @@ class Chunk:
     @property
     def first_draw(self) -> int:
         """The position of the first token that it draws."""
-        return self.start + self.length - len(self.guesses)
+        return self.start + self.length - len(self.draft_tokens)
 
     @property
     def embeds(self) -> bool:
@@ -56,12 +56,12 @@ class Chunk:
         return self.sequence.request.embeds and self.ends_all
 
 
-def accept_draft_tokens(drawn: list[Drawn], guesses: Tokens[int]) -> list[Drawn]:
+def accept_draft_tokens(drawn: list[Drawn], draft_tokens: Tokens[int]) -> list[Drawn]:
     """Of what was drawn before each guess and after the last one, that which follows from no wrong guess."""
     right = 0
-    while right < len(guesses) and drawn[right] == guesses[right]:
+    while right < len(draft_tokens) and drawn[right] == draft_tokens[right]:
         right += 1
-    return drawn[: right + 1] + [None] * (len(guesses) - right)
+    return drawn[: right + 1] + [None] * (len(draft_tokens) - right)
 
 
 @dataclass(frozen=True)

@@ -232,12 +232,12 @@ class Scheduler:
                 continue
             left = sequence.request.sampling.max_tokens - sequence.generated - 1
             most = min(self._max_guesses, draft.budget, left)
-            guesses = proposer(sequence, most) if most > 0 else []
-            if guesses and self._tables.grow(group, sequence.blocks, chunk.start + 1 + len(guesses)):
-                chunk.guesses = tuple(guesses)
-                chunk.length += len(guesses)
-                draft.budget -= len(guesses)
-                self._guessed_tokens += len(guesses)
+            draft_tokens = proposer(sequence, most) if most > 0 else []
+            if draft_tokens and self._tables.grow(group, sequence.blocks, chunk.start + 1 + len(draft_tokens)):
+                chunk.draft_tokens = tuple(draft_tokens)
+                chunk.length += len(draft_tokens)
+                draft.budget -= len(draft_tokens)
+                self._guessed_tokens += len(draft_tokens)
 
     def _advance(self, plan: Plan) -> None:
         """From here on what the plan computes counts as computed, and what it draws as drawn."""
@@ -254,9 +254,9 @@ class Scheduler:
                 if not group.forked:
                     self._tables.fork(group)
                     chunk.forks = tuple(group.sequences[1:])
-            if chunk.guesses:
-                sequence.tokens.extend(chunk.guesses)
-                draws += len(chunk.guesses)
+            if chunk.draft_tokens:
+                sequence.tokens.extend(chunk.draft_tokens)
+                draws += len(chunk.draft_tokens)
             is_beam = sequence.request.sampling.beam_width > 1
             for sequence in chunk.draws:
                 draws += 1
@@ -288,13 +288,13 @@ class Scheduler:
             if group:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
-                        self._tables.seal(sequence, chunk.start + chunk.length - len(chunk.guesses))
+                        self._tables.seal(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
             if wanting and group and not chunk.sequence.ended:
                 key = group.key
                 deltas += self._book_prompt(group, chunk, scores.get(key, []), hidden.get(key))
             for sequence in chunk.draws:
                 token = next(drawn)
-                more = list(islice(drawn, len(chunk.guesses))) if chunk.guesses else []
+                more = list(islice(drawn, len(chunk.draft_tokens))) if chunk.draft_tokens else []
                 if group is None or sequence.ended:  # since the step was planned
                     continue
                 if isinstance(token, int):

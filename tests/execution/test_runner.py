@@ -119,7 +119,7 @@ def test_drafting_and_verification_do_not_synchronize(model, recorded):
         plan = scheduler.schedule()
         launched = runner.launch(pack(plan, block_size=4, draft=True, uniform=runner.uniform))
         assert launched.tokens.device == META
-        scheduler.commit(plan, [one for chunk in plan.chunks for one in (1, *chunk.guesses)])
+        scheduler.commit(plan, [one for chunk in plan.chunks for one in (1, *chunk.draft_tokens)])
     prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # what is left to guess is nothing, one token and two
     assert replays == ([*prompts, *check, *last] if recorded else [])
 

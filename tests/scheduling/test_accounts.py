@@ -44,7 +44,7 @@ class Served:
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
                 self.tokens[self.tenants[chunk.sequence.key]] += prompt
-            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in (*chunk.draws, *chunk.guesses)])
+            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in (*chunk.draws, *chunk.draft_tokens)])
             for delta in deltas:
                 self.tokens[self.tenants[delta.key]] += len(delta.token_ids)
             self.ended += [delta.key for delta in deltas if delta.finish]

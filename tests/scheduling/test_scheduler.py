@@ -385,8 +385,8 @@ def test_prefill_always_progresses():
     assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
 
 
-@pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (9, 4)])
-def test_no_draft_tokens_past_max_tokens(max_tokens, guesses):
+@pytest.mark.parametrize(("max_tokens", "draft_tokens"), [(2, 0), (3, 1), (9, 4)])
+def test_no_draft_tokens_past_max_tokens(max_tokens, draft_tokens):
     """Of those that may follow the first token the last is drawn after the guesses."""
     blocks = BlockManager(16, 4)
     proposer = lambda sequence, most: [1] * most  # noqa: E731
@@ -394,7 +394,7 @@ def test_no_draft_tokens_past_max_tokens(max_tokens, guesses):
     sched.add(request(0, prompt=3, max_tokens=max_tokens))
     step(sched)
     (chunk,) = sched.schedule().chunks
-    assert len(chunk.guesses) == guesses
+    assert len(chunk.draft_tokens) == draft_tokens
 
 
 def test_draft_tokens_do_not_use_prefill_budget():
@@ -411,7 +411,7 @@ def test_draft_tokens_do_not_use_prefill_budget():
         sched.add(request(key, prompt=4, max_tokens=100))
     step(sched)
     sched.add(request(16, prompt=100))
-    assert [len(chunk.guesses) for chunk in sched.schedule().chunks] == [7] * 16
+    assert [len(chunk.draft_tokens) for chunk in sched.schedule().chunks] == [7] * 16
 
 
 def test_prefill_gets_half_of_step_when_decode_is_slow():

@@ -120,11 +120,11 @@ def test_no_device_drafts_with_penalties():
 
 
 @pytest.mark.parametrize(
-    ("drawn", "guesses", "expected"),
+    ("drawn", "draft_tokens", "expected"),
     [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9, None]), ([9, 2, 3], [1, 2], [9, None, None])],
 )
-def test_tokens_after_rejected_draft_are_dropped(drawn, guesses, expected):
-    assert accept_draft_tokens(drawn, guesses) == expected
+def test_tokens_after_rejected_draft_are_dropped(drawn, draft_tokens, expected):
+    assert accept_draft_tokens(drawn, draft_tokens) == expected
 
 
 @pytest.mark.parametrize(

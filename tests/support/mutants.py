@@ -243,7 +243,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "            self._tables.seal(sequence, chunk.start + chunk.length)\n",
     ),
     # guesses
-    "what follows a wrong guess is taken": (PLAN, "drawn[right] == guesses[right]:", "True:"),
+    "what follows a wrong guess is taken": (PLAN, "drawn[right] == draft_tokens[right]:", "True:"),
     "the keys of wrong guesses count": (
         TABLES,
         "        sequence.computed = sequence.committed + len(tokens) - 1\n",

@@ -27,7 +27,7 @@ WEATHER = {  # of each storm one of each
     "swap": (False, True),
     "pinned": (0, 0, 4, 100),
     "overlap": (False, True),
-    "guesses": (0, 0, 1, 4),
+    "draft_tokens": (0, 0, 1, 4),
     "loras": (0, 0, 1, 2),
     "fair": (False, False, False, True),
 }
@@ -50,7 +50,7 @@ def scheduler(
     costs: Costs | None = None,
     session_blocks=0,
     preemption="auto",
-    guesses=0,
+    draft_tokens=0,
     loras=0,
     fair=False,
 ) -> Scheduler:
@@ -64,7 +64,7 @@ def scheduler(
         session_blocks=session_blocks,
         preemption=preemption,
         proposer=PromptLookup(shortest=1, longest=3),
-        max_draft_tokens=guesses,
+        max_draft_tokens=draft_tokens,
         max_loras=loras,
         fair_tenants=fair,
     )
@@ -85,11 +85,11 @@ class StressTest:
     overlap: a step is planned, and runs, before the one before is committed."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 guesses, loras, fair):  # fmt: skip
+                 draft_tokens, loras, fair):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.overlap, self.loras = disk and host, pinned, overlap, loras
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
-                               preemption="swap" if swap else "recompute", guesses=guesses, loras=loras,
+                               preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
                                fair=fair)  # fmt: skip
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
@@ -248,7 +248,7 @@ class StressTest:
         for chunk in plan.chunks:
             if chunk.draws:
                 rows.append(first)
-            first += len(chunk.draws) + len(chunk.guesses)
+            first += len(chunk.draws) + len(chunk.draft_tokens)
         changed = list(drawn)
         if rows:
             changed[self.rnd.choice(rows)] = RequestError(ErrorCode.INTERNAL, "not a number")

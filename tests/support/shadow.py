@@ -88,7 +88,7 @@ class ShadowStore:
                 drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
             else:
                 last = [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
-                drawn += accept_draft_tokens(checked + last, chunk.guesses) if chunk.guesses else last
+                drawn += accept_draft_tokens(checked + last, chunk.draft_tokens) if chunk.draft_tokens else last
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)
