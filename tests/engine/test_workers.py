@@ -180,7 +180,7 @@ def test_worker_process_exits_with_rank_0_and_leaves_no_file(tmp_path):
 
 
 def test_rank_that_does_not_start_is_named(directory, monkeypatch):
-    monkeypatch.setattr(parallel_workers, "interpreter", lambda: "/bin/false")
+    monkeypatch.setattr(parallel_workers, "find_python", lambda: "/bin/false")
     with pytest.raises(ConfigError, match="tensor_parallel_size: rank 1 did not start: its process ended with code 1"):
         tiny_assembly(directory, tensor_parallel_size=2)
 

@@ -44,7 +44,7 @@ class Rerun:
 @pytest.fixture
 def graph_capture(monkeypatch):
     made = Rerun()
-    monkeypatch.setattr(warm_up, "recorder", lambda device: made)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: made)
     return made
 
 
@@ -92,7 +92,7 @@ def test_samples_penalties_and_beams_with_replay(tiny, prompts, graph_capture, m
 
     replayed = outputs()
     assert graph_capture.replays
-    monkeypatch.setattr(warm_up, "recorder", lambda device: None)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: None)
     assert replayed == outputs()
 
 
@@ -200,7 +200,7 @@ def test_graph_inputs_outlive_the_capture(tiny, monkeypatch):
         reads.extend(mode.found)
         return lambda: logits
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
     assembly = tiny_assembly(tiny[0])
     gc.collect()
     assert len(reads) > 100
@@ -212,7 +212,7 @@ def test_model_that_cannot_be_captured_runs_eagerly(tiny, prompts, plain, monkey
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: fail)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: fail)
     with caplog.at_level(logging.WARNING), running(tiny_assembly(tiny[0])) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
     assert "decode steps are not recorded, and take longer: RuntimeError: operation not permitted" in caplog.text
@@ -356,7 +356,7 @@ def test_graph_shapes_cover_every_step_up_to_their_bounds(max_num_seqs, budget, 
             rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
             for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
                 if len(held.slots) <= min(budget, graphs.MOST_ROWS):
-                    assert any(kind.holds(held) for kind in graph_shapes), held
+                    assert any(kind.fits(held) for kind in graph_shapes), held
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])

@@ -104,7 +104,7 @@ def test_drafting_and_verification_do_not_synchronize(model, recorded):
         return lambda: replays.append(len(logits)) or logits
 
     if recorded:
-        kinds = graphs.kinds(8, 64, queries=4)
+        kinds = graphs.graph_shapes(8, 64, queries=4)
         runner.record(record, kinds, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
         BlockManager(32, 4, caching=True),

@@ -375,7 +375,7 @@ def test_recorded_steps_are_left_to_those_without(tiny, listed, prompts, alone, 
 
         return replay
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA)) as engine:
         key = engine.submit(prompts[0], max_tokens=MAX_TOKENS, lora_name="all")
         assert engine.wait(key)[0].tokens == alone["all"][0]

@@ -166,7 +166,7 @@ def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=8, logprobs=2) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):

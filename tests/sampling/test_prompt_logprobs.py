@@ -134,7 +134,7 @@ def test_a_step_scores_a_bounded_number_of_rows(tiny, prompts, monkeypatch):
 @overlapped_too
 def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
     """Chunks of a token are replayed as decode steps are; two that end their prompts want all of their rows."""
-    monkeypatch.setattr(warm_up, "recorder", lambda device: lambda step: step)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: lambda step: step)
     with running(tiny_assembly(tiny[0], max_num_seqs=2, max_num_batched_tokens=2)) as engine:
         keys = [engine.submit(prompt, max_tokens=3, prompt_logprobs=2) for prompt in prompts[:3]]
         for prompt, found in zip(prompts, told(engine, *keys), strict=False):

@@ -74,8 +74,8 @@ def test_cgroups_version_1(cgroups):
 def test_torch_threads_follow_usable_cores_unless_configured(asked, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     code = (
-        "import torch; from paged_backend import machine; machine.usable_cores = lambda: 5;"
-        " machine.use_cores(2); print(torch.get_num_threads())"
+        "import torch; from paged_backend.utils import machine; machine.usable_cores = lambda: 5;"
+        " machine.limit_torch_threads(2); print(torch.get_num_threads())"
     )
     asked_for = {"OMP_NUM_THREADS": asked} if asked else {}
     ran = subprocess.run([sys.executable, "-c", code], env=environment | asked_for, capture_output=True, text=True)
@@ -85,13 +85,13 @@ def test_torch_threads_follow_usable_cores_unless_configured(asked, threads):
 def test_release_openmp_threads_ends_the_calling_threads_team():
     code = """
 import os, torch
-from paged_backend.utils.machine import release_threads
+from paged_backend.utils.machine import release_openmp_threads
 def count(): return len(os.listdir("/proc/self/task"))
 torch.set_num_threads(2)
 before = count()
 torch.ones(1 << 20).sum()
 computing = count()
-release_threads()
+release_openmp_threads()
 print(before, computing, count(), torch.ones(1 << 20).sum().item())
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -105,10 +105,10 @@ print(before, computing, count(), torch.ones(1 << 20).sum().item())
 def test_single_threaded_caller_gets_no_openmp_team():
     code = """
 import os, threading, torch
-from paged_backend.utils.machine import compute_alone
+from paged_backend.utils.machine import use_single_thread
 torch.set_num_threads(2)
 def copy():
-    compute_alone()
+    use_single_thread()
     before = len(os.listdir("/proc/self/task"))
     torch.ones(1 << 20).sum()
     print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())

@@ -30,8 +30,12 @@ def test_stop_drops_queued_calls():
 
 
 def test_endless_call_does_not_keep_the_process_alive():
-    code = (
-        "from threading import Event; from paged_backend.utils.worker import Worker; begun = Event();"
-        " worker = Worker('beside'); worker.submit(lambda: (begun.set(), Event().wait())); begun.wait(); worker.stop(0)"
-    )
+    code = """
+from threading import Event
+from paged_backend.utils.worker import BackgroundWorker
+begun, worker = Event(), BackgroundWorker("background")
+worker.submit(lambda: (begun.set(), Event().wait()))
+begun.wait()
+worker.stop(0)
+"""
     assert subprocess.run([sys.executable, "-c", code], timeout=WAIT, check=False).returncode == 0
