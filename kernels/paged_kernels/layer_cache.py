@@ -64,7 +64,9 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of `dtype`, one of FORMATS, in the shape of x [..., head_dim], and scales [...] in fp32."""
     x = x.float()
     top = x.abs().amax(dim=-1)  # NaN where an element is
-    scales = top.clamp(min=MIN_ROW_MAX) / MAX_CODE[dtype]
+    # The divisor is a tensor: by a Python number, PyTorch multiplies with the reciprocal on CUDA, one rounding off the
+    # IEEE division of the kernels and of the CPU.
+    scales = top.clamp(min=MIN_ROW_MAX) / torch.full_like(top, MAX_CODE[dtype])
     scales = torch.where(top.isinf(), torch.nan, scales)
     codes = (x / scales[..., None]).nan_to_num_(nan=0.0)
     # Not clamped: what the division exceeds the largest code by, rounding takes away.

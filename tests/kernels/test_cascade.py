@@ -125,20 +125,21 @@ def test_the_cpu_ignores_shared_prefixes():
     assert_close(attend_cpu(query, cache, paging, **inputs.settings), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_grids_do_not_depend_on_who_shares():
-    inputs = make_inputs(Case("shared", 1, 4), torch.float32)
-    query, cache, paging = with_shared_blocks(inputs, "cpu")
+def test_grids_do_not_depend_on_which_rows_share(device):
+    inputs = make_inputs(Case("shared", 1, 4), torch.float32, device)
+    query, cache, paging = with_shared_blocks(inputs, device)
     some = paging.shared
-    nobody = SharedPrefixes(
+    no_rows = SharedPrefixes(
         torch.zeros_like(some.lens), some.members, torch.zeros_like(some.group_starts), some.max_len
     )
     settings = {**inputs.settings, "device": Device("sm_90", 132)}
     plans = [
-        plan_launch(query, query, cache, replace_paging(paging, shared=shared), **settings) for shared in (some, nobody)
+        plan_launch(query, query, cache, replace_paging(paging, shared=shared), **settings)
+        for shared in (some, no_rows)
     ]
     assert [p.grid for p in plans[0]] == [p.grid for p in plans[1]]
     assert len(plans[0]) == 3
-    alone = paged_attention(query, cache, replace_paging(paging, shared=nobody), **inputs.settings)
+    alone = paged_attention(query, cache, replace_paging(paging, shared=no_rows), **inputs.settings)
     expected = paged_attention_reference(query, cache, paging, **inputs.settings)
     assert_close(alone, expected, atol=1e-5, rtol=1e-5)
 
