@@ -1,8 +1,8 @@
-"""Metrics, on a server that has trouble with them, that has none, or whose operator wants none."""
+"""Metrics with failing updates, on a server without metrics, and disabled."""
 
 from unittest.mock import Mock
 
-from paged_backend.server.metrics import Metrics, token_buckets
+from paged_backend.server.metrics import Metrics
 from tests.support.scheduler_stress import scheduler
 
 
@@ -16,7 +16,7 @@ def update_all(metrics):
 
 
 def test_a_failing_metric_update_is_contained(caplog):
-    """Updates are made where answers are sent: an error there would leave every client without one."""
+    """The responder's thread makes the updates; an error there would leave every client without an answer."""
     failing = Mock(side_effect=RuntimeError("no such metric"))
     pb_utils = Mock()
     pb_utils.MetricFamily.return_value.Metric.return_value = Mock(set=failing, increment=failing, observe=failing)
@@ -27,7 +27,7 @@ def test_a_failing_metric_update_is_contained(caplog):
 
 
 def test_no_metrics_on_a_server_without_metrics():
-    """tritonserver --allow-metrics=false raises at the first family."""
+    """tritonserver --allow-metrics=false fails the first MetricFamily."""
     pb_utils = Mock()
     pb_utils.MetricFamily.side_effect = RuntimeError("metrics not supported")
     update_all(Metrics(pb_utils, {}))
@@ -38,8 +38,3 @@ def test_disabled_metrics_are_not_created():
     pb_utils = Mock()
     update_all(Metrics(pb_utils, {}, enabled=False))
     assert not pb_utils.MetricFamily.called
-
-
-def test_token_buckets_reach_max_model_len():
-    assert token_buckets(256) == (1, 2, 5, 10, 20, 50, 100, 200)
-    assert token_buckets(5) == (1, 2, 5)
