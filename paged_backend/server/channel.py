@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import wire
+from paged_backend.server.wire.write import error_text
 
 _CODES = {  # our classes by the names of Triton's codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
@@ -50,7 +50,7 @@ class Channel(Protocol):
 class ServerChannel:
     """Of a request of the server's."""
 
-    def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = wire.error_text):
+    def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = error_text):
         """`error_text`: what the client reads of an error."""
         self._pb_utils = pb_utils
         self._request = request

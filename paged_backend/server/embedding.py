@@ -65,7 +65,7 @@ def parse_embedding_sampling(values: Mapping[str, Any], limits: EngineLimits) ->
     """Raises RequestError for what would have no effect."""
     for name in values:
         if name not in _SAMPLING and values[name] is not None:
-            raise invalid_argument(name, values[name], "means nothing beside embedding_request; leave it out")
+            raise invalid_argument(name, values[name], "has no effect with embedding_request; leave it out")
     given = SamplingParams.parse(values, limits)
     kept = {name: getattr(given, name) for name in _SAMPLING}
     return SamplingParams(max_tokens=0, temperature=0.0, **kept)

@@ -10,7 +10,7 @@ Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"refused": "…"}: why the connection ends before anything was asked
 
 The sender of a request makes its id, which is of the connection. Each frame comes after its length, 4 bytes, the
-highest first. Types of tensors are those of wire.py.
+highest first. Types of tensors are those of tensors.py.
 """
 
 from __future__ import annotations

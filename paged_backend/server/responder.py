@@ -22,7 +22,6 @@ from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.engine import EngineDied, PoolMap, StepOutput, UnknownRequests
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server import wire
 from paged_backend.server.channel import Channel
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.round_trips import RoundTrips
@@ -30,6 +29,8 @@ from paged_backend.server.sessions import Sessions
 from paged_backend.server.stream import Stream
 from paged_backend.server.tenants import Tenants
 from paged_backend.server.watch import CancellationPoller, PollResult
+from paged_backend.server.wire.control import write_num_stopped, write_pool_map
+from paged_backend.server.wire.write import write_response
 
 log = logging.getLogger("paged_llm")
 
@@ -340,7 +341,7 @@ class Responder:
         self._learn(pool.stats)
         with _going_on():
             self._show()
-        outputs = wire.write_pool_map(
+        outputs = write_pool_map(
             {
                 "time": pool.when,
                 "block_size": pool.stats.block_size,
@@ -377,7 +378,7 @@ class Responder:
             if stream.call.request_id == message.request_id and not stream.ended  # whose answer is about to go out
         ]
         self._fail(found, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
-        outputs = wire.write_num_stopped(len(found))
+        outputs = write_num_stopped(len(found))
         _answer(message.channel, lambda channel: channel.send(outputs, final=True))
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], None]) -> None:
@@ -443,7 +444,7 @@ class Responder:
     def _outputs(self, stream: Stream) -> dict[str, np.ndarray]:
         """What was not sent yet. Where that would be more than one request may get, it has an error instead."""
         call, logprobs = stream.call, stream.request.sampling.logprobs is not None
-        outputs = wire.write(
+        outputs = write_response(
             call,
             [sample.send(offsets=call.return_text_offsets, logprobs=logprobs) for sample in stream.answers],
             prompt_token_ids=stream.request.prompt_token_ids,

@@ -28,7 +28,7 @@ from paged_backend.api.request import GenerateRequest, check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import assemble
 from paged_backend.guided.grammars import GrammarCompiler
-from paged_backend.server import faults, wire
+from paged_backend.server import faults
 from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.embedding import parse_embedding_sampling
 from paged_backend.server.local_listener import Listener
@@ -37,6 +37,11 @@ from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import SessionName, Sessions, Turn
 from paged_backend.server.stream import Sample, Stream
 from paged_backend.server.tenants import Tenants
+from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.control import read_control_request, write_adapters
+from paged_backend.server.wire.parameters import read_request_id
+from paged_backend.server.wire.read import read_call
+from paged_backend.server.wire.write import SampleOutput, write_response
 from paged_backend.text.beam_stops import ending
 from paged_backend.text.conversation import Message, check_count
 from paged_backend.text.detokenizer import Detokenizer
@@ -58,7 +63,7 @@ class Arrival:
     """A request that was read and checked, and whose prompt is to be tokenized."""
 
     key: int  # of the request that comes of it
-    call: wire.Call
+    call: Call
     channel: Channel
     arrived: float  # time.monotonic()
     sampling: SamplingParams
@@ -297,18 +302,18 @@ class Service:
         if trouble := self._trouble():
             raise RequestError(ErrorCode.UNAVAILABLE, trouble)
         received, limits = channel.received(), self._assembly.limits
-        if question := wire.question(*received, input_limits=limits.input_limits):
-            self._answer(question, channel, wire.request_id(received[1], received[-1], limits.input_limits))
+        if question := read_control_request(*received, input_limits=limits.input_limits):
+            self._answer(question, channel, read_request_id(received[1], received[-1], limits.input_limits))
             return None
-        call = wire.read(*received, input_limits=limits.input_limits)
+        call = read_call(*received, input_limits=limits.input_limits)
         if call.embedding:
             checked = call.embedding.checked(limits)
             call = replace(call, embedding=checked, input_ids=checked.ids)
         sampling = (parse_embedding_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
         turn = self._turn(call, sampling) if call.sequence else None
-        if call.only_ends and turn:
+        if call.only_ends_session and turn:
             turn.finish([], "")
-            channel.send(wire.write(call, [wire.SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+            channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
             return None
         with _undoing(turn):
             self._check_place(sampling)
@@ -357,14 +362,14 @@ class Service:
         def tell() -> None:
             try:
                 found = adapters.describe(slots.resident) if adapters else []
-                channel.send(wire.write_adapters(found), final=True)
+                channel.send(write_adapters(found), final=True)
             except Exception as error:
                 log.exception("the list of adapters could not be sent")
                 _refuse(channel, internal_error(error))
 
         adapters.run(tell) if adapters else tell()
 
-    def _turn(self, call: wire.Call, sampling: SamplingParams) -> Turn:
+    def _turn(self, call: Call, sampling: SamplingParams) -> Turn:
         """Begin a turn of a session. Raises RequestError for what a session cannot do."""
         assert call.sequence
         name = call.sequence.id
@@ -473,7 +478,7 @@ class Service:
             raise invalid_argument(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
         return ids.tolist()
 
-    def _prompt_offsets(self, call: wire.Call, request: GenerateRequest, text: str) -> list[int] | None:
+    def _prompt_offsets(self, call: Call, request: GenerateRequest, text: str) -> list[int] | None:
         """Where in the prompt's text each of its tokens begins, where both are told."""
         if not (call.return_text_offsets and _echoes(call, request.sampling)):
             return None
@@ -482,7 +487,7 @@ class Service:
             return [0, *itertools.accumulate(map(len, texts[:-1]))]
         return _offsets(self._tokenizer, request.prompt_token_ids, text)
 
-    def _samples(self, call: wire.Call, request: GenerateRequest) -> list[Sample]:
+    def _samples(self, call: Call, request: GenerateRequest) -> list[Sample]:
         sampling = request.sampling
         decode = decoder(self._tokenizer, sampling.skip_special_tokens)
         echoed, eos = _echoed(call, request, decode), self._assembly.loaded.spec.eos_ids
@@ -513,7 +518,7 @@ def _undoing(turn: Turn | None) -> Iterator[None]:
         raise
 
 
-def _check_use(call: wire.Call, sampling: SamplingParams) -> None:
+def _check_use(call: Call, sampling: SamplingParams) -> None:
     """Raises RequestError for parameters that this kind of call cannot have."""
     if call.stream and sampling.selects_best_of:
         raise invalid_argument(
@@ -523,19 +528,19 @@ def _check_use(call: wire.Call, sampling: SamplingParams) -> None:
         raise invalid_argument("echo", True, "has no meaning with messages; leave it out")
 
 
-def _wanted_logprobs(call: wire.Call, sampling: SamplingParams) -> int | None:
+def _wanted_logprobs(call: Call, sampling: SamplingParams) -> int | None:
     """What of log probabilities is worth computing: nothing that is neither sent nor compared."""
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
     return 0 if call.return_cumulative_logprob or sampling.selects_best_of else None
 
 
-def _echoes(call: wire.Call, sampling: SamplingParams) -> bool:
+def _echoes(call: Call, sampling: SamplingParams) -> bool:
     """Whether the prompt's text is part of the output."""
     return call.echo or sampling.echo
 
 
-def _echoed(call: wire.Call, request: GenerateRequest, decode: Callable[[list[int]], str]) -> str:
+def _echoed(call: Call, request: GenerateRequest, decode: Callable[[list[int]], str]) -> str:
     """What comes before the output: the text as it was sent, or that of the tokens that were, or that are left."""
     if not _echoes(call, request.sampling):
         return ""

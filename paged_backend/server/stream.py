@@ -10,10 +10,11 @@ from typing import Any
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.request import FinishReason, GenerateRequest, Logprobs, TokenDelta, Usage
-from paged_backend.server import wire
 from paged_backend.server.channel import Channel
 from paged_backend.server.embedding import embedding_json
 from paged_backend.server.sessions import Turn
+from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.write import SampleOutput
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens, stop_word_reason
 
@@ -85,9 +86,9 @@ class Sample:
         if self.detokenizer.stopped:
             self.finish, self.stop_reason = FinishReason.STOP, self.detokenizer.met
 
-    def send(self, *, offsets: bool, logprobs: bool) -> wire.SampleOutput:
+    def send(self, *, offsets: bool, logprobs: bool) -> SampleOutput:
         """What a response tells of it: all that was not sent yet."""
-        output = wire.SampleOutput(
+        output = SampleOutput(
             self.text,
             self.finish.value if self.finish else None,
             self.unsent,
@@ -115,7 +116,7 @@ class Stream:
     """One open request."""
 
     request: GenerateRequest
-    call: wire.Call
+    call: Call
     channel: Channel
     samples: list[Sample]
     arrived: float  # time.monotonic()

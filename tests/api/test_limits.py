@@ -14,7 +14,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import SHOWN_CHARS, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server import wire
+from paged_backend.server.wire.read import read_call
 from paged_backend.trtllm.caps import RelayCaps
 from tests.support.callers import Caller, serving
 from tests.support.wire_requests import text
@@ -159,8 +159,8 @@ def test_one_too_much_of_a_call_is_refused_with_the_name_of_the_limit(name):
     tensors, parameters = CALLS[name]
     tensors = {key: text(value) for key, value in tensors.items()}
     with pytest.raises(RequestError, match=rf"must be at most 3 \w+ \({name}\)"):
-        wire.read(tensors, parameters, input_limits=InputLimits(**{name: 3}))
-    wire.read(tensors, parameters)
+        read_call(tensors, parameters, input_limits=InputLimits(**{name: 3}))
+    read_call(tensors, parameters)
 
 
 def test_the_limits_are_options(tiny):
@@ -204,7 +204,7 @@ def test_a_name_of_megabytes_is_not_compared_whole(name, monkeypatch):
         errors.difflib, "get_close_matches", lambda word, *others: compared.append(word) or compare(word, *others)
     )
     with pytest.raises(RequestError, match="unknown"):
-        wire.read({"text_input": text("a")}, {name: 1})
+        read_call({"text_input": text("a")}, {name: 1})
     with pytest.raises(RequestError, match="unknown"):
         SamplingParams.parse({name: 1}, LIMITS)
     assert [len(word) for word in compared] == [SHOWN_CHARS] * 2

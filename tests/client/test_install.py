@@ -25,7 +25,7 @@ def imported_from(file, tmp_path):
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     code = (
         f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
-        " print(sys.modules['paged_backend.server.wire'].__file__)"
+        " print(sys.modules['paged_backend.server.tensors'].__file__)"
     )
     packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = {"PYTHONPATH": ":".join([str(tmp_path), *packages])}
@@ -40,7 +40,7 @@ def test_the_backend_finds_the_engine_that_wrote_it(directory, arguments, capsys
     assert main(["install-backend", str(directory), *arguments]) == 0
     file = directory / (arguments or ["", "paged"])[-1] / "model.py"
     assert capsys.readouterr().out.splitlines() == [str(file)]
-    assert imported_from(file, directory) == ROOT / "paged_backend/server/wire.py"
+    assert imported_from(file, directory) == ROOT / "paged_backend/server/tensors.py"
 
 
 def test_an_installed_package_goes_after_all_else(directory, monkeypatch, tmp_path):

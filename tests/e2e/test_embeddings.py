@@ -64,7 +64,7 @@ def test_embeddings_through_the_client(tiny_server, expected, protocol):
             embedding = client.embed(given, priority=1, cache_salt="mine")
             assert embedding.values == expected(IDS)
             assert embedding.num_input_tokens == len(IDS)
-        with pytest.raises(PagedError, match=r"max_tokens=3: means nothing beside embedding_request"):
+        with pytest.raises(PagedError, match=r"max_tokens=3: has no effect with embedding_request"):
             client.embed(PROMPT, max_tokens=3)
 
 
@@ -108,10 +108,10 @@ def test_embeddings_concurrent_with_generation(tiny_server, expected):
         ({"input": "x" * 97}, {}, "prompt_tokens=97: needs 25 blocks"),
         ({"input": [1] * 300}, {}, "prompt_tokens=300: must be 1..256"),
         ({"input": "x", "pooling_params": {"dimensions": [8]}}, {}, "dimensions=[8]: leave it out"),
-        ({"input": "x"}, {"stream": True}, "stream=true: must be false beside embedding_request"),
-        ({"input": "x"}, {"text_input": "x"}, "text_input: means nothing beside embedding_request"),
-        ({"input": "x"}, {"return_logprobs": True}, "return_logprobs: means nothing beside embedding_request"),
-        ({"input": "x"}, {"sampling_parameters": {"top_k": 1}}, "top_k=1: means nothing beside embedding_request"),
+        ({"input": "x"}, {"stream": True}, "stream=true: must be false with embedding_request"),
+        ({"input": "x"}, {"text_input": "x"}, "text_input: has no effect with embedding_request"),
+        ({"input": "x"}, {"return_logprobs": True}, "return_logprobs: has no effect with embedding_request"),
+        ({"input": "x"}, {"sampling_parameters": {"top_k": 1}}, "top_k=1: has no effect with embedding_request"),
     ],
 )
 def test_invalid_embedding_requests_are_rejected(tiny_server, values, beside, named):
@@ -131,7 +131,7 @@ def test_embeddings_in_a_session_are_rejected(tiny_server):
         assert client.is_model_ready(MODEL)
         inputs = tensors({"embedding_request": {"input": "x"}})
         connection.client.async_stream_infer(MODEL, inputs, sequence_id=5, sequence_start=True)
-        assert "sequence_id=5: a session goes on from an answer" in str(connection.next().error)
+        assert "sequence_id=5: not supported with embedding_request" in str(connection.next().error)
 
 
 def test_an_embedding_timeout_is_an_error(server):

@@ -86,7 +86,7 @@ def test_inputs_beside_pool_map_are_rejected(server):
         status, text = post(server, {"pool_map": True} | beside)
         (name,) = beside
         assert status == 400
-        assert f"INVALID_ARGUMENT: {name}: means nothing beside pool_map" in text
+        assert f"INVALID_ARGUMENT: {name}: has no effect with pool_map" in text
     assert "give exactly one" in post(server, {"pool_map": False})[1]
 
 

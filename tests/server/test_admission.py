@@ -15,7 +15,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.execution.runner import Runner
 from paged_backend.server import responder
 from paged_backend.server.stream import Stream
-from paged_backend.server.wire import SEQUENCE_END, SEQUENCE_START
+from paged_backend.server.wire.parameters import SEQUENCE_END, SEQUENCE_START
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT, running, tiny_assembly
 from tests.support.waiting import until
@@ -467,7 +467,7 @@ def stop(service, name, **beside):
 def test_stop_request_needs_an_id_and_no_other_inputs(serve):
     service = serve()
     assert "INVALID_ARGUMENT: stop_request: has no request id" in stop(service, "").answer()
-    assert "text_input: means nothing beside stop_request" in stop(service, "one", text_input="x").answer()
+    assert "text_input: has no effect with stop_request" in stop(service, "one", text_input="x").answer()
 
 
 def test_a_waiting_stream_gets_an_empty_first_response(serve, gate, clock):

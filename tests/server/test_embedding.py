@@ -204,7 +204,7 @@ def test_sampling_parameters_of_embedding_requests():
     params = parse_embedding_sampling({"priority": 3, "cache_salt": "x", "timeout_ms": 5, "top_k": None}, LIMITS)
     assert (params.priority, params.cache_salt, params.timeout_ms, params.max_tokens) == (3, "x", 5, 0)
     for name, value in (("max_tokens", 16), ("temperature", 0), ("n", 2)):
-        with pytest.raises(RequestError, match=f"{name}={value}: means nothing beside embedding_request"):
+        with pytest.raises(RequestError, match=f"{name}={value}: has no effect with embedding_request"):
             parse_embedding_sampling({name: value}, LIMITS)
 
 

@@ -14,10 +14,13 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import local_listener, local_socket, wire
+from paged_backend.server import local_listener, local_socket
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
 from paged_backend.server.tensors import INPUTS
+from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.control import write_adapters, write_num_stopped
+from paged_backend.server.wire.write import SampleOutput, write_response
 from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.relay import Relay
 from tests.support.pb_utils import PB_UTILS
@@ -95,7 +98,7 @@ def test_a_response_an_error_and_a_cancellation(engine):
     first, second, third = (engine.next() for _ in range(3))
     assert first.received()[0]["text_input"].tolist() == [b"x"]
     second.fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
-    first.send(wire.write_num_stopped(3), final=True)
+    first.send(write_num_stopped(3), final=True)
     assert next(frames) == {"id": 2, "error": {"code": "UNAVAILABLE", "text": "UNAVAILABLE: later"}}
     assert next(frames) == {"id": 1, "outputs": {"num_stopped": [3]}, "final": True}
     connection.send(pack({"id": 3, "cancel": True}))
@@ -125,7 +128,7 @@ def test_an_invalid_frame_closes_only_its_connection(engine, frame):
     assert list(bad.frames()) == []
     until(lambda: any(one.is_cancelled() for one in channels))
     (left,) = [one for one in channels if not one.is_cancelled()]
-    left.send(wire.write_num_stopped(1), final=True)
+    left.send(write_num_stopped(1), final=True)
     assert next(good.frames())["outputs"] == {"num_stopped": [1]}
 
 
@@ -134,7 +137,7 @@ def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
     connection = connected()
     ask(connection)
     channel = engine.next()
-    outputs = wire.write_adapters([{"name": "x" * 65536}])
+    outputs = write_adapters([{"name": "x" * 65536}])
     while not channel.is_cancelled():
         channel.send(outputs, final=False)
     connection.close()
@@ -143,7 +146,7 @@ def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
 def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
     """Nor do several of them, each of whom a frame may wait for so long."""
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
-    engine, outputs = Engine(), wire.write_adapters([{"name": "x" * 65536}] * 64)
+    engine, outputs = Engine(), write_adapters([{"name": "x" * 65536}] * 64)
     connections = [connected() for _ in range(3)]
     for connection in connections:
         ask(connection)
@@ -171,7 +174,7 @@ def test_an_oversized_response_is_not_sent():
     connection = connected()
     ask(connection)
     with pytest.raises(FrameError, match="at most 200 may go"):
-        engine.next().send(wire.write_adapters([{"name": "x" * 200}]), final=True)
+        engine.next().send(write_adapters([{"name": "x" * 200}]), final=True)
     connection.close()
     engine.listener.close()
 
@@ -269,8 +272,8 @@ def relay(request):
 
 
 def answer(text, reason=None):
-    call = wire.Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
-    return wire.write(call, [wire.SampleOutput(text, reason, ())], prompt_token_ids=())
+    call = Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
+    return write_response(call, [SampleOutput(text, reason, ())], prompt_token_ids=())
 
 
 def asked(relay, **tensors):

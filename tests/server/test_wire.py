@@ -10,8 +10,10 @@ import pytest
 from client import wire as client_wire
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import TokenLogprob
-from paged_backend.server import wire
-from paged_backend.server.tensors import INPUTS, NUMPY_TYPES, OUTPUTS
+from paged_backend.server.tensors import INPUTS, LIST_PARAMETERS, NUMPY_TYPES, OUTPUTS
+from paged_backend.server.wire.control import CONTROL_REQUESTS, read_control_request
+from paged_backend.server.wire.read import read_call
+from paged_backend.server.wire.write import SampleOutput, error_text, write_response
 from tests.support.wire_requests import flag, read, refusal, strings, text
 
 CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
@@ -76,9 +78,9 @@ def test_list_parameters_as_tensors():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", wire.LIST_PARAMETERS)
+@pytest.mark.parametrize("name", LIST_PARAMETERS)
 def test_a_list_as_tensor_and_sampling_parameter_is_rejected(name):
-    value = strings("5") if wire.LIST_PARAMETERS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
+    value = strings("5") if LIST_PARAMETERS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
     expected = f"{name}: is both a tensor and a sampling parameter"
     assert refusal(text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}).startswith(
         expected
@@ -127,7 +129,7 @@ def test_a_misspelled_parameter_is_not_taken_for_a_header(name):
     ],
 )
 def test_a_sequence_id_from_the_request_or_its_parameters(parameters, own, control):
-    assert wire.read({"text_input": text("x")}, parameters, 0, *own).sequence == control
+    assert read_call({"text_input": text("x")}, parameters, 0, *own).sequence == control
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_an_invalid_sequence_is_rejected(parameters, reason):
     ("parameters", "own", "found"), [({}, "", ""), ({}, "a", "a"), ({"id": "b"}, "", "b"), ({"id": ""}, "a", "a")]
 )
 def test_a_request_id_from_the_request_or_its_parameters(parameters, own, found):
-    assert wire.read({"text_input": text("x")}, parameters, own_id=own).request_id == found
+    assert read_call({"text_input": text("x")}, parameters, request_id=own).request_id == found
 
 
 @pytest.mark.parametrize("name", [5, True, None, "é" * 129])
@@ -166,8 +168,8 @@ def test_a_lone_surrogate_in_messages_is_rejected():
 
 
 def test_only_a_sequence_end_may_omit_the_prompt():
-    assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends
-    assert read({"sequence_id": 7, "sequence_end": True}).only_ends
+    assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends_session
+    assert read({"sequence_id": 7, "sequence_end": True}).only_ends_session
     assert "none is given" in refusal({"sequence_id": 7})
 
 
@@ -200,8 +202,8 @@ def test_error_text_sent_to_clients():
     with pytest.raises(RequestError) as caught:
         read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
     letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
-    assert (caught.value.code, wire.error_text(caught.value)) == (ErrorCode.INVALID_ARGUMENT, letter)
-    told = {code: wire.error_text(RequestError(code, "no")) for code in ErrorCode}
+    assert (caught.value.code, error_text(caught.value)) == (ErrorCode.INVALID_ARGUMENT, letter)
+    told = {code: error_text(RequestError(code, "no")) for code in ErrorCode}
     assert told.pop(ErrorCode.CANCELLED) == "CANCELLED: no"
     assert told == {code: f"Error generating stream: {code.value}: no" for code in told}
 
@@ -235,10 +237,10 @@ def test_error_text_sent_to_clients():
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
         ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
         ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
-        ({"text_input": text("x"), "embedding_request": text("{}")}, "text_input: means nothing beside"),
+        ({"text_input": text("x"), "embedding_request": text("{}")}, "text_input: has no effect with"),
         ({"embedding_request": text("{")}, "embedding_request: not valid JSON"),
         ({"embedding_request": text("[]")}, "embedding_request=[]: must be a JSON object"),
-        ({"embedding_request": text('{"input": "x"}'), "stream": flag(True)}, "stream=true: must be false beside"),
+        ({"embedding_request": text('{"input": "x"}'), "stream": flag(True)}, "stream=true: must be false with"),
     ],
 )
 def test_bad_tensors(tensors, reason):
@@ -261,8 +263,8 @@ def test_bad_parameters(parameters, reason):
 def test_a_response_has_the_requested_outputs_in_declared_types(finish):
     counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
     call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
-    part = wire.SampleOutput("é", finish, [4, 5])
-    outputs = wire.write(call, [part], prompt_token_ids=[1, 2, 3])
+    part = SampleOutput("é", finish, [4, 5])
+    outputs = write_response(call, [part], prompt_token_ids=[1, 2, 3])
     assert {name: value.tolist() for name, value in outputs.items()} == {
         "text_output": ["é".encode()],
         "finish_reason": [str(finish).encode()],
@@ -270,13 +272,13 @@ def test_a_response_has_the_requested_outputs_in_declared_types(finish):
         "num_output_tokens": [2],
     }
     assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
-    assert list(wire.write(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
+    assert list(write_response(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
 
 
 def test_token_ids_and_offsets_of_all_samples_are_concatenated():
     call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
-    parts = [wire.SampleOutput("ab", None, [4, 5], [0, 1]), wire.SampleOutput("", None, [], [])]
-    found = [wire.write(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
+    parts = [SampleOutput("ab", None, [4, 5], [0, 1]), SampleOutput("", None, [], [])]
+    found = [write_response(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
     told = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
     assert told == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
     assert {value.dtype for name, value in found[0].items() if name != "text_output"} == {np.dtype(np.int32)}
@@ -288,10 +290,10 @@ ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulat
 
 def logprobs_of(call, told, sums, **options):
     parts = [
-        wire.SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
+        SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
         for one, total in zip(told, sums, strict=True)
     ]
-    outputs = wire.write(call, parts, prompt_token_ids=[1], **options)
+    outputs = write_response(call, parts, prompt_token_ids=[1], **options)
     assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
     return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
 
@@ -318,13 +320,13 @@ def test_logprobs_are_null_without_the_sampling_parameter():
 
 
 def test_a_control_request_stands_alone():
-    assert wire.question({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0}) == "pool_map"
-    assert wire.question({"stop_request": flag(True)}, {}) == "stop_request"
-    assert wire.question({"pool_map": flag(False), "text_input": text("x")}, {}) is None
-    assert wire.question({"text_input": text("x")}, {"max_tokens": 3}) is None
+    assert read_control_request({"pool_map": flag(True)}, {"x-tenant": "a", "sequence_id": 0}) == "pool_map"
+    assert read_control_request({"stop_request": flag(True)}, {}) == "stop_request"
+    assert read_control_request({"pool_map": flag(False), "text_input": text("x")}, {}) is None
+    assert read_control_request({"text_input": text("x")}, {"max_tokens": 3}) is None
 
 
-@pytest.mark.parametrize("asked", wire.CONTROL_REQUESTS)
+@pytest.mark.parametrize("asked", CONTROL_REQUESTS)
 @pytest.mark.parametrize(
     ("tensors", "parameters", "others", "named"),
     [
@@ -339,7 +341,7 @@ def test_a_control_request_stands_alone():
     ],
 )
 def test_inputs_beside_a_control_request_are_rejected_by_name(asked, tensors, parameters, others, named):
-    with pytest.raises(RequestError, match=f"{named}: means nothing beside {asked}; leave it out"):
-        wire.question({asked: flag(True)} | tensors, parameters, *others)
+    with pytest.raises(RequestError, match=f"{named}: has no effect with {asked}; leave it out"):
+        read_control_request({asked: flag(True)} | tensors, parameters, *others)
     with pytest.raises(RequestError, match="sequence_end=true: needs a sequence_id"):
-        wire.question({asked: flag(True)}, {"sequence_end": True})
+        read_control_request({asked: flag(True)}, {"sequence_end": True})

@@ -9,9 +9,9 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.engine import PoolMap
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server import wire
 from paged_backend.server.channel import ServerChannel
 from paged_backend.server.stream import Sample, Stream
+from paged_backend.server.wire.call import Call
 from paged_backend.text.detokenizer import Detokenizer
 from tests.support.in_process import WAIT, byte_tokenizer
 from tests.support.pb_utils import PB_UTILS
@@ -29,7 +29,7 @@ class Client:
         self.may_send.set()
         self.got = SimpleQueue()
         self.decoded = []
-        call = wire.Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
+        call = Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
         request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
         channel = ServerChannel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
         sample = Sample(Detokenizer(self.decode, [120], stop=stop), False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import wire
+from paged_backend.server.wire.read import read_call
 
 
 def text(value):
@@ -16,7 +16,7 @@ def flag(value):
 
 
 def read(parameters=None, timeout_us=0, **tensors):
-    return wire.read(tensors, parameters or {}, timeout_us)
+    return read_call(tensors, parameters or {}, timeout_us)
 
 
 def refusal(parameters=None, **tensors):

@@ -55,7 +55,7 @@ def test_invalid_tools_are_rejected(tools, reason):
 
 
 def test_tools_without_messages_are_rejected():
-    assert "tools: have a meaning with messages only" in refusal(text_input=text("x"), tools=text("[]"))
+    assert "tools: only supported together with messages" in refusal(text_input=text("x"), tools=text("[]"))
     assert "tools: not valid JSON" in refusal(**sent(TURNS) | {"tools": text("[")})
 
 

@@ -1,0 +1,57 @@
+"""A request as the client sent it, typed but not yet tokenized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged_backend.server.embedding import EmbeddingCall
+
+
+class SequenceControl(NamedTuple):
+    """Which session a request is a turn of, in Triton's terms: its sequence id, and whether it starts or ends it."""
+
+    id: int | str
+    start: bool
+    end: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request after `read_call`: types are checked, the model's limits are not.
+
+    Of `prompt`, `messages` and `input_ids` at most one is set; none is set where the request only ends a session.
+    """
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None  # a conversation for the model's chat template
+    sampling: dict[str, Any]
+    stream: bool
+    echo: bool  # whether the prompt comes before the output
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+    return_receipt: bool
+    timeout_us: int  # 0: none
+    sequence: SequenceControl | None = None
+    request_id: str = ""  # chosen by the client; need not be unique
+    return_logprobs: bool = False
+    return_cumulative_logprob: bool = False
+    input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
+    return_token_ids: bool = False
+    return_text_offsets: bool = False
+    embedding: EmbeddingCall | None = None  # set if the client wants an embedding of the prompt instead of text
+    tools: list[dict[str, Any]] | None = None  # with `messages` only
+    return_stop_reason: bool = False
+
+    @property
+    def only_ends_session(self) -> bool:
+        """Whether the request ends a session without a prompt."""
+        return self.prompt is None and self.messages is None and self.input_ids is None
+
+    @property
+    def prompt_field(self) -> str:
+        """The input tensor that the prompt came in."""
+        return "text_input" if self.prompt is not None else "messages" if self.messages is not None else "input_ids"
