@@ -21,9 +21,10 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.plan import Drawn
+from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.step_result import StepResult
 from paged_bench._report import Record, arguments, count, parser, publish
 from paged_bench._workload import DATASETS, lengths
 
@@ -72,17 +73,22 @@ def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> I
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.commit(plan, [drawn(sequence, rnd) for chunk in plan.chunks for sequence in chunk.draws])
+        scheduler.commit(plan, sampled(plan, rnd))
         step += 1
         if step % every == 0 and scheduler.stats.waiting:
             yield look(scheduler)
 
 
-def drawn(sequence: Sequence, rnd: random.Random) -> Drawn:
-    """Token 0; for a beam tokens that are each about as much less likely as in a language model that is fairly sure."""
-    width = sequence.request.sampling.beam_width
-    if width == 1:
-        return 0
+def sampled(plan: Plan, rnd: random.Random) -> StepResult:
+    """Return token 0 for each draw, and candidates for each live beam."""
+    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
+    widths = {draw: sequence.request.sampling.beam_width for draw, sequence in enumerate(draws)}
+    candidates = {draw: random_candidates(width, rnd) for draw, width in widths.items() if width > 1}
+    return StepResult([[0] for _ in draws], candidates=candidates)
+
+
+def random_candidates(width: int, rnd: random.Random) -> list[Candidate]:
+    """Return candidates whose probabilities fall about as fast as those of a fairly confident language model."""
     log_prob, row = -rnd.expovariate(1), []
     for token in range(2 * width):
         row.append(Candidate(token, log_prob))
@@ -199,7 +205,7 @@ def bookkeeping(steps: int) -> list[Record]:
                 started = time.perf_counter()
                 plan = scheduler.schedule()
                 assert plan is not None
-                scheduler.commit(plan, [0] * running)
+                scheduler.commit(plan, StepResult.of_tokens([0] * running))
                 took.append((time.perf_counter() - started) / running * 1e6)
             name = f"bookkeeping running={running} context={context}"
             records.append(Record(name, statistics.median(took[1:]), "us/sequence/step", target=3.0))

@@ -28,9 +28,10 @@ from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
 from paged_backend.scheduling.content import Chain, Entry, PrefixParent
-from paged_backend.scheduling.plan import Drawn, Plan
+from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.step_result import StepResult
 from paged_backend.utils.machine import use_single_thread
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -155,7 +156,7 @@ class InFlightStep:
     plan: Plan
     launched: LaunchedStep | Exception
 
-    def result(self) -> list[Drawn]:
+    def result(self) -> StepResult:
         """Waits for the device. Raises whatever went wrong."""
         if isinstance(self.launched, Exception):
             raise self.launched
@@ -426,7 +427,7 @@ class Engine:
 
     def _commit(self, flight: InFlightStep) -> list[TokenDelta]:
         try:
-            drawn = flight.result()
+            result = flight.result()
             self._write(flight.plan)
         except RunnerDied:
             raise
@@ -438,7 +439,7 @@ class Engine:
             failed = [flight.plan, *(later.plan for later in self._flights)]  # what came after has built on it
             self._flights.clear()
             return [delta for plan in failed for delta in self._scheduler.fail(plan, message)]
-        return self._scheduler.commit(flight.plan, drawn)
+        return self._scheduler.commit(flight.plan, result)
 
     def _stats(self) -> SchedulerStats:
         stats = self._scheduler.stats

@@ -26,7 +26,8 @@ from paged_backend.engine.rank import Failed, Ready, Start
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
 from paged_backend.models.tensor_parallel import TensorParallelGroup, pick_rank_device
-from paged_backend.scheduling.plan import Drawn, Plan
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.step_result import StepResult
 from paged_backend.utils.machine import find_python
 
 log = logging.getLogger("paged_llm")
@@ -181,7 +182,7 @@ class ParallelStep:
     launched: LaunchedStep
     runner: ParallelRunner
 
-    def result(self) -> list[Drawn]:
+    def result(self) -> StepResult:
         return self.runner.run_or_fail(self.launched.result)
 
 

@@ -59,7 +59,9 @@ class PackedBatch:
     uses_previous_step: bool  # whether anything stands for a token of the step before
     checks: tuple[DraftCheck, ...] = ()
     drafting: Drafting | None = None  # where guesses are made on the device
+    prompt_chunks: tuple[tuple[int, int], ...] = ()  # chunks with prompt log probabilities, and how many rows of each
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are wanted
+    hidden_chunks: tuple[int, ...] = ()  # the chunks that those rows belong to
     adapters: AdapterRows | None = None  # where any row goes through one
 
     @property
@@ -112,6 +114,7 @@ def pack(
         sample_rows = np.union1d(sample_rows, scored)
         draw_rows = np.searchsorted(sample_rows, drawn_from)
         sampling = replace(sampling, prompts=_prompts(chunks, np.searchsorted(sample_rows, scored)))
+    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.draws and chunk.embeds)
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(positions)[None],
@@ -130,7 +133,11 @@ def pack(
         uses_previous_step=bool((tokens < 0).any()),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
-        hidden_rows=_hidden_rows(chunks, row_ends),
+        prompt_chunks=tuple((index, len(chunk.scored)) for index, chunk in enumerate(chunks) if chunk.scored)
+        if plan.has_prompt_outputs
+        else (),
+        hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
+        hidden_chunks=hidden_chunks,
         adapters=_adapter_rows(plan, lengths) if plan.adapters else None,
     )
 
@@ -178,11 +185,6 @@ def _prompts(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptLogprobRows:
     counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
     tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
     return PromptLogprobRows(LogprobRows(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
-
-
-def _hidden_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Tensor | None:
-    rows = [end - 1 for chunk, end in zip(chunks, row_ends, strict=True) if not chunk.draws and chunk.embeds]
-    return torch.tensor(rows) if rows else None
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import HiddenState, Logprobs
 from paged_backend.execution.batch import DeviceUpload, DraftCheck, PackedBatch, UniformBatch, resolve_placeholders
 from paged_backend.execution.drafter import Drafter, fill
 from paged_backend.execution.forward import paged_logits
@@ -24,7 +26,8 @@ from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
 from paged_backend.sampling.sampler import TopLogprobs, compute_logprobs, resolve_tokens, sample, top_logprobs
-from paged_backend.scheduling.plan import Drawn, Plan, Scored, accept_draft_tokens
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
 
 log = logging.getLogger("paged_llm")
 
@@ -44,51 +47,79 @@ class LaunchedStep:
     beams: TopLogprobs | None
     scores: LogprobsTensors | None
     prompts: tuple[LogprobsTensors, ...]  # rows of prompts, in order
+    prompt_chunks: tuple[tuple[int, int], ...]  # the chunks of those rows, and how many rows of each
     checks: tuple[DraftCheck, ...]
     draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
+    hidden_chunks: tuple[int, ...]  # those chunks
     failed_rows: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
     arrived: torch.cuda.Event | None
 
-    def result(self) -> list[Drawn]:
-        """What each draw gave, in order. Waits for it: the one place where host and device meet."""
+    def result(self) -> StepResult:
+        """Wait for the step and return its results. The only place where the host waits for the device."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        tokens: list[int] = self.tokens.tolist()
-        broken = [row for row, token in enumerate(tokens) if token < 0] if tokens and min(tokens) < 0 else []
-        drawn: list[Drawn] = [*tokens]
-        for row, candidates in self.beams.by_row() if self.beams else ():
-            drawn[row] = candidates
+        sampled: list[int] = self.tokens.tolist()
+        tokens, draws = self._accepted_tokens(sampled)
+        not_finite = (
+            [draw for draw, accepted in enumerate(tokens) if accepted[-1] < 0] if min(sampled, default=0) < 0 else []
+        )
+        prompt_logprobs = self._prompt_logprobs()
+        hidden_states = self._hidden_states()
+        prompt_errors = {
+            chunk: _not_finite()
+            for chunk, rows in prompt_logprobs.items()
+            if not all(math.isfinite(row[0].logprob) for row in rows)
+        } | {chunk: _not_finite() for chunk, state in hidden_states.items() if not np.isfinite(state).all()}
+        return StepResult(
+            tokens=tokens,
+            logprobs=self._logprobs(tokens, draws),
+            candidates={draws[row]: candidates for row, candidates in self.beams.by_row()} if self.beams else {},
+            errors={draw: _not_finite() for draw in not_finite}
+            | {draws[row]: RequestError(ErrorCode.INVALID_ARGUMENT, reason) for row, reason in self.failed_rows},
+            prompt_logprobs=prompt_logprobs,
+            hidden_states=hidden_states,
+            prompt_errors=prompt_errors,
+        )
+
+    def _accepted_tokens(self, sampled: list[int]) -> tuple[list[list[int]], Sequence[int]]:
+        """Return the tokens of each draw, and the draw of each row. Without draft tokens every row is a draw."""
+        if not self.checks:
+            return [[token] for token in sampled], range(len(sampled))
         draft_ids = self.draft_ids.tolist() if self.draft_ids is not None else []
-        for draw, row, draft_tokens in self.checks:
-            count = len(draft_tokens)
-            checked = slice(draw, draw + 1 + count)
-            drawn[checked] = accept_draft_tokens(drawn[checked], draft_ids[row : row + count] or draft_tokens)
-            if broken and -1 in drawn[checked]:
-                drawn[draw] = _broken()
+        tokens: list[list[int]] = []
+        draws: list[int] = []
+        for check in (*self.checks, DraftCheck(len(sampled), 0, ())):
+            for token in sampled[len(draws) : check.draw]:
+                draws.append(len(tokens))
+                tokens.append([token])
+            if count := len(check.draft_tokens):
+                end = check.draw + count + 1
+                drafts = draft_ids[check.row : check.row + count] or check.draft_tokens
+                draws += [len(tokens)] * (count + 1)
+                tokens.append(accept_draft_tokens(sampled[check.draw : end], drafts))
+        return tokens, draws
+
+    def _logprobs(self, tokens: list[list[int]], draws: Sequence[int]) -> dict[int, list[Logprobs]]:
+        found: dict[int, list[Logprobs]] = {}
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():
-            token = drawn[row]
-            if isinstance(token, int):  # else a wrong guess led to it
-                drawn[row] = Scored(token, logprobs)
-        for row in broken:
-            if drawn[row] is not None:  # a wrong guess led to it
-                drawn[row] = _broken()
-        for row, reason in self.failed_rows:
-            drawn[row] = RequestError(ErrorCode.INVALID_ARGUMENT, reason)
-        if self.prompts:
-            drawn[:0] = [
-                logprobs if math.isfinite(logprobs[0].logprob) else _broken()
-                for part in self.prompts
-                for _, (logprobs,) in part.by_row()
-            ]
-        if self.hidden is not None:
-            drawn[:0] = [
-                array("f", row.tobytes()) if np.isfinite(row).all() else _broken() for row in self.hidden.numpy()
-            ]
-        return drawn
+            entries = found.setdefault(draws[row], [])
+            if len(entries) < len(tokens[draws[row]]):  # rows after a rejected draft token have no token
+                entries.append(logprobs)
+        return found
+
+    def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:
+        rows = (logprobs for part in self.prompts for _, (logprobs,) in part.by_row())
+        return {chunk: list(islice(rows, count)) for chunk, count in self.prompt_chunks}
+
+    def _hidden_states(self) -> dict[int, HiddenState]:
+        if self.hidden is None:
+            return {}
+        states = (array("f", row.tobytes()) for row in self.hidden.numpy())
+        return dict(zip(self.hidden_chunks, states, strict=True))
 
 
-def _broken() -> RequestError:
+def _not_finite() -> RequestError:
     return RequestError(ErrorCode.INTERNAL, BROKEN)
 
 
@@ -198,7 +229,19 @@ class Runner:
             arrived.record()
         constraints = packed.sampling.constraints
         failed_rows = constraints.mask.failed_rows if constraints and constraints.mask else ()
-        return LaunchedStep(tokens, beams, scores, prompts, packed.checks, draft_ids, hidden, failed_rows, arrived)
+        return LaunchedStep(
+            tokens,
+            beams,
+            scores,
+            prompts,
+            packed.prompt_chunks,
+            packed.checks,
+            draft_ids,
+            hidden,
+            packed.hidden_chunks,
+            failed_rows,
+            arrived,
+        )
 
     def _run(self, packed: PackedBatch) -> ForwardOutput:
         graphs = self._graphs

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from paged_backend.api.errors import RequestError
-from paged_backend.api.request import HiddenState, Logprobs
 from paged_backend.scheduling.adapter_slots import AdapterSlots, Load
-from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager, Copy, Move
 from paged_backend.scheduling.sequence import Group, Sequence
 
-
-class Scored(NamedTuple):
-    """A token whose request asked for log probabilities."""
-
-    token: int
-    logprobs: Logprobs
-
-
-# A token, or of a beam the likeliest ones, or why there is none; None: what a wrong guess led to. Before those of all
-# draws come the hidden states of chunks that embed, and then the log probabilities of prompts' tokens.
-Drawn = int | Scored | list[Candidate] | RequestError | HiddenState | Logprobs | None
 MOST_SCORED = 256  # rows of prompts in a step, whose logits take memory for each token of the vocabulary
 
 
@@ -54,14 +39,6 @@ class Chunk:
     def embeds(self) -> bool:
         """Whether the hidden state of its last token is what its request asks for."""
         return self.sequence.request.embeds and self.ends_all
-
-
-def accept_draft_tokens(drawn: list[Drawn], draft_tokens: Tokens[int]) -> list[Drawn]:
-    """Of what was drawn before each guess and after the last one, that which follows from no wrong guess."""
-    right = 0
-    while right < len(draft_tokens) and drawn[right] == draft_tokens[right]:
-        right += 1
-    return drawn[: right + 1] + [None] * (len(draft_tokens) - right)
 
 
 @dataclass(frozen=True)

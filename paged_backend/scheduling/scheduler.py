@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import cast
+from itertools import count
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
@@ -16,10 +15,11 @@ from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager, CacheHit
 from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.pins import Pins
-from paged_backend.scheduling.plan import Chunk, Costs, Draft, Drawn, Plan, Scored
+from paged_backend.scheduling.plan import Chunk, Costs, Draft, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 from paged_backend.scheduling.speculation import Proposer
 from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.step_result import StepResult
 from paged_backend.scheduling.tables import Demand, Tables
 from paged_backend.scheduling.waiting import WaitingQueue
 
@@ -263,9 +263,8 @@ class Scheduler:
                 if not is_beam:
                     sequence.tokens.append(-draws)
 
-    def commit(self, plan: Plan, drawn: Iterable[Drawn]) -> list[TokenDelta]:
-        """Book a step that ran, the oldest in flight: the hidden state of each chunk that embeds, then the log
-        probabilities of each token of a prompt that is scored, then what each draw gave, in the plan's order."""
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
+        """Book a step that ran, the oldest in flight."""
         self._in_flight -= 1
         self._steps += 1
         if self._pace:
@@ -275,12 +274,9 @@ class Scheduler:
         self.blocks.finish_moves_out(plan.moves_out)
         self.blocks.finish_moves_in(plan.moves_in)
         self.blocks.finish(plan.copies)
-        drawn = iter(drawn)
-        wanting = [chunk for chunk in plan.chunks if chunk.scored or chunk.ends_all] if plan.has_prompt_outputs else []
-        hidden = {chunk.sequence.key: next(drawn) for chunk in wanting if chunk.embeds}
-        scores = {chunk.sequence.key: list(islice(drawn, len(chunk.scored))) for chunk in wanting}
         deltas: list[TokenDelta] = []
-        for chunk in plan.chunks:
+        draw = 0
+        for index, chunk in enumerate(plan.chunks):
             group = self._running.get(chunk.sequence.request.key)
             if group and not chunk.sequence.ended:
                 group.blocks_new += chunk.blocks_new
@@ -289,36 +285,35 @@ class Scheduler:
                 for sequence in (chunk.sequence, *chunk.forks):  # who computed for others may have ended since
                     if not sequence.ended:
                         self._tables.seal(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
-            if wanting and group and not chunk.sequence.ended:
-                key = group.key
-                deltas += self._book_prompt(group, chunk, scores.get(key, []), hidden.get(key))
+            if plan.has_prompt_outputs and group and not chunk.sequence.ended:
+                deltas += self._commit_prompt(group, chunk, result, index)
             for sequence in chunk.draws:
-                token = next(drawn)
-                more = list(islice(drawn, len(chunk.draft_tokens))) if chunk.draft_tokens else []
-                if group is None or sequence.ended:  # since the step was planned
-                    continue
-                if isinstance(token, int):
-                    deltas.append(self._append(group, sequence, token, more))
-                elif isinstance(token, Scored):
-                    deltas.append(self._append_scored(group, sequence, token, more))
-                elif isinstance(token, list):
-                    deltas += self._rank(group, sequence, token)
-                elif isinstance(token, RequestError):
-                    deltas.append(self._lose(group, token))
-        assert next(drawn, None) is None, "more tokens than draws"
+                if group is not None and not sequence.ended:  # else it has ended since the step was planned
+                    deltas += self._commit_draw(group, sequence, result, draw, len(chunk.draft_tokens))
+                draw += 1
+        assert draw == len(result.tokens), f"{len(result.tokens)} results for {draw} draws"
         return deltas
 
-    def _book_prompt(self, group: Group, chunk: Chunk, scores: list[Drawn], hidden: Drawn) -> list[TokenDelta]:
+    def _commit_draw(
+        self, group: Group, sequence: Sequence, result: StepResult, draw: int, drafted: int
+    ) -> list[TokenDelta]:
+        if draw in result.errors:
+            return [self._lose(group, result.errors[draw])]
+        if group.beams:
+            return self._rank(group, sequence, result.candidates[draw])
+        return [self._append(group, sequence, result.tokens[draw], drafted, result.logprobs.get(draw))]
+
+    def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
         """What is wanted of a prompt itself, and the end of a request that wants nothing else."""
         deltas: list[TokenDelta] = []
-        if error := next((one for one in (*scores, hidden) if isinstance(one, RequestError)), None):
-            return [self._lose(group, error)]
+        if index in result.prompt_errors:
+            return [self._lose(group, result.prompt_errors[index])]
         if chunk.scored:
-            group.prompt_logprobs += cast("list[Logprobs]", scores)
+            group.prompt_logprobs += result.prompt_logprobs[index]
             if not group.unscored(0, chunk.sequence.num_prompt):
                 deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
         if chunk.ends_all:
-            deltas += self._end_prompt(group, cast("HiddenState | None", hidden))
+            deltas += self._end_prompt(group, result.hidden_states.get(index))
         return deltas
 
     def _end_prompt(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
@@ -550,27 +545,29 @@ class Scheduler:
         group.preempted_at = self._clock()
         self._waiting.add(group)
 
-    def _append(self, group: Group, sequence: Sequence, token: int, more: list[Drawn]) -> TokenDelta:
-        """more: what was drawn after guesses."""
+    def _append(
+        self, group: Group, sequence: Sequence, tokens: list[int], drafted: int, logprobs: list[Logprobs] | None
+    ) -> TokenDelta:
         request, first = sequence.request, sequence.committed
-        sequence.tokens[first] = token
-        finish = _finish(request, token, first + 1 - sequence.num_prompt)
-        tokens = [token]
-        if more:
-            accepted = sum(one is not None for one in more)
-            self._accepted_tokens += accepted
-            group.draft_tokens += len(more)
-            group.accepted_tokens += accepted
-            for one in more:
-                if finish or not isinstance(one, int):
-                    break
-                tokens.append(one)
-                finish = _finish(request, one, first + len(tokens) - sequence.num_prompt)
+        generated = first - sequence.num_prompt
+        finish = None
+        kept = 0
+        for token in tokens:
+            kept += 1
+            if finish := _finish(request, token, generated + kept):
+                break
+        sequence.tokens[first] = tokens[0]
+        if drafted:
+            self._accepted_tokens += len(tokens) - 1
+            group.draft_tokens += drafted
+            group.accepted_tokens += len(tokens) - 1
+            tokens = tokens[:kept]
             self._tables.accept(group, sequence, tokens)
             group.account.served += len(tokens) - 1  # the first was counted as the step was planned
         if finish:
             self._end(group, sequence)
-        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+        told = () if logprobs is None else tuple(logprobs[: len(tokens)])
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage, told)
 
     def _lose(self, group: Group, error: RequestError) -> TokenDelta:
         """One of its samples has come to where no token can follow. Where that is the model's fault, nobody is to find
@@ -583,12 +580,6 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.ended = True
         return TokenDelta(group.key, error=error)
-
-    def _append_scored(self, group: Group, sequence: Sequence, first: Scored, more: list[Drawn]) -> TokenDelta:
-        scored = [first, *(one for one in more if isinstance(one, Scored))]  # what follows a wrong guess is None
-        tokens: list[Drawn] = [one.token if isinstance(one, Scored) else one for one in more]
-        delta = self._append(group, sequence, first.token, tokens)
-        return delta._replace(logprobs=tuple(one.logprobs for one in scored[: len(delta.token_ids)]))
 
     def _rank(self, group: Group, sequence: Sequence, row: list[Candidate]) -> list[TokenDelta]:
         """Keep a live beam's candidates until every beam has its own; then fork those that go on in several ways, and

@@ -12,6 +12,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.engine import EngineDied, PoolMap
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.step_result import StepResult
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import Sessions
@@ -112,12 +113,12 @@ def test_pool_map_of_running_scheduler():
     scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
     scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
     plan = scheduler.schedule()
-    scheduler.commit(plan, [50, 60])
+    scheduler.commit(plan, StepResult.of_tokens([50, 60]))
     pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*".....222"]
     assert (pool.tokens, pool.stats.running) == (10, 1)
     plan = scheduler.schedule()
-    scheduler.commit(plan, [51, 61])
+    scheduler.commit(plan, StepResult.of_tokens([51, 61]))
     pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*"....1122"]
     assert pool.tokens == 8 + 3 + 3

@@ -17,7 +17,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import warm_up
 from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
-from paged_backend.scheduling.plan import Chunk, Plan, Scored
+from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from tests.support.in_process import tiny_assembly
 
@@ -143,9 +143,10 @@ def test_every_warm_up_plan_can_run(tiny):
     assembly = tiny_assembly(tiny[0])
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
-    graph_shapes = set()
+    returned = set()
     for plan in warm_up.warm_up_plans(EngineConfig.from_options(options), 256, 320):
-        drawn = assembly.runner.launch(pack(plan, block_size=size)).result()
-        assert len(drawn) == sum(len(chunk.scored) + 1 for chunk in plan.chunks)
-        graph_shapes |= set(map(type, drawn))
-    assert graph_shapes == {int, Scored, tuple}
+        result = assembly.runner.launch(pack(plan, block_size=size)).result()
+        assert len(result.tokens) == len(plan.chunks)
+        assert sum(map(len, result.prompt_logprobs.values())) == sum(len(chunk.scored) for chunk in plan.chunks)
+        returned |= {name for name, value in vars(result).items() if value}
+    assert returned == {"tokens", "logprobs", "prompt_logprobs"}

@@ -20,6 +20,7 @@ from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
+from paged_backend.scheduling.step_result import StepResult
 
 META = torch.device("meta")
 SAMPLINGS = [
@@ -65,7 +66,8 @@ def drawn(plan):
     """Anything, as if it had come to the host."""
     beams = [Candidate(token, -float(token)) for token in range(8)]
     draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
-    return [beams if one.request.sampling.beam_width > 1 else 1 for one in draws]
+    candidates = {index: beams for index, one in enumerate(draws) if one.request.sampling.beam_width > 1}
+    return StepResult([[1] for _ in draws], candidates=candidates)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
@@ -119,7 +121,7 @@ def test_drafting_and_verification_do_not_synchronize(model, recorded):
         plan = scheduler.schedule()
         launched = runner.launch(pack(plan, block_size=4, draft=True, uniform=runner.uniform))
         assert launched.tokens.device == META
-        scheduler.commit(plan, [one for chunk in plan.chunks for one in (1, *chunk.draft_tokens)])
+        scheduler.commit(plan, StepResult([[1, *chunk.draft_tokens] for chunk in plan.chunks]))
     prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # what is left to guess is nothing, one token and two
     assert replays == ([*prompts, *check, *last] if recorded else [])
 

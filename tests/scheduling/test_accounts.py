@@ -11,6 +11,7 @@ from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.step_result import StepResult
 
 
 class Served:
@@ -44,7 +45,8 @@ class Served:
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
                 self.tokens[self.tenants[chunk.sequence.key]] += prompt
-            deltas = self.sched.commit(plan, [1 for chunk in plan.chunks for _ in (*chunk.draws, *chunk.draft_tokens)])
+            tokens = [[1] * (1 + len(chunk.draft_tokens)) for chunk in plan.chunks for _ in chunk.draws]
+            deltas = self.sched.commit(plan, StepResult(tokens))
             for delta in deltas:
                 self.tokens[self.tenants[delta.key]] += len(delta.token_ids)
             self.ended += [delta.key for delta in deltas if delta.finish]

@@ -9,6 +9,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.adapter_slots import AdapterSlots, Load
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.step_result import StepResult
 
 
 def adapter(name):
@@ -81,11 +82,11 @@ def test_failed_step_reloads_its_adapters():
     sched.add(request(1, "a"))
     plan = sched.schedule()
     assert [load.adapter.name for load in plan.loads] == ["a"]
-    sched.commit(plan, [5])
+    sched.commit(plan, StepResult.of_tokens([5]))
     plan = sched.schedule()
     assert plan.loads == () and plan.adapters == {b"a": 0}
     sched.abort(1)
-    sched.commit(plan, [5])
+    sched.commit(plan, StepResult.of_tokens([5]))
     sched.check()
 
 
@@ -95,8 +96,8 @@ def test_plan_without_adapters_has_no_adapter_slots():
         sched.add(request(key, name, max_tokens=1 + key))
     plan = sched.schedule()
     assert plan.adapters == {b"a": 0}
-    sched.commit(plan, [5, 6])
-    sched.commit(sched.schedule(), [7])
+    sched.commit(plan, StepResult.of_tokens([5, 6]))
+    sched.commit(sched.schedule(), StepResult.of_tokens([7]))
     sched.add(request(2))
     assert sched.schedule().adapters == {}
 
@@ -105,12 +106,12 @@ def test_adapter_requests_do_not_overtake_one_waiting_for_a_slot():
     """Else those who keep the slot in use could come for ever. Whoever has none passes."""
     sched = scheduler()
     sched.add(request(0, "a", max_tokens=2))
-    sched.commit(sched.schedule(), [5])
+    sched.commit(sched.schedule(), StepResult.of_tokens([5]))
     for key, name in ((1, "b"), (2, "a"), (3, None)):
         sched.add(request(key, name, max_tokens=4))
     plan = sched.schedule()
     assert [chunk.sequence.key for chunk in plan.chunks] == [0, 3]
-    sched.commit(plan, [5, 5])  # the first has ended
+    sched.commit(plan, StepResult.of_tokens([5, 5]))  # the first has ended
     plan = sched.schedule()
     assert [chunk.sequence.key for chunk in plan.chunks] == [3, 1]
     assert [load.adapter.name for load in plan.loads] == ["b"]
@@ -121,7 +122,7 @@ def run(sched):
     """One step; the keys of those who computed."""
     plan = sched.schedule()
     sched.check()
-    sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+    sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.draws]))
     sched.check()
     return {chunk.sequence.key for chunk in plan.chunks}
 
@@ -184,7 +185,7 @@ def test_request_in_flight_is_preempted_after_commit():
     assert {chunk.sequence.key for chunk in second.chunks} == {0}
     assert sched.needs_results
     for plan in (first, second):
-        sched.commit(plan, [5])
+        sched.commit(plan, StepResult.of_tokens([5]))
     assert run(sched) == {1}
 
 
@@ -207,6 +208,6 @@ def test_random_priorities_and_adapters_answer_every_request(seed):
                 for one in sched.running:
                     first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None
                 assert all(one.priority <= first.priority for one in first_users.values())
-            deltas = sched.commit(plan, [5 for chunk in plan.chunks for _ in chunk.draws])
+            deltas = sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.draws]))
             answered += [delta.key for delta in deltas if delta.finish]
     assert sorted(answered) == list(range(40))

@@ -14,6 +14,7 @@ from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
+from paged_backend.scheduling.step_result import StepResult
 
 EOS = 7
 
@@ -39,7 +40,7 @@ def step(sched, token=1):
     """One step in which every sampling chunk draws `token`."""
     plan = sched.schedule()
     sched.check()
-    deltas = sched.commit(plan, [token for chunk in plan.chunks for _ in chunk.draws])
+    deltas = sched.commit(plan, StepResult.of_tokens(token for chunk in plan.chunks for _ in chunk.draws))
     sched.check()
     return plan, deltas
 
@@ -110,7 +111,7 @@ def test_newest_request_is_preempted_when_pool_is_exhausted():
     while sched.has_work:
         plan = sched.schedule()
         sched.check()
-        deltas = sched.commit(plan, [next(token) for chunk in plan.chunks for _ in chunk.draws])
+        deltas = sched.commit(plan, StepResult.of_tokens(next(token) for chunk in plan.chunks for _ in chunk.draws))
         sched.check()
         for delta in deltas:
             outputs[delta.key] += delta.token_ids
@@ -249,7 +250,7 @@ def test_random_load_answers_every_request_and_frees_every_block(seed, blocks, s
             continue
         assert plan.num_tokens <= sched.max_num_batched_tokens
         assert len(plan.chunks) <= sched.max_num_seqs
-        for delta in sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws]):
+        for delta in sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.draws)):
             open_requests[delta.key] -= 1
             assert (delta.finish is not None) == (open_requests[delta.key] == 0)
             if delta.finish:
@@ -308,7 +309,7 @@ def test_no_chunk_is_scheduled_after_last_token_in_flight():
     sched.add(request(1, prompt=2, max_tokens=2))
     flights = [sched.schedule(), sched.schedule()]
     assert [shape(plan) for plan in flights] == [[(0, 0, 2, True), (1, 0, 2, True)], [(1, 2, 1, True)]]
-    sched.commit(flights[0], [1, 1])
+    sched.commit(flights[0], StepResult.of_tokens([1, 1]))
     assert sched.schedule() is None
 
 
@@ -337,7 +338,7 @@ def test_usage_excludes_chunks_of_finished_sequences(prompt, last, n):
                 done, drawn = flights.pop(0), drawn + 1
                 draws = [one for chunk in done.chunks for one in chunk.draws]
                 tokens = [EOS if drawn >= last + one.index else 1 for one in draws]
-                found += [delta.usage for delta in sched.commit(done, tokens)]
+                found += [delta.usage for delta in sched.commit(done, StepResult.of_tokens(tokens))]
         sched.check()
         return found
 
@@ -366,7 +367,7 @@ def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5
         assert chunks[0][0] == 0, "decode comes first"
         fed.append(plan.num_tokens - 1)
         now[0] += overhead + plan.num_tokens * seconds_per_token(number)
-        sched.commit(plan, [1 for chunk in plan.chunks for _ in chunk.draws])
+        sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.draws))
         sched.check()
     return fed
 

@@ -418,9 +418,9 @@ def test_sample_ending_during_shared_prefill():
     one = request(0, range(100, 109), max_tokens=6, n=3)
     sched.add(one)
     plan = sched.schedule()
-    drawn = store.run(plan)
+    result = store.run(plan)
     assert sched.end(0, 0)
-    deltas = sched.commit(plan, drawn)
+    deltas = sched.commit(plan, result)
     sched.check()
     assert [delta.sample for delta in deltas] == [1, 2]
     assert sched.blocks.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt

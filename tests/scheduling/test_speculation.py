@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 from paged_backend.api.config import ConfigError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.plan import accept_draft_tokens
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.speculation import PromptLookup, propose_placeholders
+from paged_backend.scheduling.step_result import accept_draft_tokens
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
@@ -121,7 +121,7 @@ def test_no_device_drafts_with_penalties():
 
 @pytest.mark.parametrize(
     ("drawn", "draft_tokens", "expected"),
-    [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9, None]), ([9, 2, 3], [1, 2], [9, None, None])],
+    [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9]), ([9, 2, 3], [1, 2], [9])],
 )
 def test_tokens_after_rejected_draft_are_dropped(drawn, draft_tokens, expected):
     assert accept_draft_tokens(drawn, draft_tokens) == expected

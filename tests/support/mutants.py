@@ -30,6 +30,7 @@ BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN, WAITING, ACCOUN
     )
 )
 SESSIONS = "server/sessions.py"
+RESULT = "scheduling/step_result.py"
 REQUEST, DISK = "api/request.py", "memory/disk.py"
 
 MUTANTS = {  # (file, what is right, what is not)
@@ -224,7 +225,11 @@ MUTANTS = {  # (file, what is right, what is not)
         "if not (self._in_flight and sequence.has_all):",
         "if True:",
     ),
-    "what is drawn after the end counts": (SCHEDULER, "if group is None or sequence.ended:", "if group is None:"),
+    "what is drawn after the end counts": (
+        SCHEDULER,
+        "if group is not None and not sequence.ended:",
+        "if group is not None:",
+    ),
     "what was computed after the end is known": (SCHEDULER, "if not sequence.ended:", "if True:"),
     "who computes for others books for nobody once it has ended": (
         SCHEDULER,
@@ -243,7 +248,7 @@ MUTANTS = {  # (file, what is right, what is not)
         "            self._tables.seal(sequence, chunk.start + chunk.length)\n",
     ),
     # guesses
-    "what follows a wrong guess is taken": (PLAN, "drawn[right] == draft_tokens[right]:", "True:"),
+    "what follows a wrong guess is taken": (RESULT, "sampled[accepted] == draft_tokens[accepted]:", "True:"),
     "the keys of wrong guesses count": (
         TABLES,
         "        sequence.computed = sequence.committed + len(tokens) - 1\n",

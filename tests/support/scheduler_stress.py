@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import PINNED, BlockManager
-from paged_backend.scheduling.plan import Costs, Drawn, Plan
+from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
+from paged_backend.scheduling.step_result import StepResult
 from tests.support.pool_state import everything
 from tests.support.shadow import ShadowStore, alone, alone_with_beams
 
@@ -97,7 +99,7 @@ class StressTest:
         self.past: list[list[int]] = []  # prompts
         self.gone: list[tuple[int, int]] = []
         self.left = 25
-        self.flights: list[tuple[Plan, list[Drawn] | None]] = []
+        self.flights: list[tuple[Plan, StepResult | None]] = []
 
     def run(self, steps=5000) -> None:
         for _ in range(steps):
@@ -229,10 +231,10 @@ class StressTest:
         self.seen["nobody finds room"] += self.sched.has_work
 
     def launch(self, plan: Plan, fails: str | None) -> None:
-        drawn = None if fails == "at once" else self.store.run(plan)
-        if drawn and self.rnd.random() < 0.01:
-            drawn = self.lose(plan, drawn)
-        self.flights.append((plan, None if fails else drawn))
+        result = None if fails == "at once" else self.store.run(plan)
+        if result and result.tokens and self.rnd.random() < 0.01:
+            result = self.lose(plan, result)
+        self.flights.append((plan, None if fails else result))
 
     def count_blocks(self) -> None:
         """Between steps tables are as long as their tokens need, and the pool holds nothing else."""
@@ -242,22 +244,20 @@ class StressTest:
         only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
-    def lose(self, plan: Plan, drawn: list[Drawn]) -> list[Drawn]:
+    def lose(self, plan: Plan, result: StepResult) -> StepResult:
         """The same, but for the logits of one row, which are no numbers."""
-        first, rows = 0, []
+        first, draws = 0, []
         for chunk in plan.chunks:
             if chunk.draws:
-                rows.append(first)
-            first += len(chunk.draws) + len(chunk.draft_tokens)
-        changed = list(drawn)
-        if rows:
-            changed[self.rnd.choice(rows)] = RequestError(ErrorCode.INTERNAL, "not a number")
-        return changed
+                draws.append(first)
+            first += len(chunk.draws)
+        error = RequestError(ErrorCode.INTERNAL, "not a number")
+        return replace(result, errors={self.rnd.choice(draws): error}) if draws else result
 
     def settle(self) -> None:
         """The oldest step is committed, or it and the one that has built on it fail."""
-        plan, drawn = self.flights.pop(0)
-        if drawn is None:
+        plan, result = self.flights.pop(0)
+        if result is None:
             for failed in (plan, *(later for later, _ in self.flights)):
                 for delta in self.sched.fail(failed, "out of order"):
                     self.forget(delta.key)
@@ -265,7 +265,7 @@ class StressTest:
                 self.did("a step that fails")
             self.flights.clear()
             return
-        for delta in self.sched.commit(plan, drawn):
+        for delta in self.sched.commit(plan, result):
             if delta.error:
                 self.seen["a row that is lost"] += 1
                 self.forget(delta.key)

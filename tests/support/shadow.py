@@ -11,9 +11,10 @@ from hashlib import blake2b
 from paged_backend.api.request import GenerateRequest, Origin
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain, Key
-from paged_backend.scheduling.plan import Drawn, Plan, accept_draft_tokens
+from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
 
 
 def extend(digest: bytes, token: int) -> bytes:
@@ -67,16 +68,18 @@ class ShadowStore:
     def __init__(self, scheduler: Scheduler, vocab: int):
         self._blocks = scheduler.blocks
         self._vocab = vocab
-        self._last: list[Drawn] = []  # what the step before drew
+        self._last: list[int] = []  # the rows that the step before sampled
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
         self.strangers = 0  # times that a file of this key was of others
         self.disk: dict[Key, tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}  # whose tokens, and the slots
 
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: Plan) -> StepResult:
         self._copy(plan)
-        drawn: list[Drawn] = []
+        rows: list[int] = []
+        tokens: list[list[int]] = []
+        found: dict[int, list[Candidate]] = {}
         for chunk in plan.chunks:
             digest, checked = self._read(chunk.sequence, chunk.start), []
             for position in range(chunk.start, chunk.start + chunk.length):
@@ -84,16 +87,17 @@ class ShadowStore:
                     checked.append(draw(digest, chunk.sequence.seed, self._vocab))
                 digest = extend(digest, self._token(chunk.sequence, position))
                 self.slots[self._slot(chunk.sequence, position)] = digest
-            if chunk.sequence.request.sampling.beam_width > 1:
-                drawn += [candidates(digest, self._vocab) for _ in chunk.draws]
-            else:
-                last = [draw(digest, sequence.seed, self._vocab) for sequence in chunk.draws]
-                drawn += accept_draft_tokens(checked + last, chunk.draft_tokens) if chunk.draft_tokens else last
+            for sequence in chunk.draws:
+                if sequence.request.sampling.beam_width > 1:
+                    found[len(tokens)] = candidates(digest, self._vocab)
+                sampled = [*checked, draw(digest, sequence.seed, self._vocab)]
+                rows += sampled
+                tokens.append(accept_draft_tokens(sampled, chunk.draft_tokens))
         # Only now: a row may not read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)
-        self._last = drawn
-        return drawn
+        self._last = rows
+        return StepResult(tokens, candidates=found)
 
     def spill(self, most: int) -> int:
         """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
@@ -129,9 +133,7 @@ class ShadowStore:
         """A token, or what stands for one that is not committed yet."""
         token = sequence.tokens[position]
         if token < 0:
-            last = self._last[-1 - token]
-            assert isinstance(last, int)
-            return last
+            return self._last[-1 - token]
         return token
 
     def _copy(self, plan: Plan) -> None:

@@ -1,0 +1,43 @@
+"""The results of one step, as the runner hands them to the scheduler. Integers and floats only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import HiddenState, Logprobs
+from paged_backend.scheduling.beam_search import Candidate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step returned, by draw or by chunk of its plan.
+
+    A draw is one sequence in one chunk's `draws`; draws are numbered from 0 over all chunks, in the plan's order.
+    The mappings hold only draws and chunks that have such a value.
+    """
+
+    tokens: Sequence[list[int]]  # by draw: the sampled token; or the accepted draft tokens, then the bonus token
+    logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by draw: one entry per token
+    candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by draw, for live beams
+    errors: Mapping[int, RequestError] = field(default_factory=dict)  # by draw: why it has no token
+    prompt_logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by chunk: one per scored position
+    hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
+    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of those two is missing
+
+    @classmethod
+    def of_tokens(cls, tokens: Iterable[int]) -> StepResult:
+        """Return a result with one sampled token for each draw and nothing else."""
+        return cls([[token] for token in tokens])
+
+
+def accept_draft_tokens(sampled: Sequence[int], draft_tokens: Sequence[int]) -> list[int]:
+    """Return the tokens that verification accepts: `sampled` up to and including the first that differs from its draft.
+
+    sampled: the token sampled before each draft token, and the one after the last (the bonus token).
+    """
+    accepted = 0
+    while accepted < len(draft_tokens) and sampled[accepted] == draft_tokens[accepted]:
+        accepted += 1
+    return list(sampled[: accepted + 1])
