@@ -1,7 +1,9 @@
-"""Python client of the paged LLM backend: `Client`, `AsyncClient` and what they return and raise."""
+"""Python client of the paged LLM backend: `Client`, `AsyncClient`, and their result and exception types."""
 
-from client.async_client import AsyncClient, AsyncStream
-from client.sync_client import Client, Stream
+from client.async_client import AsyncClient
+from client.async_stream import AsyncStream
+from client.sync_client import Client
+from client.sync_stream import Stream
 from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
 
 __all__ = [

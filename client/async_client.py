@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from types import TracebackType
-from typing import Protocol
 
 from client.async_conversation import AsyncConversation
-from client.stream import Cancellable, StreamBase
+from client.async_stream import AsyncStream, AsyncTransport
 from client.sync_client import DEFAULT_URLS
-from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
+from client.types import Adapter, Completion, Embedding, PagedError, PoolMap
 from client.wire import (
     ADAPTERS_REQUEST,
     POOL_MAP_REQUEST,
@@ -32,73 +31,8 @@ from client.wire import (
 )
 
 
-class AsyncResponses(Cancellable, Protocol):
-    async def next(self) -> Fields | None:
-        """Wait for the next response; None after the last. Raises PagedError."""
-
-
-class AsyncStream(StreamBase):
-    """One streaming request: an asynchronous iterator of Delta, and a context manager that cancels.
-
-    The request is sent when the iteration starts. Leaving the `async with` block, `cancel()`, cancelling the
-    task that iterates and dropping the last reference (a `break` out of `async for`) end it on the server.
-    """
-
-    def __init__(self, responses: AsyncResponses) -> None:
-        super().__init__(responses)
-        self._next = responses.next
-
-    def __aiter__(self) -> AsyncStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Raises PagedError, once, where the request failed; a cancelled stream just ends."""
-        while not self._deltas:
-            fields = None if self._ended else await self._receive()
-            if fields is None:
-                raise StopAsyncIteration
-            self._deltas.extend(self._transcript.add(fields))
-        return self._deltas.popleft()
-
-    async def _receive(self) -> Fields | None:
-        try:
-            fields = await self._next()
-        except PagedError as error:
-            self._end(error)
-            return None
-        except asyncio.CancelledError:
-            if self.completion is None:  # the task was cancelled; else it is how cancel() wakes the reader
-                self.cancel()
-                raise
-            return None
-        if fields is None:
-            self._end()
-        return fields
-
-    async def aclose(self) -> None:
-        self.cancel()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class AsyncTransport(Protocol):
-    """One protocol's way to one model of one server. Connects when first used, in that event loop."""
-
-    must_stream: bool  # even where the whole answer is wanted at once
-
-    def open(self, values: Values, request_id: str, timeout: float | None) -> AsyncResponses: ...
-
-    async def close(self) -> None: ...
-
-
 def _transport(url: str, model: str, protocol: str) -> AsyncTransport:
-    # Imported on use: either takes longer to load than all the rest.
+    # Imported on use: grpc and aiohttp take longer to import than the rest of the client.
     if protocol == "grpc":
         from client.async_grpc import GrpcTransport
 
@@ -109,7 +43,7 @@ def _transport(url: str, model: str, protocol: str) -> AsyncTransport:
 
 
 class AsyncClient:
-    """A client of one served model, for one event loop and any number of concurrent requests.
+    """A client of one served model. It belongs to one event loop and takes any number of concurrent requests.
 
     Args:
         url, model, protocol: as for Client.
@@ -129,7 +63,7 @@ class AsyncClient:
         timeout: float | None = None,
         **sampling: object,
     ) -> Completion:
-        """The whole answer; see Client.generate."""
+        """Generate a completion and return it when it is complete; see Client.generate."""
         values = request_values(prompt, messages, sampling, stream=self._transport.must_stream and may_stream(sampling))
         async with self._open(values, request_id, timeout) as stream:
             async for _ in stream:
@@ -147,11 +81,11 @@ class AsyncClient:
         timeout: float | None = None,
         **sampling: object,
     ) -> AsyncStream:
-        """A request whose answer arrives piece by piece; see Client.stream. Sent when iterated."""
+        """Return the output of a request as a stream; see Client.stream. The request is sent when it is iterated."""
         return self._open(request_values(prompt, messages, sampling, stream=True), request_id, timeout)
 
     def conversation(self, **sampling: object) -> AsyncConversation:
-        """A session of its own on the server; see Client.conversation."""
+        """Return a new session; see Client.conversation."""
         return AsyncConversation(self, sampling)
 
     async def pool_map(self, *, timeout: float | None = None) -> PoolMap:
@@ -181,18 +115,24 @@ class AsyncClient:
     async def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
         responses = self._transport.open(values, request_id, check_timeout(timeout))
         try:
-            answer = await responses.next()
+            response = await responses.next()
             with suppress(PagedError):
-                await responses.next()
+                await responses.next()  # read the end, as Client._ask does
         finally:
             responses.cancel()
-        return answer
+        return response
+
+    def with_transport(self, wrap: Callable[[AsyncTransport], AsyncTransport]) -> AsyncClient:
+        """Return a client of the same server whose transport is `wrap` of this one's."""
+        client = copy(self)
+        client._transport = wrap(self._transport)
+        return client
 
     def _open(self, values: Values, request_id: str, timeout: float | None) -> AsyncStream:
         return AsyncStream(self._transport.open(values, request_id, check_timeout(timeout)))
 
     async def close(self) -> None:
-        """Let go of the connection. Streams that are still open end."""
+        """Close the connection. Open streams end."""
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:

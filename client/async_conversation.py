@@ -1,53 +1,63 @@
-"""A conversation that the server remembers, for asyncio."""
+"""Sessions of the asyncio client: conversations whose messages and KV cache the server keeps."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from client.async_stream import AsyncResponses, AsyncStream, AsyncTransport
 from client.conversation import RETRY_INTERVAL, SESSION_NOT_FOUND, ConversationBase
 from client.types import Completion, PagedError
 from client.wire import Fields, Message, Prompt, Values
 
-if TYPE_CHECKING:
-    from client.async_client import AsyncClient, AsyncResponses, AsyncStream, AsyncTransport
+
+class AsyncGenerator(Protocol):
+    """The methods of AsyncClient that a session uses."""
+
+    async def generate(
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+    ) -> Completion: ...
+
+    def stream(
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+    ) -> AsyncStream: ...
+
+    def with_transport(self, wrap: Callable[[AsyncTransport], AsyncTransport]) -> AsyncGenerator: ...
 
 
 class AsyncConversation(ConversationBase):
-    """A session, as `Conversation`: an asynchronous context manager that ends it."""
+    """A session, as `Conversation` is one: an asynchronous context manager that ends it on exit."""
 
-    def __init__(self, client: AsyncClient, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, client: AsyncGenerator, sampling: Mapping[str, Any]) -> None:
         super().__init__(sampling)
-        self._client = copy(client)
-        self._client._transport = _Patient(client._transport, self._should_retry)
+        self._client = client.with_transport(lambda transport: _RetryingTransport(transport, self._should_retry))
 
     async def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
-        """The whole answer to the next turn. Arguments and errors are those of `AsyncClient.generate`."""
-        turn = self._turn(sampling)
+        """Run the next turn and return its completion. Arguments and errors are those of `AsyncClient.generate`."""
+        turn = self._next_turn(sampling)
         with self._track_turn():
             return await self._client.generate(prompt, messages=messages, **turn)
 
     def stream(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> AsyncStream:
-        """The next turn, piece by piece. Arguments and errors are those of `AsyncClient.stream`."""
-        self._last = stream = self._client.stream(prompt, messages=messages, **self._turn(sampling))
+        """Run the next turn as a stream. Arguments and errors are those of `AsyncClient.stream`."""
+        self._last = stream = self._client.stream(prompt, messages=messages, **self._next_turn(sampling))
         return stream
 
     async def close(self) -> None:
-        """Let the server forget it."""
-        end = self._end()
+        """End the session on the server."""
+        end = self._end_parameters()
         if end:
             try:
                 await self._client.generate("", **end)
             except PagedError as error:
-                if SESSION_NOT_FOUND not in error.message:  # it has expired
+                if SESSION_NOT_FOUND not in error.message:  # a session that has expired needs no end
                     raise
 
     async def __aenter__(self) -> AsyncConversation:
@@ -59,28 +69,28 @@ class AsyncConversation(ConversationBase):
         if error is None:
             await self.close()
             return
-        with suppress(PagedError):  # the error that is under way says more
+        with suppress(PagedError):  # the exception that is propagating is more informative
             await self.close()
 
 
-class _Patient:
-    """A transport that asks again where `again` says so of the error that came first."""
+class _RetryingTransport:
+    """A transport that sends a request again if `should_retry` returns true for its error."""
 
-    def __init__(self, transport: AsyncTransport, again: Callable[[PagedError], bool]) -> None:
+    def __init__(self, transport: AsyncTransport, should_retry: Callable[[PagedError], bool]) -> None:
         self.must_stream = transport.must_stream
         self.close = transport.close
         self._transport = transport
-        self._should_retry = again
+        self._should_retry = should_retry
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> AsyncResponses:
-        return _PatientResponses(lambda: self._transport.open(values, request_id, timeout), self._should_retry)
+        return _RetryingResponses(lambda: self._transport.open(values, request_id, timeout), self._should_retry)
 
 
-class _PatientResponses:
-    def __init__(self, ask: Callable[[], AsyncResponses], again: Callable[[PagedError], bool]) -> None:
-        self._ask = ask
-        self._should_retry = again
-        self._responses = ask()
+class _RetryingResponses:
+    def __init__(self, send: Callable[[], AsyncResponses], should_retry: Callable[[PagedError], bool]) -> None:
+        self._send = send
+        self._should_retry = should_retry
+        self._responses = send()
         self._cancelled = False
 
     async def next(self) -> Fields | None:
@@ -93,7 +103,7 @@ class _PatientResponses:
             await asyncio.sleep(RETRY_INTERVAL)
             if not self._cancelled:
                 self._responses.cancel()
-                self._responses = self._ask()
+                self._responses = self._send()
         return None
 
     def cancel(self) -> None:

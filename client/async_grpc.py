@@ -1,4 +1,4 @@
-"""The asyncio client's gRPC side: one channel, one call for each request."""
+"""The gRPC transport of the asyncio client: one channel, and one call for each request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GrpcTransport:
         return self._stub.ModelStreamInfer(_once(request), timeout=timeout)
 
     def _connect(self) -> None:
-        # Not in __init__: a channel belongs to the event loop that it was made in.
+        # Not in __init__: a channel belongs to the event loop that it is created in.
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -63,7 +63,7 @@ class GrpcResponses:
             return None
         if response.error_message:
             with suppress(grpc.RpcError):
-                await self._call.read()  # the end of the call: see read_fields
+                await self._call.read()  # read the end of the call: see read_fields
         return grpc_wire.read_fields(response)
 
     def cancel(self) -> None:

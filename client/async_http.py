@@ -1,4 +1,4 @@
-"""The asyncio client's HTTP side, on aiohttp. Closing a response cancels its request."""
+"""The HTTP transport of the asyncio client, with aiohttp. Closing a response cancels its request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class HttpTransport:
 
     async def post(self, body: bytes, timeout: float | None) -> Any:
         if self._session is None:
-            # limit=0: aiohttp would hold back all but the first hundred streams. force_close: a kept
-            # connection may be one that the server has meanwhile closed.
+            # limit=0: by default aiohttp queues all but 100 requests. force_close: the server may have closed a
+            # connection that was kept alive.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
         limit = aiohttp.ClientTimeout(total=timeout)
@@ -53,7 +53,7 @@ class HttpResponses:
     async def next(self) -> Fields | None:
         with _transport_errors(self):
             if self._posting is None:
-                # A task of its own, so that cancel() can end the wait for the first response too.
+                # In its own task, so that cancel() can also end the wait for the first response.
                 self._posting = asyncio.ensure_future(self._post())
                 await self._posting
             while not self._events:
@@ -77,7 +77,7 @@ class HttpResponses:
 
 @contextmanager
 def _transport_errors(responses: HttpResponses) -> Iterator[None]:
-    """Name what went wrong below, and leave no connection behind."""
+    """Convert transport errors to PagedError, and close the connection after any error."""
     try:
         yield
     except PagedError:
@@ -85,7 +85,7 @@ def _transport_errors(responses: HttpResponses) -> Iterator[None]:
         raise
     except (TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
         responses.cancel()
-        raise PagedError("DEADLINE_EXCEEDED", "the time limit of the request ran out") from None
+        raise PagedError("DEADLINE_EXCEEDED", "the request timed out") from None
     except (OSError, aiohttp.ClientError) as error:
         responses.cancel()
         raise PagedError("UNAVAILABLE", f"{responses.url}: {type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""A conversation that the server remembers: what the synchronous and the asyncio one have in common, and the former."""
+"""Sessions: conversations whose messages and KV cache the server keeps. The base class and the synchronous one."""
 
 from __future__ import annotations
 
@@ -7,115 +7,126 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from client.stream import StreamBase
+from client.sync_stream import Stream
 from client.types import Completion, PagedError
 from client.wire import Message, Prompt
 
-if TYPE_CHECKING:
-    from client.sync_client import Client, Stream
-
-Answer = TypeVar("Answer")
-PATIENCE, RETRY_INTERVAL = 10.0, 0.02  # seconds
-BUSY, SESSION_NOT_FOUND = "its last turn is not answered yet", "no such session"  # in the server's words
+T = TypeVar("T")
+RETRY_SECONDS, RETRY_INTERVAL = 10.0, 0.02
+SESSION_BUSY, SESSION_NOT_FOUND = "its last turn is not answered yet", "no such session"  # in server error messages
 
 
 class ConversationBase:
-    """Which turn is next, and how the last one ended."""
+    """The state of a session: whether it was started on the server, and how its last turn ended."""
 
     def __init__(self, sampling: Mapping[str, Any]) -> None:
         self._sampling = dict(sampling)
-        self._begun = False
+        self._started = False
         self._last: StreamBase | None = None
-        self._broken_off = False  # whether the last turn had no stream, and no answer either
-        self._cancelled = False  # whether the last turn was: the server may be a moment behind
-        self._deadline = 0.0  # until when the next one is asked again because of that
+        self._generate_failed = False  # whether the last turn was a `generate` that raised
+        self._cancelled = False  # whether the last turn was cancelled, which the server may not have noticed yet
+        self._retry_until = 0.0  # while _cancelled, the next turn is retried until then
         self.sequence_id = secrets.randbelow(2**63 - 1) + 1
 
-    def _turn(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._last.completion if self._last else None
-        cancelled = answer is not None and answer.finish_reason == "cancelled"
-        self._begun |= answer is not None and not cancelled
-        self._cancelled, self._last, self._broken_off = cancelled or self._broken_off, None, False
-        self._deadline = time.monotonic() + PATIENCE
+    def _next_turn(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters of the next turn."""
+        last = self._last.completion if self._last else None
+        cancelled = last is not None and last.finish_reason == "cancelled"
+        self._started |= last is not None and not cancelled
+        self._cancelled, self._last, self._generate_failed = cancelled or self._generate_failed, None, False
+        self._retry_until = time.monotonic() + RETRY_SECONDS
         return {
             **self._sampling,
             **sampling,
             "sequence_id": self.sequence_id,
-            "sequence_start": not self._begun,
+            "sequence_start": not self._started,
         }
 
     @contextmanager
     def _track_turn(self) -> Iterator[None]:
-        """Around a turn without a stream, which may be broken off by a time limit or with its task."""
+        """Record the result of a `generate`, which a timeout or the cancellation of its task may end."""
         try:
             yield
         except BaseException:
-            self._broken_off = True
+            self._generate_failed = True
             raise
-        self._begun = True
+        self._started = True
 
-    def _end(self) -> dict[str, Any] | None:
-        """What ends it, if it was begun."""
-        turn = self._turn({})
+    def _end_parameters(self) -> dict[str, Any] | None:
+        """Return the parameters of the request that ends the session; None if the session was never started."""
+        turn = self._next_turn({})
         if turn["sequence_start"]:
             return None
-        self._begun = False
+        self._started = False
         return {name: turn[name] for name in ("sequence_id", "cache_salt") if name in turn} | {"sequence_end": True}
 
     def _should_retry(self, error: PagedError) -> bool:
-        """Whether the server has not seen yet that the last turn was cancelled, and is to be asked again."""
-        return self._cancelled and BUSY in error.message and time.monotonic() < self._deadline
+        """Return whether the session is busy only because the server has not noticed the last cancellation yet."""
+        return self._cancelled and SESSION_BUSY in error.message and time.monotonic() < self._retry_until
+
+
+class Generator(Protocol):
+    """The methods of Client that a session uses."""
+
+    def generate(
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+    ) -> Completion: ...
+
+    def stream(
+        self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
+    ) -> Stream: ...
 
 
 class Conversation(ConversationBase):
-    """A session: each turn sends what is new, and the server goes on from there. A context manager that ends it.
+    """A session: each turn sends only the new messages. A context manager that ends the session on exit.
 
-    One turn at a time. A turn that fails or is cancelled leaves the conversation as it was before.
+    Turns run one at a time. A turn that fails or is cancelled leaves the session as it was before it.
     """
 
-    def __init__(self, client: Client, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, client: Generator, sampling: Mapping[str, Any]) -> None:
         super().__init__(sampling)
         self._client = client
 
     def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
-        """The whole answer to the next turn. Arguments and errors are those of `Client.generate`."""
-        turn = self._turn(sampling)
+        """Run the next turn and return its completion. Arguments and errors are those of `Client.generate`."""
+        turn = self._next_turn(sampling)
         with self._track_turn():
-            return self._patiently(lambda: self._client.generate(prompt, messages=messages, **turn))
+            return self._with_retries(lambda: self._client.generate(prompt, messages=messages, **turn))
 
     def stream(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Stream:
-        """The next turn, piece by piece. Arguments and errors are those of `Client.stream`."""
-        turn = self._turn(sampling)
+        """Run the next turn as a stream. Arguments and errors are those of `Client.stream`."""
+        turn = self._next_turn(sampling)
 
         def open_stream() -> Stream:
             stream = self._client.stream(prompt, messages=messages, **turn)
             if self._cancelled:
-                stream.peek()  # a refusal comes with the first response
+                stream.peek()  # a rejection arrives as the first response
             return stream
 
-        self._last = stream = self._patiently(open_stream)
+        self._last = stream = self._with_retries(open_stream)
         return stream
 
     def close(self) -> None:
-        """Let the server forget it."""
-        end = self._end()
+        """End the session on the server."""
+        end = self._end_parameters()
         if end:
             try:
-                self._patiently(lambda: self._client.generate("", **end))
+                self._with_retries(lambda: self._client.generate("", **end))
             except PagedError as error:
-                if SESSION_NOT_FOUND not in error.message:  # it has expired
+                if SESSION_NOT_FOUND not in error.message:  # a session that has expired needs no end
                     raise
 
-    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
+    def _with_retries(self, send: Callable[[], T]) -> T:
         while True:
             try:
-                return ask()
+                return send()
             except PagedError as error:
                 if not self._should_retry(error):
                     raise
@@ -130,5 +141,5 @@ class Conversation(ConversationBase):
         if error is None:
             self.close()
             return
-        with suppress(PagedError):  # the error that is under way says more
+        with suppress(PagedError):  # the exception that is propagating is more informative
             self.close()

@@ -1,8 +1,8 @@
-"""Requests, responses and errors as gRPC carries them: `ModelStreamInfer` of tritonclient's own stubs.
+"""The gRPC encoding of requests, responses and errors: `ModelStreamInfer` of the stubs in tritonclient.
 
-The stubs rather than `InferenceServerClient`: that one has a single stream at a time, a thread for each, and
-leaves its reader waiting where the server ends a stream without an error. Here one call is one request: the
-client's side is closed after it, so the server ends the call when the last response is out.
+We use the stubs because `InferenceServerClient` has one stream at a time with a thread for each, and keeps its reader
+waiting if the server ends a stream without an error. Here each request is one call. Its sending side is closed after
+the request, so that the server ends the call after the last response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from client.wire import INPUTS, SEQUENCE, Fields, Value, Values
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # gRPC's own back-off grows to two minutes: a client would not see that its server is back.
+    # The default backoff grows to two minutes, in which a client does not notice that its server has restarted.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -29,14 +29,14 @@ _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"
 
 
 def check_target(url: str) -> str:
-    """Raises ValueError for a web address: gRPC takes it for a host name and reports it as unreachable."""
+    """Return `url`. Raises ValueError if it has a scheme, which gRPC would take for a part of the host name."""
     if "//" in url:
         raise ValueError(f"url={url!r}: gRPC takes HOST:PORT")
     return url
 
 
 def infer_request(model: str, values: Values, request_id: str) -> Any:
-    """The one ModelInferRequest of a call."""
+    """Return the ModelInferRequest of a call."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
         if name in SEQUENCE:
@@ -68,12 +68,11 @@ def _elements(value: Value) -> bytes:
 
 
 def read_fields(response: Any) -> Fields:
-    """One ModelStreamInferResponse -> its outputs. Raises PagedError where it is an error.
+    """Return the outputs of a ModelStreamInferResponse by name. Raises PagedError if it is an error.
 
-    The class comes from the text. Triton would add a gRPC status to calls with `triton_grpc_error` in their
-    metadata, but as seen with server 2.51 each such call then leaves an internal error in its log when the
-    client disconnects, and once the server crashed after one. After the error the call still has to end:
-    read it to that end, for one that is cancelled there, or dropped, can keep that server from exiting.
+    The error class is parsed from the message. Triton can add a gRPC status (`triton_grpc_error` in the metadata), but
+    server 2.51 then logs an internal error whenever such a client disconnects, and has crashed after one. After an
+    error, read the call to its end: cancelling or dropping it earlier can keep that server from exiting.
     """
     if response.error_message:
         code = "NOT_FOUND" if response.error_message.startswith(_UNKNOWN_MODEL) else "UNKNOWN"
@@ -89,7 +88,7 @@ _NUMBERS = {"UINT32": "I", "INT32": "i", "FP32": "f"}
 
 
 def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
-    """By hand: numpy takes longer for a handful of elements than all the rest of a response."""
+    """Decode a tensor with `struct`: for a few elements NumPy takes longer than the rest of a response."""
     if datatype != "BYTES":
         return list(struct.unpack(f"<{len(raw) // 4}{_NUMBERS[datatype]}", raw))
     texts, place = [], 0
@@ -101,5 +100,5 @@ def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
 
 
 def rpc_error(error: grpc.RpcError) -> PagedError:
-    """The class that the message names; where it names none, the gRPC status."""
+    """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status."""
     return PagedError.parse(error.details() or "", error.code().name)

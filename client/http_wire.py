@@ -1,7 +1,7 @@
-"""Requests, responses and errors as HTTP carries them: Triton's generate extension, server-sent events.
+"""The HTTP encoding of requests, responses and errors: Triton's generate extension with server-sent events.
 
-Only `/generate_stream` is used. `/generate` refuses any but exactly one response, and a client that leaves
-is noticed only when something is written to it: a streamed answer can be cancelled, that one cannot.
+Only `/generate_stream` is used. `/generate` requires exactly one response, and the server notices a disconnect only
+when it writes to the client, so that only streamed requests can be cancelled.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from urllib.parse import quote, urlsplit
 from client.types import PagedError
 from client.wire import OUTPUTS, Fields, Values
 
-# Every error of the model is 400, whatever its class, so that status says nothing.
+# Triton sends every error of a model with status 400, so 400 does not tell the error class.
 _CODES = {404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
 def generate_url(url: str, model: str) -> str:
-    """HOST:PORT, http://… or https://… -> the address to post to. Raises ValueError for anything else."""
+    """Return the URL to post to for HOST:PORT or an http(s) URL. Raises ValueError for anything else."""
     base = url if "//" in url else f"http://{url}"
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -33,11 +33,11 @@ def encode_body(values: Values, request_id: str) -> bytes:
 
 
 def read_fields(data: str) -> Fields:
-    """One event's data -> its outputs. Raises PagedError where it is an error."""
+    """Return the outputs in the data of an event, by name. Raises PagedError if it is an error."""
     response = _parse(data)
     if "error" in response:
         raise PagedError.parse(str(response["error"]))
-    # An output of one element comes as that element.
+    # Triton writes an output of one element without a list.
     values = {name: response[name] for name in OUTPUTS if name in response}
     return {name: value if isinstance(value, list) else [value] for name, value in values.items()}
 
@@ -48,14 +48,14 @@ def _parse(data: str) -> dict[str, Any]:
     except ValueError:
         response = None
     if not isinstance(response, dict):
-        raise PagedError("INTERNAL", f"the server sent {data[:200]!r} where a JSON object was due")
+        raise PagedError("INTERNAL", f"the server sent {data[:200]!r} instead of a JSON object")
     return response
 
 
 def http_error(status: int, reason: str, body: bytes) -> PagedError:
-    """The error of a reply other than 200: the class that its text names, else one for the status.
+    """Return the PagedError of a reply with another status than 200: the class in its body, or one for the status.
 
-    The server's own refusals are a JSON object; the model's are an event that holds one, in spite of 400.
+    Errors of the server are a JSON object. Errors of the model are an event with one, also with status 400.
     """
     text = body.decode(errors="replace").strip()
     code = _CODES.get(status, "UNKNOWN")
@@ -66,14 +66,14 @@ def http_error(status: int, reason: str, body: bytes) -> PagedError:
 
 
 class EventParser:
-    """Bytes of a text/event-stream, cut anywhere -> the data of each event (WHATWG HTML, section 9.2)."""
+    """An incremental parser of text/event-stream (WHATWG HTML, section 9.2)."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the line that is not complete yet
+        self._parts: list[bytes] = []  # of the incomplete last line
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[str]:
-        """The events that `chunk` completes, oldest first."""
+        """Add bytes, which may end anywhere, and return the data of the events that they complete."""
         *lines, rest = chunk.split(b"\n")
         if lines:
             lines[0] = b"".join((*self._parts, lines[0]))
@@ -85,6 +85,6 @@ class EventParser:
         if line.startswith(b"data:"):
             self._data.append(line[5:].removeprefix(b" ").decode())
         if line or not self._data:
-            return None  # other fields and comments carry nothing here
+            return None  # other fields and comments are not used
         event, self._data = "\n".join(self._data), []
         return event

@@ -1,8 +1,8 @@
-"""A lean load generator: many requests over a few gRPC calls, with a time stamp for each response.
+"""A lightweight load generator: sends many requests over a few gRPC calls and records the time of each response.
 
-Beside perf_analyzer, which is the reference but spends more on a response. Requests share a call, as
-tritonclient's `async_stream_infer` lets them, so a response costs one protobuf message and a look-up. What an
-answer says is not read.
+It complements perf_analyzer, which is the reference but uses more CPU time per response. Requests share a call, as with
+tritonclient's `async_stream_infer`, so that a response costs one protobuf message and a lookup. The outputs are not
+decoded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from client import grpc_wire
 from client.types import PagedError
 from client.wire import Values
 
-Request = Callable[[str, Any, str], Any]  # (model, what is asked, request id) -> ModelInferRequest
-CALLS = 4  # gRPC calls, each with a reader thread; one carries about 12,000 responses a second
+MakeRequest = Callable[[str, Any, str], Any]  # (model, item, request id) -> ModelInferRequest
+NUM_CALLS = 4  # gRPC calls, each with a reader thread; one receives about 12,000 responses per second
 
 
 @dataclass
 class ResponseTimes:
-    """Times of one request, by time.perf_counter()."""
+    """Times of one request, in seconds of time.perf_counter()."""
 
     sent: float
-    stamps: list[float] = field(default_factory=list)  # of its responses, the last one included
+    stamps: list[float] = field(default_factory=list)  # of its responses, including the final one
 
 
 class _Call:
-    """One gRPC call and the requests that go through it. `ended` is called with each request's id, on the reader's
-    thread."""
+    """One gRPC call that carries many requests, and the thread that reads its responses."""
 
-    def __init__(self, stub: Any, load: _Load):
+    def __init__(self, stub: Any, load: _Load) -> None:
         self._requests: SimpleQueue[Any] = SimpleQueue()
         self._call = stub.ModelStreamInfer(iter(self._requests.get, None))
         self._load = load
@@ -53,17 +52,16 @@ class _Call:
         self._reader.join()
 
     def _read(self) -> None:
-        answers, clock = self._load.answers, time.perf_counter
+        times, clock = self._load.times, time.perf_counter
         try:
             for response in self._call:
                 now = clock()
                 if response.error_message:
                     raise PagedError.parse(response.error_message, "UNKNOWN")
                 inner = response.infer_response
-                index = int(inner.id)
-                answers[index].stamps.append(now)
+                times[int(inner.id)].stamps.append(now)
                 if inner.parameters["triton_final_response"].bool_param:
-                    self._load.ended(self)
+                    self._load.request_finished(self)
         except grpc.RpcError as error:
             self._load.fail(grpc_wire.rpc_error(error))
         except Exception as error:
@@ -71,51 +69,52 @@ class _Call:
 
 
 class _Load:
-    """The requests of one run: which are still to be sent, and what came back."""
+    """The requests of one run: those that are not sent yet, and the response times of the others."""
 
-    def __init__(self, url: str, model: str, asks: Sequence[Any], request: Request):
-        self._requests = [request(model, ask, str(index)) for index, ask in enumerate(asks)]
-        self.answers = [ResponseTimes(0.0) for _ in asks]
+    def __init__(self, url: str, model: str, items: Sequence[Any], make_request: MakeRequest) -> None:
+        self._requests = [make_request(model, item, str(index)) for index, item in enumerate(items)]
+        self.times = [ResponseTimes(0.0) for _ in items]
         self._channels = [
-            # Calls of one channel would share a connection, and a channel with equal options, too.
+            # Without a local subchannel pool, channels with equal options share a connection.
             grpc.insecure_channel(url, (*grpc_wire.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
-            for _ in range(min(CALLS, len(asks)))
+            for _ in range(min(NUM_CALLS, len(items)))
         ]
         self._calls = [_Call(service_pb2_grpc.GRPCInferenceServiceStub(one), self) for one in self._channels]
         self._lock = threading.Lock()
         self._next = 0
-        self._left = len(asks)
+        self._num_unfinished = len(items)
         self._refill = False
         self._error: Exception | None = None
         self._done = threading.Event()
 
     def closed_loop(self, concurrency: int) -> None:
-        """`concurrency` requests are open at any time: each that ends lets another begin."""
+        """Keep `concurrency` requests open: send the next one whenever one finishes."""
         self._refill = True
         for index in range(min(concurrency, len(self._requests))):
             self._send_next(self._calls[index % len(self._calls)])
 
     def open_loop(self, arrivals: Sequence[float]) -> None:
-        """Each request at its own time, in seconds from now, however many are open."""
+        """Send each request at its arrival time, in seconds from now, however many are open."""
         started = time.perf_counter()
         for index, arrival in enumerate(arrivals):
             due = started + arrival
             if (wait := due - time.perf_counter()) > 0:
                 time.sleep(wait)
-            # From when it was due: a generator that lags must not make the server look better.
+            # Latency counts from the scheduled time, so that a late load generator does not hide server latency.
             self._send_next(self._calls[index % len(self._calls)], due)
 
     def _send_next(self, call: _Call, due: float | None = None) -> None:
         with self._lock:
             index, self._next = self._next, self._next + 1
         if index < len(self._requests):
-            self.answers[index].sent = due or time.perf_counter()
+            self.times[index].sent = due or time.perf_counter()
             call.send(self._requests[index])
 
-    def ended(self, call: _Call) -> None:
+    def request_finished(self, call: _Call) -> None:
+        """Handle a final response. Runs on the reader thread of `call`."""
         with self._lock:
-            self._left -= 1
-            if not self._left:
+            self._num_unfinished -= 1
+            if not self._num_unfinished:
                 self._done.set()
         if self._refill:
             self._send_next(call)
@@ -125,11 +124,11 @@ class _Load:
         self._done.set()
 
     def wait(self) -> list[ResponseTimes]:
-        """Raises PagedError, or what else ended a call."""
+        """Wait for all requests and return their times. Raises PagedError, or the error that ended a call."""
         self._done.wait()
         if self._error:
             raise self._error
-        return self.answers
+        return self.times
 
     def close(self) -> None:
         for channel in self._channels if self._error else ():
@@ -141,8 +140,8 @@ class _Load:
 
 
 @contextmanager
-def _load(url: str, model: str, asks: Sequence[Any], request: Request) -> Iterator[_Load]:
-    load = _Load(grpc_wire.check_target(url), model, asks, request)
+def _load(url: str, model: str, items: Sequence[Any], make_request: MakeRequest) -> Iterator[_Load]:
+    load = _Load(grpc_wire.check_target(url), model, items, make_request)
     try:
         yield load
     finally:
@@ -150,18 +149,20 @@ def _load(url: str, model: str, asks: Sequence[Any], request: Request) -> Iterat
 
 
 def closed_loop(
-    url: str, model: str, asks: Sequence[Any], concurrency: int, request: Request = grpc_wire.infer_request
+    url: str, model: str, items: Sequence[Any], concurrency: int, make_request: MakeRequest = grpc_wire.infer_request
 ) -> list[ResponseTimes]:
-    """Send every request, `concurrency` of them open at any time. `request` makes one for the wire of each of `asks`,
-    by default of Values. Raises PagedError where one fails."""
-    with _load(url, model, asks, request) as load:
+    """Send a request for every item, with `concurrency` of them open at any time, and return their times.
+
+    `make_request` encodes an item; by default the items are Values. Raises PagedError if a request fails.
+    """
+    with _load(url, model, items, make_request) as load:
         load.closed_loop(concurrency)
         return load.wait()
 
 
-def open_loop(url: str, model: str, asks: Sequence[Values], arrivals: Sequence[float]) -> list[ResponseTimes]:
-    """Send every request at its time, in seconds. Raises PagedError where one fails."""
-    assert len(arrivals) == len(asks)
-    with _load(url, model, asks, grpc_wire.infer_request) as load:
+def open_loop(url: str, model: str, items: Sequence[Values], arrivals: Sequence[float]) -> list[ResponseTimes]:
+    """Send each request at its arrival time in seconds, and return their times. Raises PagedError if one fails."""
+    assert len(arrivals) == len(items)
+    with _load(url, model, items, grpc_wire.infer_request) as load:
         load.open_loop(arrivals)
         return load.wait()

@@ -1,4 +1,4 @@
-"""The pool as one HTML file that needs nothing else: a canvas with a tooltip, a legend, and the curve as SVG."""
+"""Draws a block pool as a self-contained HTML page: a canvas with tooltips, a legend, and usage over time as SVG."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from client.map_view import (
     utilisation_label,
 )
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 180, 44, 24  # of the curve, in pixels, and what its axes take of that
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 180, 44, 24  # size of the curve and room for its axes, in pixels
 
 
 def page(recording: Recording, subtitle: str) -> str:
-    """The whole file. Whatever `subtitle` and the server say is text in it, never markup."""
+    """Return the HTML page. All text from the caller and the server is escaped."""
     pool = recording.latest
     colours = {state: colour_of(state) for kind in KINDS for state in kind.states}
     data = {
@@ -36,20 +36,19 @@ def page(recording: Recording, subtitle: str) -> str:
         "TITLE": escape(f"Key/value pool: {title(pool)}"),
         "SUBTITLE": escape(
             f"{pool.running} requests running, {pool.waiting} waiting; {utilisation_label(pool)};"
-            f" since the server started"
-            f" {pool.cached_tokens_hit:,} prompt tokens were found in the cache and {pool.preemptions:,} requests sent"
-            f" back to the queue ({subtitle}, {time_label(pool)})"
+            f" since the server started {pool.cached_tokens_hit:,} cached prompt tokens were reused and"
+            f" {pool.preemptions:,} requests preempted ({subtitle}, {time_label(pool)})"
         ),
         "LEGEND": "".join(_legend_entry(recording, number) for number in range(len(KINDS))),
         "CURVE": _curve(recording) if len(recording.points) > 1 else "",
         "DATA": _json_in_script(data),
     }
-    parts = _PAGE.split("@@")  # text and names in turn
+    parts = _PAGE.split("@@")  # alternating text and placeholder names
     return "".join(values[part] if number % 2 else part for number, part in enumerate(parts))
 
 
 def _json_in_script(data: object) -> str:
-    """Inside a script element only "</script" and "<!--" could end or change it."""
+    """Return JSON that is safe in a script element, which only "</script" and "<!--" could end or change."""
     return json.dumps(data).replace("<", "\\u003c")
 
 
@@ -64,7 +63,7 @@ def _legend_entry(recording: Recording, number: int) -> str:
 
 
 def _curve(recording: Recording) -> str:
-    """Held and cached blocks one upon the other, and the share of the held slots that is filled as a line."""
+    """Return the chart: used and cached blocks stacked, and the share of used slots that is filled as a line."""
     points, seconds = list(recording.points), recording.seconds
     span = seconds[-1] or 1.0
     right, low = _WIDTH - 12, _HEIGHT - _BOTTOM
@@ -87,17 +86,17 @@ def _curve(recording: Recording) -> str:
         f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{name}</text>'
         for name, y in (("100%", 8), ("50%", (8 + low) // 2), ("0%", low))
     )
-    return f"""<h2>Use over {span:.1f} seconds</h2>
-<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="use of the pool over time">
+    return f"""<h2>Usage over {span:.1f} seconds</h2>
+<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="pool usage over time">
 <polygon points="{" ".join([*both, *reversed(used)])}" fill="{CACHED.colour}"/>
 <polygon points="{" ".join([*used, *floor])}" fill="{OWNED.colour}"/>
 {ticks}{lines}
 <text x="{_LEFT}" y="{_HEIGHT - 6}">0 s</text>
 <text x="{right}" y="{_HEIGHT - 6}" text-anchor="end">{span:.1f} s</text>
 </svg>
-<ul><li><i style="background:{OWNED.colour}"></i> held by sequences, share of the blocks</li>
+<ul><li><i style="background:{OWNED.colour}"></i> used by sequences, share of the blocks</li>
 <li><i style="background:{CACHED.colour}"></i> cached, share of the blocks</li>
-<li><i class="dash"></i> filled, share of the slots held</li></ul>"""
+<li><i class="dash"></i> filled, share of the used slots</li></ul>"""
 
 
 _PAGE = """<!DOCTYPE html>
@@ -124,9 +123,9 @@ canvas { width: 100%; display: block } svg { width: 100%; font-size: 12px; fill:
 <body>
 <h1>@@TITLE@@</h1>
 <p>@@SUBTITLE@@</p>
-<canvas id="grid" role="img" aria-label="every block of the pool, in order of its number"></canvas>
+<canvas id="grid" role="img" aria-label="the blocks of the pool, in the order of block ids"></canvas>
 <div id="tip"></div>
-<noscript>The grid of blocks is drawn by a script, and this browser runs none.</noscript>
+<noscript>The grid of blocks needs JavaScript.</noscript>
 <ul>@@LEGEND@@</ul>
 @@CURVE@@
 <script type="application/json" id="data">@@DATA@@</script>
@@ -139,9 +138,9 @@ let cell, over = -1;
 
 function describe(block) {
   const state = states[block];
-  const holders = { ".": "held by nobody", "c": "held by nobody, content known", "1": "held by 1 sequence",
-    "+": "held by more than 9 sequences", "p": "held by a session" }[state] || `held by ${state} sequences`;
-  return `block ${block}: ${kinds[state]}, ${holders}`;
+  const users = { ".": "not used", "c": "not used, in the prefix cache", "1": "used by 1 sequence",
+    "+": "used by more than 9 sequences", "p": "kept by a session" }[state] || `used by ${state} sequences`;
+  return `block ${block}: ${kinds[state]}, ${users}`;
 }
 
 function draw() {

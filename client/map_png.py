@@ -1,4 +1,4 @@
-"""The pool as a PNG file, with matplotlib. All lengths are inches."""
+"""Draws a block pool into a PNG file, with matplotlib. All lengths are in inches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GREY = "#606060"
 
 
 def draw(recording: Recording, file: Path, subtitle: str) -> None:
-    """Raises OSError where the file cannot be written, ImportError where there is no matplotlib."""
+    """Write the picture. Raises OSError if the file cannot be written, ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     pool = recording.latest
@@ -64,7 +64,7 @@ def _grid(axes: Any, recording: Recording, columns: int, cell: float) -> None:
     axes.imshow(
         [image[start : start + columns] for start in range(0, len(image), columns)], aspect="auto", interpolation="none"
     )
-    if cell >= 0.1:  # lines between the cells, and in them how many hold a shared block
+    if cell >= 0.1:  # lines between the cells, and below the reference counts of shared blocks
         for x in range(columns + 1):
             axes.axvline(x - 0.5, color="white", linewidth=1)
         for y in range(rows + 1):
@@ -85,7 +85,7 @@ def _grid(axes: Any, recording: Recording, columns: int, cell: float) -> None:
 
 
 def _legend(axes: Any, recording: Recording) -> None:
-    """A swatch, a count and a meaning for each kind; for shared blocks the scale of their holders."""
+    """Draw a swatch, a count and a meaning for each kind; for shared blocks, the scale of reference counts."""
     from matplotlib.patches import Rectangle
 
     axes.set(xlim=(0, WIDTH - 2 * MARGIN), ylim=(0.65, 0))
@@ -107,10 +107,10 @@ def _curve(axes: Any, recording: Recording) -> None:
     seconds, points = recording.seconds, recording.points
     used = [100 * point.used for point in points]
     both = [100 * (point.used + point.cached) for point in points]
-    axes.fill_between(seconds, used, color=OWNED.colour, linewidth=0, label="held by sequences, % of the blocks")
+    axes.fill_between(seconds, used, color=OWNED.colour, linewidth=0, label="used by sequences, % of the blocks")
     axes.fill_between(seconds, used, both, color=CACHED.colour, linewidth=0, label="cached, % of the blocks")
     filled = [float("nan") if point.utilisation is None else 100 * point.utilisation for point in points]
-    axes.plot(seconds, filled, color="black", linewidth=1, linestyle="--", label="filled, % of the slots held")
+    axes.plot(seconds, filled, color="black", linewidth=1, linestyle="--", label="filled, % of the used slots")
     axes.set(xlim=(0, seconds[-1] or 1), ylim=(0, 100))
     axes.set_yticks((0, 50, 100), ("0%", "50%", "100%"))
     axes.tick_params(labelsize=8, colors=_GREY)

@@ -1,4 +1,4 @@
-"""The pool as text: a grid of cells, a legend, and its use over time as bars."""
+"""Draws a block pool as text: a grid of cells, a legend, and usage over time as bars."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from client.map_view import (
 )
 from client.types import PoolMap
 
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, without a cursor; and back
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # alternate screen without a cursor, and back
 _SHADES, _BARS, _ASCII_BARS = "░▒▓█", " ▁▂▃▄▅▆▇█", " .:-=+*#@"
-_LABEL = 8  # characters before a curve
+_LABEL = 8  # characters in front of a curve
 
 Piece = tuple[str, str]  # (SGR parameters, text)
 Line = list[Piece]
@@ -41,9 +41,9 @@ class Style:
 
 
 def frame(recording: Recording, width: int, height: int, style: Style) -> list[str]:
-    """At most `height` lines of at most `width` characters. Where there is little room the grid comes first."""
+    """Return at most `height` lines of at most `width` characters. In a small window the grid has priority."""
     blocks = 1
-    while True:  # what is said of larger cells takes room itself
+    while True:  # the explanation of larger cells takes room itself
         lines, needed = _compose(recording, width, height, style, blocks)
         if needed <= blocks:
             break
@@ -52,8 +52,10 @@ def frame(recording: Recording, width: int, height: int, style: Style) -> list[s
 
 
 def _compose(recording: Recording, width: int, height: int, style: Style, blocks: int) -> tuple[list[Line], int]:
-    """All lines with so many blocks a cell, and how many it takes for all to fit: where that is more, there is no
-    grid."""
+    """Return all lines with `blocks` blocks per cell, and how many blocks per cell it takes for the grid to fit.
+
+    If it takes more than `blocks`, the lines have no grid.
+    """
     head = _wrap([[("", text)] for text in _head(recording.latest, blocks)], width)
     head = head[: max(1, height // 3)]
     left = height - len(head)
@@ -68,25 +70,27 @@ def _compose(recording: Recording, width: int, height: int, style: Style, blocks
 def _head(pool: PoolMap, blocks: int) -> list[str]:
     counts = [count_label(kind, pool) for kind in KINDS]
     requests = f"{pool.running} running, {pool.waiting} waiting"
-    each = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
-    return [title(pool), *counts, requests, utilisation_label(pool), *each]
+    scale = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
+    return [title(pool), *counts, requests, utilisation_label(pool), *scale]
 
 
 def _legend(style: Style, blocks: int) -> list[Line]:
-    made = []
+    entries = []
     for kind in KINDS:
         cells = [_shaded(state, style) if blocks > 1 else _cell(state, style) for state in kind.states]
         cells = cells if style.colour or blocks == 1 else cells[:1]
-        made.append([*cells, ("", f" {kind.name}: {kind.meaning}")])
+        entries.append([*cells, ("", f" {kind.name}: {kind.meaning}")])
     if blocks > 1:
         shades = style.colour and style.unicode
-        made.append([("", f"{_SHADES}: the fuller" if shades else "capitals: more than half of the cell")])
-    return made
+        entries.append([("", f"{_SHADES}: share in use" if shades else "capitals: more than half of the cell in use")])
+    return entries
 
 
 def _grid(pool: PoolMap, width: int, height: int, style: Style, blocks: int) -> tuple[list[Line], int]:
-    """Rows of cells, each with the number of its first block where there is room; and how many blocks a cell must be
-    for all of them to fit."""
+    """Return the rows of cells, and how many blocks per cell it takes for the grid to fit.
+
+    Each row starts with the id of its first block if there is room. There are no rows if the grid does not fit.
+    """
     digits = len(str(pool.num_blocks - 1))
     label = digits + 1 if width >= digits + 9 else 0
     columns = width - label
@@ -104,7 +108,7 @@ def _grid(pool: PoolMap, width: int, height: int, style: Style, blocks: int) -> 
 
 
 def _cell(state: str, style: Style) -> Piece:
-    """One block. Without colour the character tells, in colour it is told once more."""
+    """Return the cell of one block. The character is enough to tell the state; colour repeats it."""
     kind = kind_of(state)
     if kind is FREE:
         return "2", "·" if style.unicode else "."
@@ -117,7 +121,7 @@ def _cell(state: str, style: Style) -> Piece:
 
 
 def _shaded(states: str, style: Style) -> Piece:
-    """Many blocks: the kind that most of them are, the free ones aside, and the share that is not free."""
+    """Return the cell of several blocks: the most common kind among those in use, and the share in use."""
     counts = {kind: kind.count(states) for kind in reversed(KINDS) if kind is not FREE}
     share = sum(counts.values()) / len(states)
     if not share:
@@ -131,11 +135,11 @@ def _shaded(states: str, style: Style) -> Piece:
 
 
 def _curves(recording: Recording, width: int, rows: int, style: Style) -> list[Line]:
-    """Blocks held and cached over time, the newest on the right, and the time that they span."""
+    """Return the curves of used and cached blocks over time, the newest on the right, and a time axis."""
     room = max(1, width - _LABEL - 7)
     lines = []
-    held, cached = zip(*((point.used, point.cached) for point in recording.points), strict=True)
-    for name, values, kind in (("held", held, OWNED), ("cached", cached, CACHED)):
+    used, cached = zip(*((point.used, point.cached) for point in recording.points), strict=True)
+    for name, values, kind in (("used", used, OWNED), ("cached", cached, CACHED)):
         bars = _bars(_fit(values, room), rows, _BARS if style.unicode else _ASCII_BARS)
         for number, bar in enumerate(bars):
             last = number == len(bars) - 1
@@ -149,7 +153,7 @@ def _curves(recording: Recording, width: int, rows: int, style: Style) -> list[L
 
 
 def _fit(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: where there are more, the highest of each stretch, so that no peak is lost."""
+    """Reduce to at most `width` values by the maximum of each interval, which keeps the peaks."""
     if len(values) <= width:
         return list(values)
     cuts = [len(values) * index // width for index in range(width + 1)]
@@ -157,13 +161,13 @@ def _fit(values: Sequence[float], width: int) -> list[float]:
 
 
 def _bars(values: Sequence[float], rows: int, levels: str) -> list[str]:
-    """Shares of 0 to 1 as bars that are `rows` lines high; what is not zero shows."""
+    """Draw shares of 0 to 1 as bars that are `rows` lines high. A value above zero is always visible."""
     steps = [max(round(value * rows * 8), 1 if value else 0) for value in values]
     return ["".join(levels[min(8, max(0, step - 8 * row))] for step in steps) for row in reversed(range(rows))]
 
 
 def _wrap(items: Sequence[Line], width: int) -> list[Line]:
-    """Items side by side, two spaces apart, on as many lines as that takes."""
+    """Place items side by side, two spaces apart, and wrap them into lines."""
     lines: list[Line] = []
     for item in items:
         if lines and _length(lines[-1]) + 2 + _length(item) <= width:
@@ -178,26 +182,26 @@ def _length(line: Line) -> int:
 
 
 def _render(line: Line, width: int, style: Style) -> str:
-    """Cut to `width`; pieces of one colour are written as one."""
-    made, last, left = [], "", width
+    """Truncate a line to `width`, and add escape sequences where the colour changes."""
+    parts, last, left = [], "", width
     for sgr, text in line:
         text = text[:left]
         left -= len(text)
         if style.colour and text and sgr != last:
-            made.append(f"\x1b[0;{sgr}m" if sgr else "\x1b[0m")
+            parts.append(f"\x1b[0;{sgr}m" if sgr else "\x1b[0m")
             last = sgr
-        made.append(text)
-    return "".join([*made, "\x1b[0m" * bool(last)]).rstrip(" ")
+        parts.append(text)
+    return "".join([*parts, "\x1b[0m" * bool(last)]).rstrip(" ")
 
 
 def terminal_size() -> tuple[int, int]:
-    """Columns and lines: of the terminal, else COLUMNS and LINES of the environment, else 80 and 40."""
+    """Return columns and lines of the terminal, else COLUMNS and LINES of the environment, else 80 and 40."""
     size = shutil.get_terminal_size((80, 40))
     return size.columns, size.lines
 
 
 def watch(poll: Callable[[], PoolMap], interval: float, out: TextIO, style: Style) -> NoReturn:
-    """Draw in place until Ctrl-C, or until a poll fails; the terminal is then as it was."""
+    """Redraw in place until Ctrl-C, or until a poll fails. Restores the terminal at the end."""
     recording = Recording()
     out.write(_ENTER)
     try:
@@ -215,8 +219,10 @@ def watch(poll: Callable[[], PoolMap], interval: float, out: TextIO, style: Styl
 
 
 def _draw(recording: Recording, out: TextIO, style: Style) -> tuple[int, int]:
-    """One write a frame, over the one before: nothing flickers. The last column stays empty, as some terminals erase
-    it together with the rest of a full line."""
+    """Draw over the previous frame with a single write, so that it does not flicker.
+
+    The last column stays empty: some terminals erase it when they clear the rest of a full line.
+    """
     columns, height = terminal_size()
     lines = frame(recording, max(1, columns - 1), height, style)
     out.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")

@@ -1,4 +1,4 @@
-"""Questions to a running server and answers on the terminal: what `paged generate` and `paged chat` do."""
+"""Terminal sessions: `paged generate` and `paged chat` send requests to a server and print its output."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from client.sync_client import Client, Stream
+from client.sync_client import Client
+from client.sync_stream import Stream
 from client.types import Completion, PagedError
 from client.wire import Message
 
 
 class UsageError(Exception):
-    """The command line, or what it was given to send, is wrong; the message says where."""
+    """Invalid command-line arguments or input. The message names the argument."""
 
 
 @dataclass
 class Timing:
-    """When a request was sent and its first piece came, in seconds of perf_counter."""
+    """Times of one request, in seconds of time.perf_counter()."""
 
     started: float
-    first: float | None = None
+    first: float | None = None  # when the first text arrived
 
-    def report(self, answer: Completion) -> str:
+    def report(self, completion: Completion) -> str:
+        """Return a line with token counts, time to first text and throughput."""
         now = time.perf_counter()
         seconds = now - self.started
         first = "no text" if self.first is None else f"first text after {self.first - self.started:.3f} s"
-        samples = (answer, *answer.others)
+        samples = (completion, *completion.others)
         num_output_tokens = sum(sample.num_output_tokens for sample in samples)
         reasons = ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
-        cached = f" ({answer.receipt['cached_tokens']} cached)" if answer.receipt else ""
+        cached = f" ({completion.receipt['cached_tokens']} cached)" if completion.receipt else ""
         return (
-            f"{answer.num_input_tokens} prompt tokens{cached}, {num_output_tokens} output tokens"
+            f"{completion.num_input_tokens} prompt tokens{cached}, {num_output_tokens} output tokens"
             f" ({reasons}); {first},"
             f" {num_output_tokens / seconds:.1f} tokens/s over {seconds:.3f} s"
         )
 
 
 class TerminalSession:
-    """A server, and what every request of one command line has in common.
+    """Sends the requests of one command and prints their output.
 
     Args:
-        client: where the requests go.
-        sampling: the sampling parameters of each.
-        timeout: seconds for each answer; None: no limit.
-        stats: report counts and speed on standard error.
+        client: client of the server.
+        sampling: sampling parameters of every request.
+        timeout: time limit of each request in seconds; None is no limit.
+        stats: print token counts and throughput to standard error.
     """
 
     def __init__(
@@ -61,75 +63,76 @@ class TerminalSession:
         self._sampling = sampling
         self._timeout = timeout
         self._stats = stats
-        self._timing = Timing(time.perf_counter())  # of the request that is running
+        self._timing = Timing(time.perf_counter())  # of the current request
 
-    def generate(self, prompt: str, *, whole: bool = False) -> None:
-        """Print what continues `prompt`: as it comes, or in one piece where `whole`."""
-        with self._ask(prompt=prompt) as stream:
-            self._print(stream, whole=whole)
+    def generate(self, prompt: str, *, stream: bool = True) -> None:
+        """Print the completion of `prompt`, as it arrives or, without `stream`, once it is complete."""
+        with self._send(prompt=prompt) as responses:
+            self._print(responses, stream=stream)
 
     def chat_once(self, history: Sequence[Message], text: str) -> None:
-        with self._ask(messages=[*history, _message("user", text)]) as stream:
-            self._print(stream)
+        """Print the reply to one user message."""
+        with self._send(messages=[*history, _message("user", text)]) as responses:
+            self._print(responses)
 
     def chat(self, history: Sequence[Message]) -> None:
-        """A conversation on the terminal. Ctrl-C ends the answer that is running, Ctrl-D the conversation."""
+        """Run a conversation on the terminal. Ctrl-C cancels the current reply, Ctrl-D ends the conversation."""
         conversation = list(history)
         while (text := _read_line()) is not None:
             if text.strip():
                 conversation += self._turn(conversation, text)
 
     def _turn(self, conversation: Sequence[Message], text: str) -> list[Message]:
-        """One question: it and its answer, or nothing where there was no answer to go on from."""
+        """Run one turn. Return its two messages, or none if there is no reply to continue from."""
         question = _message("user", text)
         try:
-            with self._ask(messages=[*conversation, question]) as stream:
-                answer = self._print_until_interrupted(stream)
+            with self._send(messages=[*conversation, question]) as responses:
+                reply = self._print_until_interrupted(responses)
         except PagedError as error:
             print(f"paged: {error}", file=sys.stderr)
             return []
-        return [question, _message("assistant", answer)] if answer else []
+        return [question, _message("assistant", reply)] if reply else []
 
-    def _ask(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
+    def _send(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
         self._timing = Timing(time.perf_counter())
         try:
             return self._client.stream(prompt, messages=messages, timeout=self._timeout, **self._sampling)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def _print_until_interrupted(self, stream: Stream) -> str:
+    def _print_until_interrupted(self, responses: Stream) -> str:
         try:
-            return self._print(stream)
+            return self._print(responses)
         except KeyboardInterrupt:
-            stream.cancel()
+            responses.cancel()
             print()
-            return self._finish(stream)
+            return self._finish(responses)
 
-    def _print(self, stream: Stream, *, whole: bool = False) -> str:
+    def _print(self, responses: Stream, *, stream: bool = True) -> str:
         try:
-            self._print_deltas(stream, whole)
+            self._print_deltas(responses, stream)
         except PagedError:
-            if self._timing.first and not whole:
-                print(flush=True)  # the error starts a line of its own
+            if self._timing.first and stream:
+                print(flush=True)  # the error message starts on a new line
             raise
-        answer = stream.completion
-        print(answer.text if whole and answer else "", flush=True)
-        for number, other in enumerate(answer.others if answer else (), 2):
+        completion = responses.completion
+        print(completion.text if completion and not stream else "", flush=True)
+        for number, other in enumerate(completion.others if completion else (), 2):
             print(f"--- sample {number} ---\n{other.text}", flush=True)
-        return self._finish(stream)
+        return self._finish(responses)
 
-    def _print_deltas(self, stream: Stream, whole: bool) -> None:
-        for delta in stream:
+    def _print_deltas(self, responses: Stream, stream: bool) -> None:
+        for delta in responses:
             self._timing.first = self._timing.first or time.perf_counter()
-            if not whole and delta.index == 0:  # the other samples follow when all is there
+            if stream and delta.index == 0:  # the other samples are printed at the end
                 print(delta.text, end="", flush=True)
 
-    def _finish(self, stream: Stream) -> str:
-        answer = stream.completion
-        assert answer is not None  # a stream that failed has raised
+    def _finish(self, responses: Stream) -> str:
+        completion = responses.completion
+        assert completion is not None  # a stream that failed has raised
         if self._stats:
-            print(self._timing.report(answer), file=sys.stderr)
-        return answer.text
+            print(self._timing.report(completion), file=sys.stderr)
+        return completion.text
 
 
 def _message(role: str, content: str) -> Message:
@@ -137,7 +140,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _read_line() -> str | None:
-    """A line from the terminal; empty after Ctrl-C, None after Ctrl-D."""
+    """Read a line from the terminal: empty after Ctrl-C, None after Ctrl-D."""
     try:
         return input("> ")
     except KeyboardInterrupt:
@@ -149,7 +152,7 @@ def _read_line() -> str | None:
 
 
 def read_stdin() -> str:
-    """All of standard input but the line end that closes it, which `echo` adds unasked."""
+    """Read standard input without its last newline, which `echo` adds. Raises UsageError if it is not UTF-8."""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

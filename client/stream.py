@@ -1,4 +1,4 @@
-"""What the synchronous and the asyncio stream have in common: how one request ends."""
+"""The base class of the synchronous and the asyncio stream: tracks how a request ends."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from client.wire import Transcript
 
 
 class Cancellable(Protocol):
+    """The open responses of a request."""
+
     def cancel(self) -> None:
-        """End the request, any number of times; wakes whoever waits for its next response."""
+        """Cancel the request and wake a reader that waits for the next response. May be called repeatedly."""
 
 
 class StreamBase:
-    """Open, until it ends in one of three ways: complete, cancelled by the caller, or failed."""
+    """A request that is open until it is complete, cancelled by the caller, or failed."""
 
     def __init__(self, responses: Cancellable) -> None:
         self._responses = responses
         self._transcript = Transcript()
-        self._deltas: deque[Delta] = deque()  # received, not yet handed on
+        self._deltas: deque[Delta] = deque()  # received, not yet returned to the caller
         self._ended = False
         self._failed = False
 
     def _end(self, error: PagedError | None = None) -> None:
-        """The responses ended, by themselves or with an error. Raises it where the caller must know."""
+        """Record the end of the responses. Raises `error`, or PagedError, if the output is incomplete."""
         if not self._ended and not self._transcript.complete:
             self._ended = self._failed = True
-            # Only the last piece has a reason: without one, part of the answer is missing.
-            raise error or PagedError("UNAVAILABLE", "the stream ended before the answer was complete")
-        self._ended = True  # an error after the last piece, or after cancel(), takes nothing away
+            # Only the last delta has a finish reason: without one, output is missing.
+            raise error or PagedError("UNAVAILABLE", "the stream ended before the output was complete")
+        self._ended = True  # an error after the last delta, or after cancel(), changes nothing
 
     def cancel(self) -> None:
-        """End the request now; what came so far is in `completion`. Does nothing once the stream ended."""
+        """Cancel the request and keep the output so far in `completion`. Does nothing once the stream has ended."""
         if not self._ended:
             self._ended = True
             self._deltas.clear()
@@ -41,7 +43,7 @@ class StreamBase:
 
     @property
     def completion(self) -> Completion | None:
-        """The answer as a whole once the stream ended or was cancelled; None before, and if it failed."""
+        """The whole output once the stream has ended or was cancelled; None before that, and if it failed."""
         return self._transcript.completion() if self._ended and not self._failed else None
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""The synchronous client's gRPC side: one channel, one call for each request."""
+"""The gRPC transport of the synchronous client: one channel, and one call for each request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GrpcResponses:
             return None
         if response.error_message:
             with suppress(grpc.RpcError):
-                next(self._call, None)  # the end of the call: see read_fields
+                next(self._call, None)  # read the end of the call: see read_fields
         return grpc_wire.read_fields(response)
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""The synchronous client's HTTP side: one connection for each request, and closing it cancels."""
+"""The HTTP transport of the synchronous client: one connection for each request. Closing it cancels the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HttpTransport:
         return HttpResponses(self._url, http_wire.encode_body(values, request_id), timeout)
 
     def close(self) -> None:
-        """Nothing is kept between requests."""
+        """Do nothing: no connection is kept between requests."""
 
 
 class HttpResponses:
@@ -75,8 +75,8 @@ class HttpResponses:
         self._socket.settimeout(left)
 
     def cancel(self) -> None:
-        # Shutting down wakes a thread that is blocked in a read. Closing alone would not, and the
-        # response's buffer is that thread's: the descriptor goes when both have let go of it.
+        # shutdown() wakes a thread that is blocked in a read; close() alone does not. The response still holds the
+        # descriptor for that thread, so it is freed once both are closed.
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -90,7 +90,7 @@ class HttpResponses:
 
 @contextmanager
 def _transport_errors(responses: HttpResponses) -> Iterator[None]:
-    """Name what went wrong below, and leave no connection behind."""
+    """Convert transport errors to PagedError, and close the connection after any error."""
     try:
         yield
     except PagedError:
@@ -98,7 +98,7 @@ def _transport_errors(responses: HttpResponses) -> Iterator[None]:
         raise
     except TimeoutError:
         responses.cancel()
-        raise PagedError("DEADLINE_EXCEEDED", "the time limit of the request ran out") from None
+        raise PagedError("DEADLINE_EXCEEDED", "the request timed out") from None
     except (OSError, http.client.HTTPException) as error:
         responses.cancel()
         raise PagedError("UNAVAILABLE", f"{responses.url}: {type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""What the clients return and raise."""
+"""The types that the clients return, and the exception that they raise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_ERROR_PREFIX = "Error generating stream: "  # as in Triton's vLLM backend
+_ERROR_PREFIX = "Error generating stream: "  # the same prefix as in Triton's vLLM backend
 _ERROR_CLASS = re.compile(r"([A-Z][A-Z_]+): *(.*)", re.DOTALL)
-# What that backend says to the letter, and so this one, without a class: it is the request's fault.
-_VERBATIM = re.compile(
+# Messages that are identical to those of the vLLM backend and therefore have no class. All are invalid requests.
+_VLLM_MESSAGES = re.compile(
     r"LoRA feature is not enabled\.|LoRA .* is not supported, we currently support .*"
     r"|When streaming, `exclude_input_in_output` = False is not allowed\.",
     re.DOTALL,
@@ -18,99 +18,101 @@ _VERBATIM = re.compile(
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token under the model's own distribution: before temperature, penalties and filters."""
+    """A token's log probability under the raw logits: before temperature, penalties, top_k, top_p and min_p."""
 
     token_id: int
     logprob: float  # natural logarithm
-    rank: int  # 1: no token is likelier
-    decoded_token: str  # its text by itself
+    rank: int  # 1 for the most likely token
+    decoded_token: str  # text of this token alone
 
 
-Logprobs = tuple[TokenLogprob, ...]  # of a generated token, then of the likeliest others, the first first
+Logprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most likely ones in descending order
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInfo:
-    """What is told of a prompt's tokens: with the first piece of an answer, and with its first sample as a whole."""
+    """Fields about the prompt. A stream has them in its first delta, a completion in its first sample."""
 
     prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
-    # Where in the text each begins; None without `echo=True, return_text_offsets=True`.
+    # The character at which each prompt token begins; None without `echo=True, return_text_offsets=True`.
     prompt_text_offsets: tuple[int, ...] | None = None
-    # The first one's own text, which the prompt's has not where it is a special token; None likewise.
+    # The text of the first prompt token, which a special token does not have in `text`; None as above.
     first_prompt_token: str | None = None
-    # Of each, None of the first; None without `prompt_logprobs=k`.
+    # For each prompt token (None for the first one); None without `prompt_logprobs=k`.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Delta(PromptInfo):
-    """One streamed piece of one sample. A piece may hold several tokens, or none that are printable yet."""
+    """A streamed part of one sample. It may have several tokens, or tokens whose text is not complete yet."""
 
     text: str
-    num_output_tokens: int  # of this piece
-    finish_reason: str | None  # "stop", "length" or "timeout" on the sample's last piece, None before
+    num_output_tokens: int  # in this delta
+    finish_reason: str | None  # "stop", "length" or "timeout" in the sample's last delta, None before
     index: int = 0  # of the sample, for n > 1
-    logprobs: tuple[Logprobs, ...] | None = None  # of each token of this piece; None without `logprobs=k`
-    cumulative_logprob: float | None = None  # of all tokens up to here, likewise
-    token_ids: tuple[int, ...] | None = None  # of this piece; None without `return_token_ids=True`
-    # Where in the sample's whole text each token begins; None without `return_text_offsets=True`.
+    logprobs: tuple[Logprobs, ...] | None = None  # for each token of this delta; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # of all tokens so far; None without `logprobs=k`
+    token_ids: tuple[int, ...] | None = None  # of this delta; None without `return_token_ids=True`
+    # The character of the sample's text at which each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
-    num_input_tokens: int = field(default=0, compare=False)  # of the prompt
+    num_input_tokens: int = field(default=0, compare=False)  # prompt tokens
 
 
 @dataclass(frozen=True)
 class Completion(PromptInfo):
-    """A whole answer. `finish_reason` is "stop", "length", "timeout", or "cancelled" where the caller ended it."""
+    """The whole output of a request. `finish_reason` is "stop", "length", "timeout" or "cancelled" (by the caller)."""
 
     text: str
     finish_reason: str
-    num_input_tokens: int  # of the prompt; 0 where it was cancelled before the first piece came
+    num_input_tokens: int  # prompt tokens; 0 if it was cancelled before the first delta
     num_output_tokens: int
     others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
-    # What the whole request took: tokens found in the cache, blocks, seconds in each phase.
+    # Resource use of the whole request: cached tokens, blocks, seconds in each phase.
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
-    logprobs: tuple[Logprobs, ...] | None = None  # of each token; None without `logprobs=k`
-    cumulative_logprob: float | None = None  # of all of them, likewise
+    logprobs: tuple[Logprobs, ...] | None = None  # for each token; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # of all tokens; None without `logprobs=k`
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
-    text_offsets: tuple[int, ...] | None = None  # where in `text` each begins; None without `return_text_offsets=True`
+    # The character of `text` at which each token begins; None without `return_text_offsets=True`.
+    text_offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A prompt as a direction: numbers of which the squares add up to 1."""
+    """The embedding of a prompt: a vector of length 1."""
 
     values: tuple[float, ...]
-    num_input_tokens: int  # of the prompt
-    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # as of a Completion
+    num_input_tokens: int  # prompt tokens
+    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # as in Completion
 
 
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter that the server lists."""
 
-    name: str  # for `lora_name=`
-    rank: int | None  # None where it cannot be served
-    resident: bool  # whether it is on the device now
+    name: str  # the value for `lora_name=`
+    rank: int | None  # None if it cannot be served
+    resident: bool  # whether it is in a device slot
     error: str | None = None  # why it cannot be served
 
 
 @dataclass(frozen=True)
 class PoolMap:
-    """The blocks of a server's pool at one moment.
+    """A snapshot of the block pool of a server.
 
-    `states` has a character a block, in order of their numbers: "." free, "c" cached (nobody holds it, its content is
-    known), "1" to "9" held by so many sequences, "+" by more, "p" pinned by a session and held by no sequence.
+    `states` has one character for each block, in the order of block ids: "." free, "c" cached (no references, but
+    its content can still be matched), "1" to "9" the number of sequences that reference it, "+" for more than 9,
+    "p" pinned by a session and not referenced by a sequence.
     """
 
-    time: float  # seconds since 1970, by the server's clock
+    time: float  # Unix time by the server's clock
     block_size: int  # tokens
     num_blocks: int
     states: str
     running: int  # requests
-    waiting: int
-    tokens: int  # whose keys and values are in the blocks that sequences hold
-    cached_tokens_hit: int  # prompt tokens found in the cache, since the server started
-    preemptions: int  # likewise
+    waiting: int  # requests
+    tokens: int  # tokens whose keys and values are in referenced blocks
+    cached_tokens_hit: int  # prompt tokens found in the prefix cache since the server started
+    preemptions: int  # since the server started
 
     def __post_init__(self) -> None:
         if len(self.states) != self.num_blocks or not self.states or set(self.states) - set(".c123456789+p"):
@@ -130,32 +132,33 @@ class PoolMap:
 
     @property
     def owned(self) -> int:
-        """Blocks that one sequence holds."""
+        """Blocks that exactly one sequence references."""
         return self.states.count("1")
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks that at least one sequence references."""
         return self.num_blocks - self.free - self.cached - self.pinned
 
     @property
     def shared(self) -> int:
-        """Blocks that several sequences hold."""
+        """Blocks that several sequences reference."""
         return self.used - self.owned
 
     @property
     def utilisation(self) -> float | None:
-        """Share of the used blocks' slots that hold a token, as in the PagedAttention paper; None without any."""
+        """The share of slots in used blocks that hold a token, as defined in the PagedAttention paper
+        (arXiv:2309.06180); None if no block is used."""
         return self.tokens / (self.used * self.block_size) if self.used else None
 
 
 class PagedError(Exception):
-    """A request that failed. `code` is the stable class, `message` the reason without it.
+    """A failed request. `code` is the stable error class, `message` the reason.
 
-    The server's own classes are INVALID_ARGUMENT, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED (`timeout_ms` passed,
-    where a part of the answer is of no use) and INTERNAL. The transport adds DEADLINE_EXCEEDED (the `timeout` ran
-    out), UNAVAILABLE (no server, or it went away), NOT_FOUND (no such model) and whatever else gRPC has a name for.
-    UNKNOWN: the server gave a message and no class.
+    The server uses INVALID_ARGUMENT, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED (`timeout_ms` has passed and there is
+    no partial output to return) and INTERNAL. The transport adds DEADLINE_EXCEEDED (the client's `timeout` has
+    passed), UNAVAILABLE (the server cannot be reached or has disconnected), NOT_FOUND (unknown model) and the other
+    gRPC status codes. UNKNOWN is a server message without a class.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -168,9 +171,9 @@ class PagedError(Exception):
 
     @classmethod
     def parse(cls, text: str, code: str = "UNKNOWN") -> PagedError:
-        """Split "CLASS: message", with or without the server's prefix; text that names no class gets `code`."""
+        """Parse "CLASS: message", with or without the server's prefix. Text without a class gets `code`."""
         text = text.strip().removeprefix(_ERROR_PREFIX)
         match = _ERROR_CLASS.fullmatch(text)
         if match:
             return cls(match[1], match[2])
-        return cls("INVALID_ARGUMENT" if _VERBATIM.fullmatch(text) else code, text)
+        return cls("INVALID_ARGUMENT" if _VLLM_MESSAGES.fullmatch(text) else code, text)

@@ -1,4 +1,4 @@
-"""The wire schema, and what of it one request and one response use: for either protocol, sync or asyncio."""
+"""The tensors of requests and responses, for both protocols and for the synchronous and the asyncio client."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
 Prompt = str | Sequence[int]  # text, or token ids
 Value = str | bool | int | list[int]
-Values = dict[str, Value]  # input name -> its one element or its list, and Triton's own words for a session
+Values = dict[str, Value]  # input name -> its element or list; also Triton's sequence parameters
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
-WANTED = ("return_token_ids", "return_text_offsets")  # what callers ask for among the sampling parameters
+RETURN_FLAGS = ("return_token_ids", "return_text_offsets")  # inputs that callers pass as sampling parameters
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
 
 
 def request_values(
     prompt: Prompt | None, messages: Sequence[Message] | None, sampling: Mapping[str, object], *, stream: bool
 ) -> Values:
-    """The inputs of one request. What sampling keys and values mean is the server's to judge.
+    """Return the inputs of one request. The server validates the sampling parameters.
 
     Raises:
-        ValueError: not exactly one of `prompt` and `messages`; text that UTF-8 cannot carry; token ids that are none; a
-            sampling value that JSON cannot carry.
+        ValueError: both or neither of `prompt` and `messages`; text that is not valid Unicode; invalid token ids; a
+            sampling parameter that cannot be encoded as JSON.
     """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
-    inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in WANTED}
+    inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in RETURN_FLAGS}
     tools = sampling.get("tools")
     sampling = {name: value for name, value in sampling.items() if name not in (*inputs, "tools")}
     values: Values = {
@@ -113,7 +113,7 @@ def request_values(
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        ids = [operator.index(token) for token in prompt]  # numpy's whole numbers, too
+        ids = [operator.index(token) for token in prompt]  # also accepts NumPy integers
     except TypeError:
         raise ValueError(f"prompt={prompt!r}: must be a string, or a list of token ids") from None
     if not all(0 <= token < 2**31 for token in ids):
@@ -131,7 +131,7 @@ def _input_value(name: str, value: object) -> str | bool | int:
 
 
 def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling: Mapping[str, object]) -> Values:
-    """The inputs of a request for an embedding; errors as those of `request_values`."""
+    """Return the inputs of an embedding request. Raises ValueError as `request_values` does."""
     prompt = _check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
     pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
     return {
@@ -143,17 +143,17 @@ def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling
 
 
 def _index(name: str, value: object) -> int:
-    """numpy's whole numbers will do."""
+    """Return an integer, which may be a NumPy integer, as int. Raises ValueError that names the argument."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"{name}={value!r}: must be a whole number") from None
 
 
-def read_embedding(answer: Fields | None) -> Embedding:
-    """Raises PagedError where the one response of such a request is none of the kind."""
+def read_embedding(response: Fields | None) -> Embedding:
+    """Parse the response of an embedding request. Raises PagedError if it is malformed."""
     try:
-        fields = answer or {}
+        fields = response or {}
         values = tuple(map(float, json.loads(str(fields["text_output"][0]))))
         receipts = [json.loads(str(one)) for one in fields.get("receipt", [])]
         return Embedding(values, int(fields["num_input_tokens"][0]), *receipts)
@@ -166,39 +166,39 @@ ADAPTERS_REQUEST: Values = {"adapters": True}
 STOP_REQUEST: Values = {"stop_request": True}
 
 
-def read_pool_map(answer: Fields | None) -> PoolMap:
-    """Raises PagedError where the one response of such a request is none of the kind."""
+def read_pool_map(response: Fields | None) -> PoolMap:
+    """Parse the response of a pool map request. Raises PagedError if it is malformed."""
     try:
-        values = json.loads(str((answer or {})["pool_map"][0]))
+        values = json.loads(str((response or {})["pool_map"][0]))
         return PoolMap(**{field.name: values[field.name] for field in fields(PoolMap)})
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
 
 
 def may_stream(sampling: Mapping[str, object]) -> bool:
-    """Whether there is anything to send before the end: which samples are the best ones is known only then."""
+    """Return whether the output can be streamed. With best_of, the best samples are known only at the end."""
     return sampling.get("best_of") is None
 
 
 def check_request_id(request_id: str) -> str:
     if not request_id:
-        raise ValueError(f"request_id={request_id!r}: must be that of the request to end")
+        raise ValueError(f"request_id={request_id!r}: must be the id of the request to cancel")
     return request_id
 
 
-def read_num_stopped(answer: Fields | None) -> int:
-    """Raises PagedError where the one response of such a request is none of the kind."""
+def read_num_stopped(response: Fields | None) -> int:
+    """Parse the response of a stop request. Raises PagedError if it is malformed."""
     try:
-        return int((answer or {})["num_stopped"][0])
+        return int((response or {})["num_stopped"][0])
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no count: {type(error).__name__}: {error}") from None
 
 
-def read_adapters(answer: Fields | None) -> tuple[Adapter, ...]:
-    """Raises PagedError where the one response of such a request is none of the kind."""
+def read_adapters(response: Fields | None) -> tuple[Adapter, ...]:
+    """Parse the response of an adapter list request. Raises PagedError if it is malformed."""
     names = [field.name for field in fields(Adapter)]
     try:
-        found = json.loads(str((answer or {})["adapters"][0]))
+        found = json.loads(str((response or {})["adapters"][0]))
         return tuple(Adapter(**{name: one[name] for name in names if name in one}) for one in found)
     except (LookupError, TypeError, ValueError) as error:
         reason = f"the server sent no list of its adapters: {type(error).__name__}: {error}"
@@ -228,22 +228,22 @@ def _check_text(name: str, text: object) -> str:
 
 
 class Transcript:
-    """What one request has answered so far: turns responses into deltas, and the deltas into a whole."""
+    """The output of one request so far. Converts responses to deltas, and the deltas to a completion."""
 
     def __init__(self) -> None:
         self._samples: list[list[Delta]] = [[]]
         self._num_input_tokens = 0
-        self._prompt: dict[str, Any] = {}  # the fields of PromptTold, which may come with different responses
-        self._untold: dict[str, Any] = {}  # of these, what no delta has yet
+        self._prompt: dict[str, Any] = {}  # the fields of PromptInfo, which may arrive in different responses
+        self._pending_prompt: dict[str, Any] = {}  # the part of _prompt that no delta has returned yet
         self._receipt: Mapping[str, float] | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether every sample has its last piece."""
+        """Whether every sample has its last delta."""
         return all(deltas and deltas[-1].finish_reason for deltas in self._samples)
 
     def add(self, fields: Fields) -> list[Delta]:
-        """The pieces of one response: those of samples that have something new."""
+        """Add a response and return its deltas: one for each sample that has new output."""
         texts = fields.get("text_output", [""])
         reasons = fields.get("finish_reason", ["None"] * len(texts))
         counts = fields.get("num_output_tokens", [0] * len(texts))
@@ -273,11 +273,11 @@ class Transcript:
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
                 new.append(delta)
-        told = _read_prompt(fields)
-        self._prompt |= told
-        self._untold |= told
-        if self._untold and new:
-            new[0], self._untold = replace(new[0], **self._untold), {}
+        prompt = _read_prompt(fields)
+        self._prompt |= prompt
+        self._pending_prompt |= prompt
+        if self._pending_prompt and new:
+            new[0], self._pending_prompt = replace(new[0], **self._pending_prompt), {}
         return new
 
     def completion(self) -> Completion:
@@ -287,10 +287,10 @@ class Transcript:
                 finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
                 num_input_tokens=self._num_input_tokens,
                 num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
-                logprobs=_joined([delta.logprobs for delta in deltas]),
+                logprobs=_concatenate([delta.logprobs for delta in deltas]),
                 cumulative_logprob=deltas[-1].cumulative_logprob if deltas else None,
-                token_ids=_joined([delta.token_ids for delta in deltas]),
-                text_offsets=_joined([delta.text_offsets for delta in deltas]),
+                token_ids=_concatenate([delta.token_ids for delta in deltas]),
+                text_offsets=_concatenate([delta.text_offsets for delta in deltas]),
             )
             for deltas in self._samples
         ]
@@ -299,12 +299,12 @@ class Transcript:
 
 def _read_prompt(fields: Fields) -> dict[str, Any]:
     names = ("prompt_token_ids", "prompt_text_offsets")
-    told: dict[str, Any] = {name: tuple(map(int, fields[name])) for name in names if name in fields}
+    prompt: dict[str, Any] = {name: tuple(map(int, fields[name])) for name in names if name in fields}
     for text in fields.get("first_prompt_token", []):
-        told["first_prompt_token"] = str(text)
+        prompt["first_prompt_token"] = str(text)
     for text in fields.get("prompt_logprobs", []):
-        told["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
-    return told
+        prompt["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
+    return prompt
 
 
 def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
@@ -319,23 +319,23 @@ def _entries(one: Mapping[str, Any]) -> Logprobs:
 
 
 def _split(values: Sequence[str | int | float] | None, counts: Sequence[str | int | float]) -> list[Any]:
-    """Of an output that has an element for each token: those of each sample."""
+    """Split an output with one element for each token into the parts of each sample."""
     if values is None:
         return [None] * len(counts)
-    left = iter(map(int, values))
-    return [tuple(islice(left, int(count))) for count in counts]
+    remaining = iter(map(int, values))
+    return [tuple(islice(remaining, int(count))) for count in counts]
 
 
 T = TypeVar("T")
 
 
-def _joined(pieces: Sequence[tuple[T, ...] | None]) -> tuple[T, ...] | None:
-    parts = [piece for piece in pieces if piece is not None]
-    return tuple(one for part in parts for one in part) if parts else None
+def _concatenate(parts: Sequence[tuple[T, ...] | None]) -> tuple[T, ...] | None:
+    present = [part for part in parts if part is not None]
+    return tuple(one for part in present for one in part) if present else None
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """Raises ValueError unless `timeout` is None (no limit) or a positive number of seconds."""
+    """Return `timeout`. Raises ValueError unless it is None (no limit) or a positive number of seconds."""
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout}: must be a positive number of seconds, or None")
     return timeout

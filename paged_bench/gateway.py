@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from client import load
-from client.serving.tritonserver import MODEL_NAME, TritonServer, choose_ports
+from client.serving.ports import choose_ports
+from client.serving.repository import MODEL_NAME
+from client.serving.tritonserver import TritonServer
 from client.wire import request_values
 from paged_bench import _http_load
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio

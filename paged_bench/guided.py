@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from client.serving.tritonserver import resolve_model
+from client.serving.repository import resolve_model
 from paged_bench._guided_cases import EXPRESSIONS, GRAMMARS, HARD, SCHEMAS, SPEED, Case
 from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
 

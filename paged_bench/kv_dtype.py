@@ -19,7 +19,7 @@ from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 from torch import Tensor
 
-from client.serving.tritonserver import resolve_model
+from client.serving.repository import resolve_model
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams

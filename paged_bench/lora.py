@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from client.serving.tritonserver import resolve_model
+from client.serving.repository import resolve_model
 from paged_backend.api.config import DTYPES, EngineConfig
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams

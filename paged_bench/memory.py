@@ -255,7 +255,7 @@ def attention_speed(rounds: int) -> list[Record]:
 def system_prompt(model: str, count: int) -> list[Record]:
     """The real model: requests that share a system prompt of 512 tokens (or half of what the model takes), one after
     the other, cache on and off."""
-    from client.serving.tritonserver import resolve_model
+    from client.serving.repository import resolve_model
     from paged_backend.api.config import EngineConfig
     from paged_backend.engine.assembly import assemble
     from paged_bench._engine import serve

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from client.serving.tritonserver import resolve_model
+from client.serving.repository import resolve_model
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams

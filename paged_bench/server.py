@@ -31,8 +31,9 @@ from typing import Any
 import torch
 
 from client import load
+from client.serving.repository import MODEL_NAME
 from client.serving.server_files import perf_analyzer
-from client.serving.tritonserver import MODEL_NAME, TritonServer
+from client.serving.tritonserver import TritonServer
 from client.wire import Values
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly, assemble

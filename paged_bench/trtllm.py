@@ -20,7 +20,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from client import grpc_wire, load
-from client.serving.tritonserver import MODEL_NAME, TritonServer
+from client.serving.repository import MODEL_NAME
+from client.serving.tritonserver import TritonServer
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
 from paged_bench._workload import NULL, model_names, model_options

@@ -1,4 +1,4 @@
-"""The engine's answers in OpenAI's shapes."""
+"""Builds the response bodies of OpenAI's API from the engine's output."""
 
 from __future__ import annotations
 
@@ -13,63 +13,67 @@ from typing import Any
 from client.openai import logprobs
 from client.openai.chat_schema import ChatRequest
 from client.openai.schema import CompletionRequest, GenerateBody
-from client.openai.tool_calls import ArgumentsDelta, CallStart, Content, OutputParser, Piece
+from client.openai.tool_calls import ArgumentsDelta, CallStart, Content, OutputParser, ParserEvent
 from client.openai.tools import ToolUse
 from client.types import Completion, Delta, Logprobs, PromptInfo
 
 
 class ResponseBuilder(ABC):
-    """One request's answer: whole, or as the chunks of a stream, all with the same id."""
+    """Builds the response to one request: a whole body, or the chunks of a stream, which share an id."""
 
-    prefix: str
-    whole_object: str
-    chunk_object: str
+    prefix: str  # of the response id
+    whole_object: str  # value of `object` in a whole response
+    chunk_object: str  # value of `object` in a chunk
 
     def __init__(self, request: GenerateBody, request_id: str) -> None:
         self.id = f"{self.prefix}-{request_id}"
         self._model = request.model
         self._created = int(time.time())
-        self._tells_prompt = request.prompt_logprobs is not None
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for one in completions:
             choices += self._choices(len(choices), one)
-        return self._body(self.whole_object, choices) | self._beside(completions[0]) | {"usage": usage(completions)}
+        body = self._body(self.whole_object, choices) | self._top_level_fields(completions[0])
+        return body | {"usage": usage(completions)}
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """None where there is nothing to tell yet."""
-        piece = self._piece(delta)
-        return None if piece is None else self._body(self.chunk_object, [piece]) | self._beside(delta)
+        """Return the chunk of a delta, or None if it has no content for the client."""
+        choice = self._chunk_choice(delta)
+        return None if choice is None else self._body(self.chunk_object, [choice]) | self._top_level_fields(delta)
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completions)}
 
-    def _of_prompt(self, told: PromptInfo) -> dict[str, Any]:
-        """Of the prompt's tokens, what was asked for. vLLM has it in choices of completions, beside those of chats."""
+    def _prompt_fields(self, info: PromptInfo) -> dict[str, Any]:
+        """Return the requested fields about the prompt.
+
+        As in vLLM, they are part of each choice of a completion, and at the top level of a chat completion.
+        """
         fields: dict[str, Any] = {}
-        if told.prompt_token_ids is not None:
-            fields["prompt_token_ids"] = told.prompt_token_ids
-        if self._tells_prompt and told.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in told.prompt_logprobs]
+        if info.prompt_token_ids is not None:
+            fields["prompt_token_ids"] = info.prompt_token_ids
+        if self._wants_prompt_logprobs and info.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in info.prompt_logprobs]
         return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
-        """Of one prompt, numbered from `start`."""
-        return [self._sample(start + index, one) for index, one in enumerate((completion, *completion.others))]
+        """Return the choices of one prompt, numbered from `start`."""
+        return [self._whole_choice(start + index, one) for index, one in enumerate((completion, *completion.others))]
 
-    def _beside(self, told: PromptInfo) -> dict[str, Any]:
-        """What stands beside the choices."""
+    def _top_level_fields(self, info: PromptInfo) -> dict[str, Any]:
+        """Return further fields of the body."""
         return {}
 
     @abstractmethod
-    def _sample(self, index: int, sample: Completion) -> dict[str, Any]: ...
+    def _whole_choice(self, index: int, sample: Completion) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _piece(self, delta: Delta) -> dict[str, Any] | None: ...
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any] | None: ...
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -80,22 +84,22 @@ class CompletionResponseBuilder(ResponseBuilder):
         self._echo_logprobs = bool(request.echo) and request.logprobs is not None
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
-        choices = [one | self._of_prompt(completion) for one in super()._choices(start, completion)]
+        choices = [one | self._prompt_fields(completion) for one in super()._choices(start, completion)]
         if self._echo_logprobs:
             echoed = logprobs.echo_logprobs(completion)
             for choice in choices:
-                choice["logprobs"] = {name: echoed[name] + told for name, told in choice["logprobs"].items()}
+                choice["logprobs"] = {name: echoed[name] + values for name, values in choice["logprobs"].items()}
         return choices
 
-    def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
+    def _whole_choice(self, index: int, sample: Completion) -> dict[str, Any]:
         return self._choice(index, sample)
 
-    def _piece(self, delta: Delta) -> dict[str, Any] | None:
-        return self._choice(delta.index, delta) | self._of_prompt(delta) if _tells(delta) else None
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any] | None:
+        return self._choice(delta.index, delta) | self._prompt_fields(delta) if _has_content(delta) else None
 
     def _choice(self, index: int, part: Completion | Delta) -> dict[str, Any]:
-        told = None if part.logprobs is None else logprobs.completion_logprobs(part.logprobs, part.text_offsets or ())
-        return _choice(index, part, part.finish_reason, told, text=part.text)
+        values = None if part.logprobs is None else logprobs.completion_logprobs(part.logprobs, part.text_offsets or ())
+        return _choice(index, part, part.finish_reason, values, text=part.text)
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -104,70 +108,72 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, request: ChatRequest, request_id: str, use: ToolUse) -> None:
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
-        self._no_content = None if use.forced else ""
-        self._readers: defaultdict[int, OutputParser] = defaultdict(use.reader)
+        self._empty_content = None if use.forced else ""
+        self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # by sample
         self._calling: set[int] = set()  # samples that have called a tool
 
-    def _beside(self, told: PromptInfo) -> dict[str, Any]:
-        return self._of_prompt(told)
+    def _top_level_fields(self, info: PromptInfo) -> dict[str, Any]:
+        return self._prompt_fields(info)
 
-    def _sample(self, index: int, sample: Completion) -> dict[str, Any]:
-        read = self._read(index, sample)
-        content = None if "tool_calls" in read else self._no_content
-        message = {"role": "assistant", "content": content, "refusal": None, **read}
-        for call in read.get("tool_calls", ()):
+    def _whole_choice(self, index: int, sample: Completion) -> dict[str, Any]:
+        parsed = self._parse(index, sample)
+        content = None if "tool_calls" in parsed else self._empty_content
+        message = {"role": "assistant", "content": content, "refusal": None, **parsed}
+        for call in parsed.get("tool_calls", ()):
             del call["index"]
-        return _choice(index, sample, self._reason(index, sample), self._logprobs(sample.logprobs), message=message)
+        reason = self._finish_reason(index, sample)
+        return _choice(index, sample, reason, self._logprobs(sample.logprobs), message=message)
 
-    def _piece(self, delta: Delta) -> dict[str, Any] | None:
-        role = {} if delta.index in self._readers else {"role": "assistant", "content": self._no_content}
-        news = role | self._read(delta.index, delta)
-        if not news and not _tells(replace(delta, text="")):
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any] | None:
+        role = {} if delta.index in self._parsers else {"role": "assistant", "content": self._empty_content}
+        message = role | self._parse(delta.index, delta)
+        if not message and not _has_content(replace(delta, text="")):
             return None
-        return _choice(delta.index, delta, self._reason(delta.index, delta), self._logprobs(delta.logprobs), delta=news)
+        reason = self._finish_reason(delta.index, delta)
+        return _choice(delta.index, delta, reason, self._logprobs(delta.logprobs), delta=message)
 
-    def _read(self, index: int, part: Completion | Delta) -> dict[str, Any]:
-        """What a part of a sample adds to its message."""
-        reader = self._readers[index]
-        pieces = reader.push(part.text) + (reader.finish() if part.finish_reason else [])
-        if any(isinstance(piece, CallStart) for piece in pieces):
+    def _parse(self, index: int, part: Completion | Delta) -> dict[str, Any]:
+        """Return the message fields that a part of a sample adds."""
+        parser = self._parsers[index]
+        events = parser.push(part.text) + (parser.finish() if part.finish_reason else [])
+        if any(isinstance(event, CallStart) for event in events):
             self._calling.add(index)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        calls = _calls(pieces)
+        text = "".join(event.text for event in events if isinstance(event, Content))
+        calls = _tool_calls(events)
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
-    def _reason(self, index: int, part: Completion | Delta) -> str | None:
-        """Something else than the end of its calls may have stopped a sample: a stop string in the middle of one."""
-        called = part.finish_reason == "stop" and index in self._calling and self._readers[index].whole
+    def _finish_reason(self, index: int, part: Completion | Delta) -> str | None:
+        """Return "tool_calls" if the sample stopped after complete calls: a stop string can end one in the middle."""
+        called = part.finish_reason == "stop" and index in self._calling and self._parsers[index].complete
         return "tool_calls" if called else part.finish_reason
 
     def _logprobs(self, tokens: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         return None if tokens is None else logprobs.chat_logprobs(tokens, self._top_logprobs)
 
 
-def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+def _tool_calls(events: Sequence[ParserEvent]) -> list[dict[str, Any]]:
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            function = {"name": piece.name, "arguments": ""}
-            calls[piece.call] = {
-                "index": piece.call, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function
+    for event in events:
+        if isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.call] = {
+                "index": event.call, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function
             }  # fmt: skip
-        elif isinstance(piece, ArgumentsDelta):
-            call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
-            call["function"]["arguments"] += piece.text
+        elif isinstance(event, ArgumentsDelta):
+            call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
     return list(calls.values())
 
 
-def _tells(delta: Delta) -> bool:
+def _has_content(delta: Delta) -> bool:
     return bool(delta.text or delta.finish_reason or delta.logprobs or delta.token_ids or delta.prompt_logprobs)
 
 
 def _choice(
-    index: int, part: Completion | Delta, finish_reason: str | None, told: dict[str, Any] | None, **text: Any
+    index: int, part: Completion | Delta, finish_reason: str | None, logprobs: dict[str, Any] | None, **output: Any
 ) -> dict[str, Any]:
-    choice = {"index": index, **text, "logprobs": told, "finish_reason": finish_reason}
-    if finish_reason == "timeout":  # which OpenAI has no word for
+    choice = {"index": index, **output, "logprobs": logprobs, "finish_reason": finish_reason}
+    if finish_reason == "timeout":  # not a finish reason of OpenAI's API
         choice |= {"finish_reason": "length", "stop_reason": "timeout"}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
 
@@ -182,7 +188,7 @@ def usage(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 class RunningUsage:
-    """Of each choice of a stream, what it has taken so far, as vLLM tells it with every chunk."""
+    """The usage of each choice so far, which vLLM's `continuous_usage_stats` returns with every chunk."""
 
     def __init__(self) -> None:
         self._output: Counter[int] = Counter()

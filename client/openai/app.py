@@ -1,4 +1,4 @@
-"""The routes of the gateway. It holds counters and a connection to the server, and nothing of any request."""
+"""The routes of the OpenAI-compatible gateway. It keeps counters and connections to servers, but no request state."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from client.openai import embeddings, keys, metrics, schema, translation
 from client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
-from client.openai.asking import Streams, ask
 from client.openai.chat_schema import ChatRequest
 from client.openai.chat_template import ChatTemplate
 from client.openai.concurrency import ClientDisconnected, run_while_connected
+from client.openai.engine_calls import MergedStream, generate_all
 from client.openai.errors import ApiError, from_engine, no_such_model
 from client.openai.servers import Servers
 from client.openai.streaming import EventStream
@@ -31,46 +31,46 @@ from client.openai.tools import tool_use
 from client.openai.translation import EngineRequest
 from client.types import PagedError
 
-HEALTH_TIMEOUT = 10.0  # seconds; the engine answers between two steps
-READ = ["GET", "HEAD"]  # load balancers ask for the second
+HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
+READ = ["GET", "HEAD"]  # some load balancers use HEAD
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of errors, by status
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class GatewayLimits:
-    """The most that a request may have. Each is an option of `paged openai`, of this name."""
+    """Limits of requests. Each field is an option of `paged openai` with the same name."""
 
-    max_open_requests: int  # of all clients; more are not read
-    max_request_bytes: int  # of a body
-    max_prompts: int  # of a request for completions
-    max_inputs: int  # of one for embeddings
-    body_timeout: float  # seconds in which a body has to be there, whole
+    max_open_requests: int  # concurrent requests of all clients
+    max_request_bytes: int  # size of a body
+    max_prompts: int  # prompts of a completion request
+    max_inputs: int  # inputs of an embedding request
+    body_timeout: float  # seconds within which a body must be fully received
 
     def check(self, option: str, field: str, count: int, what: str) -> None:
-        """Raises ApiError where that is more than the option allows."""
-        most = getattr(self, option)
-        if count > most:
-            raise ApiError(400, f"{field}: has {count} {what}; must be at most {most} ({flag(option)})", param=field)
+        """Raises ApiError if `count` exceeds the option."""
+        limit = getattr(self, option)
+        if count > limit:
+            raise ApiError(400, f"{field}: has {count} {what}; must be at most {limit} ({flag(option)})", param=field)
 
 
 def flag(option: str) -> str:
-    """As it is on the command line."""
+    """Return the command-line flag of an option."""
     return "--" + option.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one gateway was started.
+    """The settings of a gateway.
 
     Args:
-        urls, model: the servers' gRPC endpoints, None for the usual one, and their model's name, which is the name
-            here, too.
-        template: of the gateway's own; without one the server applies the model's.
-        api_keys: one of which a request must bring; empty: none is asked for.
-        caps: of requests.
-        tool_format: how the model writes calls of tools.
-        access_log: takes a line for each request; None: there is none.
+        urls: gRPC endpoints of the servers; None is the default one.
+        model: name of the served model, which is also its name in the gateway.
+        template: chat template to apply in the gateway; None if the server applies the model's.
+        api_keys: accepted API keys; if empty, no key is required.
+        limits: limits of requests.
+        tool_format: format of the model's tool calls.
+        access_log: called with a line for each request; None disables the log.
     """
 
     urls: Sequence[str | None]
@@ -83,6 +83,8 @@ class Settings:
 
 
 class Gateway:
+    """The route handlers. Raises ValueError for an invalid server URL."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._servers = Servers(settings.urls, settings.model)
@@ -97,54 +99,62 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
         self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
-        asked = translation.from_completion(body, self._adapter(body))
-        return await self._answer(request, body, asked, CompletionResponseBuilder(body, _request_id(request)))
+        engine_requests = translation.from_completion(body, self._adapter(body))
+        builder = CompletionResponseBuilder(body, _request_id(request))
+        return await self._respond(request, body, engine_requests, builder)
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(ChatRequest, await self._read(request))
         settings = self._settings
         use = tool_use(body, settings.tool_format)
-        asked = await translation.from_chat(body, self._adapter(body), use, settings.tool_format, settings.template)
-        return await self._answer(request, body, [asked], ChatResponseBuilder(body, _request_id(request), use))
+        engine_request = await translation.from_chat(
+            body, self._adapter(body), use, settings.tool_format, settings.template
+        )
+        builder = ChatResponseBuilder(body, _request_id(request), use)
+        return await self._respond(request, body, [engine_request], builder)
 
-    async def _answer(
-        self, request: Request, body: schema.GenerateBody, asked: Sequence[EngineRequest], answer: ResponseBuilder
+    async def _respond(
+        self,
+        request: Request,
+        body: schema.GenerateBody,
+        engine_requests: Sequence[EngineRequest],
+        builder: ResponseBuilder,
     ) -> Response:
         if not body.stream:
-            work = ask(self._servers, asked, answer.id)
+            work = generate_all(self._servers, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)
             self.metrics.count_tokens(request.url.path, completions)
-            return JSONResponse(answer.whole(completions), headers={"X-Request-Id": answer.id})
-        streams = Streams(self._servers, asked, answer.id, samples=body.n or 1)
+            return JSONResponse(builder.whole(completions), headers={"X-Request-Id": builder.id})
+        stream = MergedStream(self._servers, engine_requests, builder.id, samples=body.n or 1)
         try:
-            first = await run_while_connected(request.receive, streams.first())
+            first = await run_while_connected(request.receive, stream.first())
         except BaseException:
-            streams.cancel()
+            stream.cancel()
             raise
         options = body.stream_options or schema.StreamOptions()
-        return EventStream(first, streams, answer, options=options, route=request.url.path, metrics=self.metrics)
+        return EventStream(first, stream, builder, options=options, route=request.url.path, metrics=self.metrics)
 
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
         self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
         work = embeddings.embed_all(self._servers, body, self._adapter(body))
-        found = await run_while_connected(request.receive, work)
-        self.metrics.count_embedded(request.url.path, found)
-        return JSONResponse(embeddings.answer(body, found))
+        computed = await run_while_connected(request.receive, work)
+        self.metrics.count_embeddings(request.url.path, computed)
+        return JSONResponse(embeddings.response(body, computed))
 
     def _adapter(self, body: schema.Body) -> str | None:
-        """A request names the model, or one of its adapters, of which the server knows."""
+        """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
         return None if body.model == self._settings.model else body.model
 
     async def models(self) -> dict[str, Any]:
-        """The model, then its adapters. Raises ApiError where no server tells which there are."""
+        """Return the model and its adapters. Raises ApiError if no server can be reached."""
         try:
             adapters = await self._servers.adapters(timeout=HEALTH_TIMEOUT)
         except PagedError as error:
             raise from_engine(error, {}) from None
         model = self._settings.model
-        named = [self._card(one.name) | {"parent": model} for one in adapters if one.error is None]
-        return {"object": "list", "data": [self._card(model), *named]}
+        adapter_cards = [self._card(one.name) | {"parent": model} for one in adapters if one.error is None]
+        return {"object": "list", "data": [self._card(model), *adapter_cards]}
 
     async def model(self, name: str) -> dict[str, Any]:
         for card in (await self.models())["data"]:
@@ -156,7 +166,7 @@ class Gateway:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "paged"}
 
     async def health(self) -> dict[str, str]:
-        """A map of the pool comes from the engine's own loop: who gets one can have tokens."""
+        """Check that a server is ready. The engine loop itself answers this request, so that it must be running."""
         try:
             await self._servers.pool_map(timeout=HEALTH_TIMEOUT)
         except PagedError as error:
@@ -164,7 +174,7 @@ class Gateway:
         return {"status": "ok"}
 
     async def live(self) -> dict[str, str]:
-        """Whatever becomes of the servers."""
+        """Check that the gateway runs, independent of the servers."""
         return {"status": "ok"}
 
     async def show_metrics(self) -> Response:
@@ -174,24 +184,24 @@ class Gateway:
         if not self._settings.api_keys:
             return
         if not keys.is_authorized(request.headers.get("Authorization", ""), self._settings.api_keys):
-            raise ApiError(401, "Authorization: must be 'Bearer' and a known API key", code="invalid_api_key")
+            raise ApiError(401, "Authorization: must be 'Bearer' and a valid API key", code="invalid_api_key")
 
     async def _read(self, request: Request) -> bytes:
-        """The body, none of which is waited for where its headers say that it will not do."""
+        """Read the body. A body that its headers show to be invalid is rejected without reading it."""
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not served; send the JSON as it is")
+            raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not supported; send uncompressed JSON")
         self._check_size(int(request.headers.get("Content-Length", 0)))
         seconds = self._settings.limits.body_timeout
         try:
-            return await asyncio.wait_for(self._whole(request), seconds)
+            return await asyncio.wait_for(self._read_chunks(request), seconds)
         except asyncio.TimeoutError:
-            message = f"the body has not come within {seconds:g} s, which is the limit ({flag('body_timeout')})"
+            message = f"the body was not fully received within the limit of {seconds:g} s ({flag('body_timeout')})"
             raise ApiError(408, message, code="request_timeout") from None
         except ClientDisconnect:
             raise ClientDisconnected from None
 
-    async def _whole(self, request: Request) -> bytes:
+    async def _read_chunks(self, request: Request) -> bytes:
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -199,36 +209,36 @@ class Gateway:
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
-        most = self._settings.limits.max_request_bytes
-        if size > most:
-            message = f"the body has more than {most} bytes, which is the limit ({flag('max_request_bytes')})"
+        limit = self._settings.limits.max_request_bytes
+        if size > limit:
+            message = f"the body exceeds the limit of {limit} bytes ({flag('max_request_bytes')})"
             raise ApiError(413, message, code="request_too_large")
 
 
-class Places:
-    """ASGI middleware that lets so many requests for tokens in at a time, whose bodies it then has to hold."""
+class ConcurrencyLimiter:
+    """ASGI middleware that limits concurrent POST requests, and with them the memory for request bodies."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
-        self._most = most
-        self._taken = 0
+        self._limit = limit
+        self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in READ:
             return await self._app(scope, receive, send)
-        if self._taken >= self._most:
-            message = f"{self._taken} requests are open, the most that may be ({flag('max_open_requests')}); try again"
+        if self._num_open >= self._limit:
+            message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
             error = ApiError(503, message, code="unavailable")
             return await JSONResponse(error.body, error.status)(scope, receive, send)
-        self._taken += 1
+        self._num_open += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._taken -= 1
+            self._num_open -= 1
 
 
 def _request_id(request: Request) -> str:
-    """The caller's own, or one that nobody else has."""
+    """Return the id in the request's headers, or a new one."""
     given = request.headers.get("X-Request-Id")
     if given is not None and not _REQUEST_ID.fullmatch(given):
         raise ApiError(400, "X-Request-Id: must be 1..128 letters, digits or any of -_.:")
@@ -236,11 +246,11 @@ def _request_id(request: Request) -> str:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Raises ValueError for a URL that gRPC cannot take."""
+    """Return the gateway as an ASGI application. Raises ValueError for an invalid server URL."""
     gateway = Gateway(settings)
-    # Without a description of the interface: OpenAI's is the one that holds.
+    # No OpenAPI schema of our own: the API is specified by OpenAI.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Places, most=settings.limits.max_open_requests)
+    app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
     app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
     _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
@@ -258,7 +268,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
+    async def api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
 
     @app.exception_handler(HTTPException)
@@ -267,9 +277,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnected)
-    async def gone(request: Request, error: ClientDisconnected) -> Response:
+    async def client_disconnected(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=metrics.CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
+    async def internal_error(request: Request, error: Exception) -> Response:
         return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)

@@ -1,4 +1,4 @@
-"""Chat requests: messages, and tools that the model may call."""
+"""The schema of chat completion requests: messages, tools and tool choice."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None
-    name: str | None = None  # for the template
+    name: str | None = None  # for the chat template
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What answers carry, which come back as the next turn's history.
+    # Fields of assistant messages in responses, which clients send back as history.
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
 
     def check(self, place: str) -> None:
-        """Raises ApiError for fields that the role lacks, or does not have."""
+        """Raises ApiError for fields that the role requires, or does not allow."""
         if self.tool_calls and self.role != "assistant":
             raise _wrong(f"{place}.tool_calls", f"is for the role assistant, not {self.role}")
         if self.content is None and not self.tool_calls:
@@ -95,27 +95,27 @@ class ChatRequest(GenerateBody):
         for index, message in enumerate(self.messages):
             message.check(f"messages.{index}")
         if None not in (limits := (self.max_tokens, self.max_completion_tokens)) and len(set(limits)) > 1:
-            raise _wrong("max_tokens", "is not max_completion_tokens, and only one can hold; leave one of the two out")
+            raise _wrong("max_tokens", "differs from max_completion_tokens; leave one of the two out")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs", "has a meaning with logprobs=true only")
+            raise _wrong("top_logprobs", "requires logprobs=true")
         self._check_tools([tool.function.name for tool in self.tools or ()])
 
     def _check_tools(self, names: Sequence[str]) -> None:
-        known: set[str] = set()
+        seen: set[str] = set()
         for index, name in enumerate(names):
             if not _TOOL_NAME.fullmatch(name):
                 raise _wrong(f"tools.{index}.function.name", "must be 1..64 letters, digits, '_', '-' or '.'")
-            if name in known:
-                raise _wrong(f"tools.{index}.function.name", f"{name!r} is there twice")
-            known.add(name)
+            if name in seen:
+                raise _wrong(f"tools.{index}.function.name", f"{name!r} is given twice")
+            seen.add(name)
         if not names and self.tool_choice not in (None, "none"):
-            raise _wrong("tool_choice", "has a meaning with tools only")
+            raise _wrong("tool_choice", "requires tools")
         if not names and self.parallel_tool_calls is not None:
-            raise _wrong("parallel_tool_calls", "has a meaning with tools only")
+            raise _wrong("parallel_tool_calls", "requires tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise _wrong("tool_choice", f"{self.tool_choice.function.name[:80]!r} is none of the tools")
+            raise _wrong("tool_choice", f"{self.tool_choice.function.name[:80]!r} is not in tools")
         if self.may_call and self.response_format and self.response_format.type != "text":
-            raise _wrong("response_format", "cannot hold for an answer that may call tools; leave one of the two out")
+            raise _wrong("response_format", "cannot be combined with tools; leave one of the two out")
 
 
 def _wrong(field: str, reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer's directory, applied in the gateway."""
+"""Applies the chat template of a tokenizer directory in the gateway."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """Turns a conversation into the prompt that the server tokenizes as it is.
+    """Renders conversations to prompts, which the server then tokenizes without a template.
+
+    Args:
+        directory: Hugging Face directory of the tokenizer.
+        seconds: time limit for rendering a conversation.
 
     Raises ValueError for a directory without a tokenizer or a chat template.
     """
 
     def __init__(self, directory: Path, seconds: float = chat_templates.RENDER_SECONDS) -> None:
-        """seconds: that the template may take."""
         from transformers import AutoTokenizer
 
         try:
@@ -32,11 +35,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The template itself."""
+        """The source of the template."""
         return str(self._tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """Raises ApiError where the template refuses the conversation, or does not end."""
+        """Render a conversation. Raises ApiError if the template rejects it or exceeds the time limit."""
         try:
             return chat_templates.render(self._tokenizer, messages, tools, seconds=self._seconds)
         except TemplateTimeout as error:

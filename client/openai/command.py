@@ -1,4 +1,4 @@
-"""What `paged openai` does."""
+"""Runs the OpenAI-compatible gateway until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from client.openai.tools import detect_format
 from client.session import UsageError
 from client.sync_client import DEFAULT_URLS
 
-SHUTDOWN_SECONDS = 30  # that open streams get to end in, as at `paged serve`
+SHUTDOWN_SECONDS = 30  # time for open streams to finish, as with `paged serve`
 
 
 def run(
@@ -42,32 +42,39 @@ def run(
     tool_parser: str,
     access_log: bool,
 ) -> int:
-    """Serve until Ctrl-C. Raises UsageError for what it cannot begin with."""
-    if tokenizer:  # which takes a while, with the library that reads it
+    """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
+    if tokenizer:  # takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
         template = ChatTemplate(tokenizer, chat_template_timeout) if tokenizer else None
     except ValueError as error:
         raise UsageError(f"--tokenizer {error}") from None
     try:
-        known = keys.collect(api_keys, api_key_file, os.environ)
+        all_keys = keys.collect(api_keys, api_key_file, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    form = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
-    limits = GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout)
+    tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
+    settings = Settings(
+        urls=urls or (None,),
+        model=model,
+        template=template,
+        api_keys=all_keys,
+        limits=GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout),
+        tool_format=tool_format,
+        access_log=_log_line if access_log else None,
+    )
     try:
-        settings = Settings(urls or (None,), model, template, known, limits, form, _log_line if access_log else None)
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each, those that send nothing too
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # one descriptor for each connection
     try:
         listener = listen(host, port)
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
     print(
-        f"OpenAI's interface to {model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
+        f"OpenAI-compatible API of {model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
         flush=True,
     )
     config = uvicorn.Config(
@@ -82,8 +89,11 @@ def run(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError. Connections inherit TCP_NODELAY, without which what follows an answer's head waits 40 ms for the
-    client to acknowledge that; asyncio sets it only for sockets that name their protocol, which this one does not."""
+    """Return a listening socket with TCP_NODELAY, which its connections inherit. Raises OSError.
+
+    Without TCP_NODELAY the body of a response waits 40 ms for the client to acknowledge its headers. asyncio sets it
+    only for sockets that were created with a protocol number, which is not the case here.
+    """
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
@@ -94,10 +104,12 @@ def _log_line(line: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends at a signal by itself, however it was started: uvicorn raises the signal once more, which a shell's
-    background process ignores."""
+    """A server that exits on a signal without raising it again.
 
-    interrupted = False  # by Ctrl-C
+    uvicorn raises the signal again, which a background process of a shell ignores.
+    """
+
+    interrupted = False  # whether Ctrl-C was pressed
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT

@@ -1,4 +1,4 @@
-"""Work that ends where one of several parts fails, or where the client goes away."""
+"""Run coroutines that are cancelled when the client disconnects, or when one of them fails."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ T = TypeVar("T")
 
 
 class ClientDisconnected(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection before the response was complete."""
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Cancels it and raises ClientGone where the client goes away before. The request's body must
-    have been read."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    """Return the result of `work`. Cancels it and raises ClientDisconnected if the client disconnects first.
+
+    The request's body must have been read already.
+    """
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnected
         return task.result()
     finally:
-        await cancel_and_wait(task, gone)
+        await cancel_and_wait(task, disconnect)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in their order. The first error cancels the others."""
+    """Run coroutines concurrently and return their results in order. The first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -43,7 +45,7 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait for its end."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""OpenAI's requests for embeddings: each of their inputs is a request of its own to the engine."""
+"""The /v1/embeddings route: sends one engine request for each input."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from client.openai.schema import Body, IgnoredFields, ListOf, StrictModel, split
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
-AT_ONCE = 64  # inputs of a request that the engine is asked for at the same time
+MAX_CONCURRENT_INPUTS = 64  # of one request
 
 
 class SamplingFields(StrictModel):
-    """The sampling parameters that have a meaning for an embedding, but the adapter, which is a model here. None: the
-    engine's default."""
+    """The sampling parameters that apply to embeddings, except the adapter, which is the `model` here.
+
+    None is the engine's default.
+    """
 
     priority: int | None = None
     cache_salt: str | None = None
@@ -36,7 +38,7 @@ class EmbeddingRequest(SamplingFields, IgnoredFields, Body):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Text or token ids, one for each embedding."""
+        """The inputs, each text or token ids."""
         return split_inputs(self.input)
 
     @property
@@ -45,46 +47,46 @@ class EmbeddingRequest(SamplingFields, IgnoredFields, Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def answer(request: EmbeddingRequest, found: Sequence[Embedding]) -> dict[str, Any]:
-    tokens = sum(one.num_input_tokens for one in found)
+def response(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> dict[str, Any]:
+    """Return the response body."""
+    tokens = sum(embedding.num_input_tokens for embedding in embeddings)
     return {
         "object": "list",
         "model": request.model,
         "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(one.values, request.encoding_format)}
-            for index, one in enumerate(found)
+            {"object": "embedding", "index": index, "embedding": _encode(embedding.values, request.encoding_format)}
+            for index, embedding in enumerate(embeddings)
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 
 
 async def embed_all(client: Servers, request: EmbeddingRequest, adapter: str | None) -> list[Embedding]:
-    """In the order of the inputs. adapter: that they go through. Raises ApiError where the engine refuses any of them,
-    which cancels the others."""
-    places = asyncio.Semaphore(AT_ONCE)
+    """Return the embeddings of all inputs, in order. Raises ApiError if one fails, which cancels the others."""
+    slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
     sampling = request.sampling | ({} if adapter is None else {"lora_name": adapter})
 
     async def embed(name: str, text: str | list[int]) -> Embedding:
-        async with places:
+        async with slots:
             try:
                 return await client.embed(text, dimensions=request.dimensions, **sampling)
             except PagedError as error:
-                raise _refusal(error, name, adapter) from None
+                raise _api_error(error, name, adapter) from None
 
     inputs = request.inputs
     names = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
     return await gather_or_cancel(embed(*one) for one in zip(names, inputs, strict=True))
 
 
-def _refusal(error: PagedError, name: str, adapter: str | None) -> ApiError:
-    """name: of the input that the engine refuses."""
+def _api_error(error: PagedError, name: str, adapter: str | None) -> ApiError:
+    """Return the error response for the input field `name`."""
     message = error.message.removeprefix("embedding_request.").removeprefix("pooling_params.")
     names = dict.fromkeys(("input", "prompt_tokens", "text_input"), name)
     return from_engine(PagedError(error.code, message), names | ({} if adapter is None else {"lora_name": adapter}))
 
 
-def _encoded(values: Sequence[float], encoding: str | None) -> list[float] | str:
-    """base64: the numbers as float32, little-endian."""
+def _encode(values: Sequence[float], encoding: str | None) -> list[float] | str:
+    """Encode an embedding: as a list or, for "base64", as little-endian float32."""
     if encoding != "base64":
         return list(values)
     numbers = array("f", values)

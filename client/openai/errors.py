@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from client.types import PagedError
 
-# The status of each class that PagedError knows; any other is 500.
+# HTTP status by the error class of PagedError; 500 for all others.
 _STATUS = {
     "INVALID_ARGUMENT": 400,
-    "NOT_FOUND": 503,  # the server has no such model: the caller named the one that the gateway is there for
+    "NOT_FOUND": 503,  # the server does not have the gateway's own model
     "UNAVAILABLE": 503,
-    "CANCELLED": 499,  # by another request, with `stop_request`; one that OpenAI's clients do not try again
+    "CANCELLED": 499,  # cancelled by a `stop_request`; OpenAI's clients do not retry this status
     "RESOURCE_EXHAUSTED": 503,
     "DEADLINE_EXCEEDED": 504,
 }
@@ -21,7 +21,7 @@ _FIELD = re.compile(r"\w+(?=[=:\[])")
 
 
 class ApiError(Exception):
-    """Ends one request. `param` is the field that is wrong, `code` OpenAI's own word for what happened."""
+    """An error response. `param` is the invalid field, `code` the error code of OpenAI's API."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,8 +44,12 @@ def no_such_model(name: str, reason: str = "") -> ApiError:
 
 
 def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
-    """What the engine says of a request. `names` are the caller's own for fields that the engine calls otherwise, and
-    under `lora_name` the model's, where that is no field of its own."""
+    """Return the error response for an error of the engine.
+
+    Args:
+        names: the request's field names by the engine's, where they differ; under `lora_name`, the name of the model
+            that the request gave.
+    """
     status = _STATUS.get(error.code, 500)
     message, param = error.message, None
     field = _FIELD.match(message)

@@ -1,4 +1,4 @@
-"""API keys, from wherever the gateway's operator keeps them."""
+"""The API keys of the gateway."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ VARIABLE = "PAGED_API_KEYS"
 
 
 def collect(flags: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of the command line, of a file that has one a line, and of the environment, between commas.
+    """Return the keys of the command line, of a file with one per line, and of PAGED_API_KEYS, separated by commas.
 
-    Raises ValueError for a file that cannot be read, and for a source that is there and holds no key: the gateway would
-    be open to everyone.
+    Raises ValueError for a file that cannot be read, and for a source that is given but has no key, which would leave
+    the gateway without authentication.
     """
     keys = list(flags)
     if any(not key.strip() for key in flags):
         raise ValueError("--api-key: is empty")
     if file is not None:
-        keys += _some(f"--api-key-file {file}", _lines(file))
+        keys += _nonempty(f"--api-key-file {file}", _lines(file))
     if environment.get(VARIABLE):
-        keys += _some(VARIABLE, environment[VARIABLE].split(","))
+        keys += _nonempty(VARIABLE, environment[VARIABLE].split(","))
     return tuple(dict.fromkeys(keys))
 
 
@@ -33,15 +33,15 @@ def _lines(file: Path) -> list[str]:
         raise ValueError(f"--api-key-file {file}: {reason}") from None
 
 
-def _some(source: str, keys: Sequence[str]) -> list[str]:
+def _nonempty(source: str, keys: Sequence[str]) -> list[str]:
     found = [key.strip() for key in keys if key.strip()]
     if not found:
-        raise ValueError(f"{source}: holds no key")
+        raise ValueError(f"{source}: has no key")
     return found
 
 
 def is_authorized(authorization: str, keys: Sequence[str]) -> bool:
-    """Whether a header brings one of the keys. Takes as long for any other of the same length."""
+    """Return whether an Authorization header has one of the keys. All keys are compared in constant time."""
     kind, _, given = authorization.partition(" ")
-    known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
-    return kind.lower() == "bearer" and any(known)
+    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    return kind.lower() == "bearer" and any(matches)

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes."""
+"""Log probabilities in the formats of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from client.types import Completion, Logprobs, TokenLogprob
 
-HALF = "\ufffd"  # in the text of a token that holds some bytes of a character
+REPLACEMENT_CHARACTER = "\ufffd"  # in the text of a token that has a part of a character's bytes
 
 
 def completion_logprobs(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any]:
-    """As /v1/completions has them. The chosen token is among the likeliest in any case.
+    """Return the `logprobs` of a choice of /v1/completions. The top_logprobs always include the chosen token.
 
     Args:
+        tokens: log probabilities of each token.
         offsets: the character at which each token begins.
     """
     return {
@@ -25,11 +26,16 @@ def completion_logprobs(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> d
 
 
 def echo_logprobs(first: Completion) -> dict[str, Any]:
-    """Likewise, of the prompt before an output. Its first token has none, and none of them has where the request ended
-    before its prompt was computed. first: the sample that tells of it."""
-    offsets, told = first.prompt_text_offsets or (), first.prompt_logprobs or ()
+    """Return the `logprobs` of the prompt for a completion with `echo`.
+
+    The first prompt token has no log probability; no token has one if the request ended before its prefill.
+
+    Args:
+        first: the first sample, which has the prompt's fields.
+    """
+    offsets, known = first.prompt_text_offsets or (), first.prompt_logprobs or ()
     ends = [*offsets[1:], (first.text_offsets or (len(first.text),))[0]]
-    rest = completion_logprobs([entries for entries in told if entries], offsets[1:])
+    rest = completion_logprobs([entries for entries in known if entries], offsets[1:])
     missing = [None] * (len(offsets) - len(rest["tokens"]))
     tokens = [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
     if first.first_prompt_token is not None:
@@ -43,10 +49,13 @@ def echo_logprobs(first: Completion) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
-    """As /v1/chat/completions has them: `count` of the likeliest, among which the chosen one need not be."""
+    """Return the `logprobs` of a choice of /v1/chat/completions.
+
+    The `count` top_logprobs include the chosen token only if it is one of the most likely.
+    """
     return {
         "content": [
-            {**_entry(entries[0]), "top_logprobs": [_entry(one) for one in _likeliest(entries)[:count]]}
+            {**_entry(entries[0]), "top_logprobs": [_entry(one) for one in _most_likely_first(entries)[:count]]}
             for entries in tokens
         ],
         "refusal": None,
@@ -54,7 +63,7 @@ def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
 
 
 def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:
-    """As vLLM tells them of a prompt's tokens, of which the first has none."""
+    """Return an element of vLLM's `prompt_logprobs`: entries by token id, None for the first token."""
     if entries is None:
         return None
     return {
@@ -64,14 +73,15 @@ def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]]
 
 
 def _by_text(entries: Logprobs) -> dict[str, float]:
-    """Of tokens that have the same text the likeliest stands for all."""
-    return {one.decoded_token: one.logprob for one in reversed(_likeliest(entries))}
+    """Return log probabilities by text. For tokens with the same text it is that of the most likely one."""
+    return {one.decoded_token: one.logprob for one in reversed(_most_likely_first(entries))}
 
 
-def _likeliest(entries: Logprobs) -> list[TokenLogprob]:
+def _most_likely_first(entries: Logprobs) -> list[TokenLogprob]:
     return sorted(entries, key=lambda one: -one.logprob)
 
 
 def _entry(one: TokenLogprob) -> dict[str, Any]:
     text = one.decoded_token
-    return {"token": text, "logprob": one.logprob, "bytes": None if HALF in text else list(text.encode())}
+    has_bytes = REPLACEMENT_CHARACTER not in text
+    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode()) if has_bytes else None}

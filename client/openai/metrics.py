@@ -1,4 +1,4 @@
-"""What the gateway counts, as Prometheus reads it."""
+"""The metrics and the access log of the gateway."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from client.types import Completion, Embedding
 
-CLIENT_CLOSED_REQUEST = 499  # the status of a request whose client went away before its answer, which nobody receives
+CLIENT_CLOSED_REQUEST = 499  # recorded for a request whose client disconnected before the response
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # of histograms
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # histogram buckets
 
 
 class Histogram:
+    """A Prometheus histogram of seconds."""
+
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
         self._sum = 0.0
@@ -39,17 +39,19 @@ class Histogram:
 
 
 class Metrics:
+    """The counters, gauges and histograms of the gateway."""
+
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()
         self._tokens: Counter[tuple[str, str]] = Counter()
         self._first: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._whole: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self._duration: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._open_streams = 0
 
     def count(self, route: str, status: int, first: float | None, seconds: float) -> None:
-        """A request has ended. first: seconds until the first byte of its answer; None: there was no answer."""
+        """Count a finished request. `first` is its time to first byte; None if there was no response."""
         self._requests[route, status] += 1
-        self._whole[route].add(seconds)
+        self._duration[route].add(seconds)
         if first is not None:
             self._first[route].add(first)
 
@@ -59,9 +61,9 @@ class Metrics:
             self._tokens[route, "cached"] += _cached(one)
             self._tokens[route, "output"] += sum(sample.num_output_tokens for sample in (one, *one.others))
 
-    def count_embedded(self, route: str, embedded: Sequence[Embedding]) -> None:
-        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in embedded)
-        self._tokens[route, "cached"] += sum(map(_cached, embedded))
+    def count_embeddings(self, route: str, embeddings: Sequence[Embedding]) -> None:
+        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in embeddings)
+        self._tokens[route, "cached"] += sum(map(_cached, embeddings))
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -72,6 +74,7 @@ class Metrics:
             self._open_streams -= 1
 
     def text(self) -> str:
+        """Return all metrics in the Prometheus text format."""
         requests = [
             f'paged_openai_requests_total{{route="{route}",status="{status}"}} {count}'
             for (route, status), count in sorted(self._requests.items())
@@ -84,14 +87,14 @@ class Metrics:
             "# HELP paged_openai_requests_total Requests answered, by route and HTTP status; 499: cancelled",
             "# TYPE paged_openai_requests_total counter",
             *requests,
-            "# HELP paged_openai_tokens_total Tokens of prompts, of them those found in the cache, and of answers",
+            "# HELP paged_openai_tokens_total Prompt tokens, cached prompt tokens, and output tokens",
             "# TYPE paged_openai_tokens_total counter",
             *tokens,
-            "# HELP paged_openai_open_streams Streams that are being sent",
+            "# HELP paged_openai_open_streams Streams being sent",
             "# TYPE paged_openai_open_streams gauge",
             f"paged_openai_open_streams {self._open_streams}",
-            *_histograms("paged_openai_first_byte_seconds", "Until an answer began", self._first),
-            *_histograms("paged_openai_request_seconds", "Until a request ended", self._whole),
+            *_histograms("paged_openai_first_byte_seconds", "Time to the first byte of a response", self._first),
+            *_histograms("paged_openai_request_seconds", "Duration of a request", self._duration),
         ]
         return "\n".join(lines) + "\n"
 
@@ -100,18 +103,18 @@ def _cached(one: Completion | Embedding) -> int:
     return int(one.receipt["cached_tokens"]) if one.receipt else 0
 
 
-def _histograms(name: str, help_text: str, found: Mapping[str, Histogram]) -> Iterator[str]:
+def _histograms(name: str, help_text: str, by_route: Mapping[str, Histogram]) -> Iterator[str]:
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} histogram"
-    for route, histogram in sorted(found.items()):
+    for route, histogram in sorted(by_route.items()):
         yield from histogram.lines(name, f'route="{route}"')
 
 
 class RequestMetricsMiddleware:
-    """ASGI middleware that counts each request when it ends, and writes a line of it to the access log.
+    """ASGI middleware that counts each request when it ends, and writes it to the access log.
 
     Args:
-        log: takes the lines; None: there is no log.
+        log: called with each line of the access log; None disables the log.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: Callable[[str], object] | None) -> None:
@@ -123,27 +126,27 @@ class RequestMetricsMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started = time.perf_counter()
-        status, first, answered_as = 500, None, ""  # what an exception becomes
+        status, first, request_id = 500, None, ""  # what an exception is answered with
 
-        async def note(message: Message) -> None:
-            nonlocal status, first, answered_as
+        async def record_and_send(message: Message) -> None:
+            nonlocal status, first, request_id
             if message["type"] == "http.response.start":
                 status, first = message["status"], time.perf_counter() - started
-                answered_as = Headers(raw=message["headers"]).get("X-Request-Id", "")
+                request_id = Headers(raw=message["headers"]).get("X-Request-Id", "")
             await send(message)
 
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, record_and_send)
         finally:
             seconds = time.perf_counter() - started
-            # Of paths that there are, so that nobody can make labels at will.
+            # Only known routes become labels, so that clients cannot create new ones.
             self._metrics.count(getattr(scope.get("route"), "path_format", "other"), status, first, seconds)
             if self._log:
-                self._log(_line(scope, status, seconds, answered_as))
+                self._log(_log_line(scope, status, seconds, request_id))
 
 
-def _line(scope: Scope, status: int, seconds: float, request_id: str) -> str:
-    """JSON, in which a path cannot begin another line. Of a request's headers only its id is in it, and so no key."""
+def _log_line(scope: Scope, status: int, seconds: float, request_id: str) -> str:
+    """Return a line of JSON. It has no header but the request id, and so no API key; newlines in paths are escaped."""
     values = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "client": (scope.get("client") or [""])[0],

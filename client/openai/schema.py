@@ -1,6 +1,6 @@
-"""The requests that the gateway takes, as OpenAI's clients send them: names and types.
+"""The schema of requests to the gateway: the fields of OpenAI's API, and the engine's sampling parameters.
 
-What a value may be is the engine's to judge.
+Names and types are checked here, values by the engine.
 """
 
 from __future__ import annotations
@@ -15,37 +15,42 @@ from pydantic_core import ErrorDetails, from_json
 
 from client.openai.errors import ApiError
 
-# Of the path to a field; in others pydantic's own words would follow.
+# How much of the path to a field is shown, by top-level field (default 1). Deeper parts are names of pydantic's own.
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
-_SHOWN = 80  # characters of a value or a path
-_PART = 64  # entries of an object that are checked at a time
+_MAX_SHOWN = 80  # characters of a value or a path in an error message
+_CHUNK = 64  # entries of an object that are validated at a time
 
 T = TypeVar("T")
 
 
-def _by_parts(values: Any, check: Callable[[Any], Any]) -> Any:
-    """An object's entries, up to the part with a wrong one: `fail_fast` is for lists alone where pydantic is old."""
+def _in_chunks(values: Any, check: Callable[[Any], Any]) -> Any:
+    """Validate an object in chunks and stop at the first invalid one.
+
+    Old releases of pydantic support `fail_fast` for lists only.
+    """
     if not isinstance(values, dict):
         return check(values)
     checked: dict[str, Any] = {}
     entries = iter(values.items())
-    while part := dict(islice(entries, _PART)):
-        checked |= check(part)
+    while chunk := dict(islice(entries, _CHUNK)):
+        checked |= check(chunk)
     return checked
 
 
-# pydantic has an error for each wrong element, hundreds of bytes each, and only the first is told.
+# pydantic creates an error of hundreds of bytes for each invalid element, but only the first one is reported.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-ObjectOf = Annotated[dict[str, T], WrapValidator(_by_parts)]
+ObjectOf = Annotated[dict[str, T], WrapValidator(_in_chunks)]
 
 
 class StrictModel(BaseModel):
+    """A model without type coercion that rejects unknown fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, values: Any) -> Any:
-        """Where there are more fields than the model has: those of the model, and the first other one."""
+    def _keep_one_unknown(cls, values: Any) -> Any:
+        """Drop all unknown fields but the first, so that there is one error for them."""
         if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -54,19 +59,19 @@ class StrictModel(BaseModel):
 
 
 class Body(StrictModel):
-    """What every request has."""
+    """The base class of request bodies."""
 
-    # OpenAI's fields that are not served, and the values that ask for nothing.
+    # Fields of OpenAI's API that are not supported, and the values of each that request nothing.
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str
 
     def check(self) -> None:
-        """Raises ApiError for fields that contradict each other."""
+        """Raises ApiError for fields that cannot be combined."""
 
 
 class SamplingFields(StrictModel):
-    """The fields that go to the engine under their own names. None: the engine's default."""
+    """The fields that are passed to the engine under the same names. None is the engine's default."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -111,19 +116,19 @@ class SamplingFields(StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with every chunk
+    continuous_usage_stats: bool | None = None  # vLLM's extension: usage in every chunk
 
     def check(self) -> None:
         if self.continuous_usage_stats and not self.include_usage:
             field = "stream_options.continuous_usage_stats"
-            raise ApiError(400, f"{field}: has a meaning with include_usage=true only", param=field)
+            raise ApiError(400, f"{field}: requires include_usage=true", param=field)
 
 
 class JsonSchema(StrictModel):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # an answer is held to the schema in any case
+    strict: bool | None = None  # has no effect: the schema is always enforced
 
 
 class ResponseFormat(StrictModel):
@@ -132,12 +137,12 @@ class ResponseFormat(StrictModel):
 
     def check(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            reason = "is missing" if self.json_schema is None else f"has no meaning with type={self.type}"
+            reason = "is missing" if self.json_schema is None else f"cannot be used with type={self.type}"
             raise ApiError(400, f"response_format.json_schema: {reason}", param="response_format.json_schema")
 
 
 class GuidedFields(StrictModel):
-    """What an answer is held to, in the words of others: the engine's own are among the sampling fields."""
+    """Output constraints under the names of OpenAI and vLLM. The engine's names are in SamplingFields."""
 
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -147,7 +152,7 @@ class GuidedFields(StrictModel):
 
 
 class IgnoredFields(StrictModel):
-    """What clients send that asks for nothing of a server that stores nothing and serves everyone alike."""
+    """Fields that are accepted and have no effect: the gateway stores nothing and has one service tier."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -164,7 +169,7 @@ class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
 
     def check(self) -> None:
         if self.stream_options and not self.stream:
-            raise ApiError(400, "stream_options: has a meaning with stream=true only", param="stream_options")
+            raise ApiError(400, "stream_options: requires stream=true", param="stream_options")
         if self.stream_options:
             self.stream_options.check()
         if self.response_format:
@@ -180,21 +185,21 @@ class CompletionRequest(GenerateBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each text or token ids."""
+        """The prompts, each text or token ids."""
         return split_inputs(self.prompt)
 
     def check(self) -> None:
         super().check()
         if self.echo and self.logprobs is not None:
             if self.stream:
-                raise ApiError(400, "echo: with logprobs it is for whole answers only", param="echo")
+                raise ApiError(400, "echo: cannot be combined with logprobs and stream=true", param="echo")
             if self.prompt_logprobs is not None:
-                reason = "are told with logprobs and echo in any case; leave it out"
+                reason = "cannot be combined with echo and logprobs, which return them already; leave it out"
                 raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
 
 
 def split_inputs(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Text or token ids, of which a caller may send a list."""
+    """Return a list of inputs, each text or token ids, for a field that may be one input or a list."""
     many = isinstance(given, list) and given and not isinstance(given[0], int)
     return given if many else [given]  # type: ignore[return-value, list-item]
 
@@ -203,27 +208,30 @@ RequestT = TypeVar("RequestT", bound=Body)
 
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
-    """Raises ApiError that names the first field that is unknown, not served, missing or of a wrong type."""
+    """Parse a request body.
+
+    Raises ApiError, which names the first field that is unknown, unsupported, missing or of a wrong type.
+    """
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name, inert in kind.unsupported_fields.items():
+    for name, ignored in kind.unsupported_fields.items():
         value = values.pop(name, None)
-        if not any(value is one or (type(value) is type(one) and value == one) for one in inert):
-            raise ApiError(400, f"{name}={_shown(value)}: not served; leave it out", param=name)
+        if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
+            raise ApiError(400, f"{name}={_shown(value)}: not supported; leave it out", param=name)
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)) from None
+        raise _api_error(error.errors(include_url=False, include_context=False)) from None
     request.check()
     return request
 
 
-def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """The first field's errors: one that may be of several types has an error for each."""
+def _api_error(errors: Sequence[ErrorDetails]) -> ApiError:
+    """Return the errors of the first invalid field. A field with several allowed types has an error for each type."""
     first = _path(errors[0])
     if errors[0]["type"] == "extra_forbidden":
         return ApiError(400, f"{first}: unknown field", param=first)
@@ -235,13 +243,14 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 def _path(error: ErrorDetails) -> str:
     location = error["loc"]
-    return _cut(".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)])))
+    return _truncate(".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)])))
 
 
 def _shown(value: Any) -> str:
-    pieces = json.JSONEncoder().iterencode(value)  # one by one, of at least a character each
-    return _cut("".join(islice(pieces, _SHOWN + 1)))
+    """Return the beginning of a value as JSON, without encoding the rest."""
+    parts = json.JSONEncoder().iterencode(value)  # of at least one character each
+    return _truncate("".join(islice(parts, _MAX_SHOWN + 1)))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

@@ -1,7 +1,7 @@
-"""One or several servers of the same model, as if they were one.
+"""Balances requests over several servers of the same model.
 
-Requests go to each in turn, and from one that cannot be reached or lets nobody in to the next, while nothing of the
-answer has been told.
+Requests go to the servers round-robin. If a server is unreachable or its queue is full, the request goes to the next
+one, as long as no output has been returned.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from client.async_client import AsyncClient, AsyncStream
+from client.async_client import AsyncClient
+from client.async_stream import AsyncStream
 from client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 
 T = TypeVar("T")
-_ELSEWHERE = "UNAVAILABLE"  # the class of errors for which another server is asked
+_FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is tried
 
 
 class Servers:
-    """The methods of AsyncClient that a gateway needs. Holds connections and whose turn it is."""
+    """The methods of AsyncClient that the gateway uses, over several servers.
+
+    Args:
+        urls: gRPC endpoints; None is the default one.
+        model: name of the model.
+
+    Raises ValueError for an invalid URL.
+    """
 
     def __init__(self, urls: Sequence[str | None], model: str) -> None:
-        """Raises ValueError for a URL that gRPC cannot take."""
         self._clients = [AsyncClient(url, model) for url in urls]
-        self._turns = itertools.count()
+        self._counter = itertools.count()
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Servers:
@@ -35,49 +42,50 @@ class Servers:
     async def __aexit__(self, *reason: object) -> None:
         await self._open.aclose()
 
-    async def generate(self, **asked: Any) -> Completion:
-        return await self._ask(lambda client: client.generate(**asked))
+    async def generate(self, **arguments: Any) -> Completion:
+        return await self._call(lambda client: client.generate(**arguments))
 
-    async def embed(self, *asked: Any, **more: Any) -> Embedding:
-        return await self._ask(lambda client: client.embed(*asked, **more))
+    async def embed(self, *arguments: Any, **keywords: Any) -> Embedding:
+        return await self._call(lambda client: client.embed(*arguments, **keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
-        """Of any of them."""
-        return await self._ask(lambda client: client.pool_map(timeout=timeout))
+        """Return the block pool of one of the servers."""
+        return await self._call(lambda client: client.pool_map(timeout=timeout))
 
     async def adapters(self, *, timeout: float) -> tuple[Adapter, ...]:
-        """Of any of them, which should have the same."""
-        return await self._ask(lambda client: client.adapters(timeout=timeout))
+        """Return the adapters of one of the servers. All should have the same."""
+        return await self._call(lambda client: client.adapters(timeout=timeout))
 
-    def stream(self, **asked: Any) -> ServerStream:
-        return ServerStream(client.stream(**asked) for client in self._in_turn())
+    def stream(self, **arguments: Any) -> FailoverStream:
+        return FailoverStream(client.stream(**arguments) for client in self._rotation())
 
-    async def _ask(self, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        *clients, last = self._in_turn()
+    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        *clients, last = self._rotation()
         for client in clients:
             try:
-                return await work(client)
+                return await method(client)
             except PagedError as error:
-                if error.code != _ELSEWHERE:
+                if error.code != _FAILOVER_CODE:
                     raise
-        return await work(last)
+        return await method(last)
 
-    def _in_turn(self) -> list[AsyncClient]:
-        first = next(self._turns) % len(self._clients)
+    def _rotation(self) -> list[AsyncClient]:
+        """Return all clients, starting with the next one of the round-robin."""
+        first = next(self._counter) % len(self._clients)
         return self._clients[first:] + self._clients[:first]
 
 
-class ServerStream:
-    """As AsyncStream, from the first server that begins to answer.
+class FailoverStream:
+    """A stream like AsyncStream, from the first server that returns output.
 
     Args:
-        streams: one of each server; only one is open at a time.
+        streams: one for each server, in the order in which they are tried. Only one is open at a time.
     """
 
     def __init__(self, streams: Iterator[AsyncStream]) -> None:
         self._others = streams
         self._stream = next(streams)
-        self._begun = False
+        self._has_output = False
 
     @property
     def completion(self) -> Completion | None:
@@ -87,7 +95,7 @@ class ServerStream:
         self._others = iter(())
         self._stream.cancel()
 
-    def __aiter__(self) -> ServerStream:
+    def __aiter__(self) -> FailoverStream:
         return self
 
     async def __anext__(self) -> Delta:
@@ -95,10 +103,11 @@ class ServerStream:
             try:
                 delta = await self._stream.__anext__()
             except PagedError as error:
-                other = None if self._begun or error.code != _ELSEWHERE else next(self._others, None)
+                can_retry = not self._has_output and error.code == _FAILOVER_CODE
+                other = next(self._others, None) if can_retry else None
                 if other is None:
                     raise
                 self._stream = other
             else:
-                self._begun = True
+                self._has_output = True
                 return delta

@@ -1,4 +1,4 @@
-"""Answers as server-sent events."""
+"""Streaming responses as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from client.openai.answers import ResponseBuilder, RunningUsage
-from client.openai.asking import Streams
 from client.openai.concurrency import ClientDisconnected, run_while_connected
+from client.openai.engine_calls import MergedStream
 from client.openai.errors import ApiError
 from client.openai.metrics import Metrics
 from client.openai.schema import StreamOptions
@@ -18,27 +18,27 @@ from client.types import Delta
 
 
 class EventStream(Response):
-    """A stream whose first piece has come, so that what the engine refuses had a status of its own."""
+    """A streaming response. It is created with the first delta, so that errors before it have their own HTTP status."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
         first: Delta,
-        streams: Streams,
-        answer: ResponseBuilder,
+        stream: MergedStream,
+        builder: ResponseBuilder,
         *,
         options: StreamOptions,
         route: str,
         metrics: Metrics,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": answer.id})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": builder.id})
         del self.headers["content-length"]
         self._first = first
-        self._streams = streams
-        self._answer = answer
+        self._stream = stream
+        self._builder = builder
         self._include_usage = options.include_usage
-        self._running = RunningUsage() if options.continuous_usage_stats else None
+        self._running_usage = RunningUsage() if options.continuous_usage_stats else None
         self._route = route
         self._metrics = metrics
 
@@ -49,8 +49,8 @@ class EventStream(Response):
         except ClientDisconnected:
             pass
         finally:
-            self._streams.cancel()
-            self._metrics.count_tokens(self._route, self._streams.completions)
+            self._stream.cancel()
+            self._metrics.count_tokens(self._route, self._stream.completions)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -62,20 +62,20 @@ class EventStream(Response):
         try:
             for chunk in self._chunks(self._first):
                 yield chunk
-            async for delta in self._streams:
+            async for delta in self._stream:
                 for chunk in self._chunks(delta):
                     yield chunk
         except ApiError as error:
             yield _json(error.body)
             return
         if self._include_usage:
-            yield _json(self._answer.usage_chunk(self._streams.completions))
+            yield _json(self._builder.usage_chunk(self._stream.completions))
         yield "[DONE]"
 
     def _chunks(self, delta: Delta) -> Iterator[str]:
-        """With usage asked for, every chunk before the last says that it has none, or how it is so far."""
-        usage = self._running.add(delta) if self._running else None
-        chunk = self._answer.chunk(delta)
+        """Yield the chunk of a delta. With include_usage it has the usage so far, or null, as in OpenAI's API."""
+        usage = self._running_usage.add(delta) if self._running_usage else None
+        chunk = self._builder.chunk(delta)
         if chunk is not None:
             yield _json(chunk | ({"usage": usage} if self._include_usage else {}))
 

@@ -1,4 +1,4 @@
-"""OpenAI's requests to the engine's."""
+"""Translates requests of OpenAI's API to engine requests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from client.openai.tool_calls import MISTRAL, ToolCallFormat
 from client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
-_OF_A_PROMPT = ("text_input", "input_ids", "prompt_tokens")  # fields that errors of the engine name
+_PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens")  # names of the prompt in the engine's errors
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The arguments of AsyncClient.stream and .generate."""
+    """The arguments of AsyncClient.stream and AsyncClient.generate."""
 
-    prompt: str | list[int] | None  # either this, as text or token ids
-    messages: list[dict[str, Any]] | None  # or a conversation
+    prompt: str | list[int] | None  # text or token ids; None if `messages` is given
+    messages: list[dict[str, Any]] | None
     sampling: Sampling
-    # The engine's names of fields -> the caller's, where they differ.
+    # The request's field names by the engine's, where they differ.
     names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -36,7 +36,7 @@ class EngineRequest:
 
 
 def from_completion(request: CompletionRequest, adapter: str | None) -> list[EngineRequest]:
-    """One for each prompt. adapter: that they go through."""
+    """Return an engine request for each prompt of a completion request."""
     sampling, names = _sampling(request, adapter, None)
     if request.logprobs is not None:
         sampling |= {"logprobs": request.logprobs, "return_text_offsets": True}
@@ -47,31 +47,34 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [
-        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_OF_A_PROMPT, field))
+        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_PROMPT_FIELDS, field))
         for field, prompt in zip(fields, prompts, strict=True)
     ]
 
 
 async def from_chat(
-    request: ChatRequest, adapter: str | None, use: ToolUse, form: ToolCallFormat, template: ChatTemplate | None
+    request: ChatRequest,
+    adapter: str | None,
+    use: ToolUse,
+    tool_format: ToolCallFormat,
+    template: ChatTemplate | None,
 ) -> EngineRequest:
-    """Without a template of the gateway's own the engine applies the model's."""
+    """Return the engine request of a chat request. Without `template`, the engine applies the model's."""
     sampling, names = _sampling(request, adapter, use.schema)
-    names |= dict.fromkeys(_OF_A_PROMPT, "messages")
+    names |= dict.fromkeys(_PROMPT_FIELDS, "messages")
     if request.max_completion_tokens is not None:
         sampling["max_tokens"] = request.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
     if request.logprobs:
         sampling["logprobs"] = request.top_logprobs or 0
         names["logprobs"] = "top_logprobs"
-    if request.may_call and form is MISTRAL:
-        sampling.setdefault("skip_special_tokens", False)  # its mark is one
-    sampling.setdefault("max_tokens", None)  # as many as there is room for
+    if request.may_call and tool_format is MISTRAL:
+        sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
+    sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
     if template is None:
-        return EngineRequest(
-            None, messages, sampling | ({"tools": use.prompt_tools} if use.prompt_tools else {}), names
-        )
+        tools = {"tools": use.prompt_tools} if use.prompt_tools else {}
+        return EngineRequest(None, messages, sampling | tools, names)
     prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools)
     return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
 
@@ -79,7 +82,10 @@ async def from_chat(
 def _sampling(
     request: GenerateBody, adapter: str | None, call_schema: dict[str, Any] | None
 ) -> tuple[Sampling, dict[str, str]]:
-    """And the caller's names of fields. Raises ApiError where an answer would be held to two things."""
+    """Return the sampling parameters, and the request's field names by the engine's.
+
+    Raises ApiError if the request has two output constraints.
+    """
     values = {name: getattr(request, name) for name in SamplingFields.model_fields}
     sampling = {name: value for name, value in values.items() if value is not None}
     if request.return_token_ids:
@@ -87,30 +93,33 @@ def _sampling(
     names: dict[str, str] = {}
     if adapter is not None:
         sampling["lora_name"] = names["lora_name"] = adapter
-    for own, name, value in [*_guidance(request), ("tools", "json_schema", call_schema)]:
+    for own, name, value in [*_constraints(request), ("tools", "json_schema", call_schema)]:
         if value is None:
             continue
         if name in sampling:
             other = names.get(name, name)
-            raise ApiError(400, f"{own}: the answer is held to {other} already; leave one of the two out", param=own)
+            raise ApiError(400, f"{own}: cannot be combined with {other}; leave one of the two out", param=own)
         sampling[name], names[name] = value, own
     return sampling, names
 
 
-def _guidance(request: GenerateBody) -> Iterator[tuple[str, str, Any]]:
-    """The caller's name, the engine's, and the value."""
+def _constraints(request: GenerateBody) -> Iterator[tuple[str, str, Any]]:
+    """Yield (field of the request, field of the engine, value) of each output constraint."""
     yield "guided_json", "json_schema", request.guided_json
     yield "guided_regex", "regex", request.guided_regex
     yield "guided_choice", "choice", request.guided_choice
     yield "guided_grammar", "grammar", request.guided_grammar
-    asked = request.response_format or ResponseFormat(type="text")
-    yield "response_format", "json_object", True if asked.type == "json_object" else None
-    schema = asked.json_schema and (asked.json_schema.schema_ or {"type": "object"})  # left out: any object
+    output = request.response_format or ResponseFormat(type="text")
+    yield "response_format", "json_object", True if output.type == "json_object" else None
+    schema = output.json_schema and (output.json_schema.schema_ or {"type": "object"})  # default: any object
     yield "response_format", "json_schema", schema
 
 
 def _message(place: str, message: ChatMessage) -> dict[str, Any]:
-    """As chat templates know it: "developer" is OpenAI's newer word for "system", and arguments are objects."""
+    """Convert a message to the form that chat templates expect.
+
+    The role "developer" is OpenAI's newer name for "system", and call arguments are objects instead of JSON text.
+    """
     content = message.content if message.content is not None else ""
     turn: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from client.serving.repository import MODEL_NAME
 from client.serving.server_files import ServerNotFoundError
-from client.serving.tritonserver import MODEL_NAME, ServerError, TritonServer
+from client.serving.tritonserver import ServerError, TritonServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

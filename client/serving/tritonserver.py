@@ -2,13 +2,10 @@
 
 import contextlib
 import http.client
-import json
 import os
 import re
 import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from client.serving import demo_model
+from client.serving.ports import choose_ports
+from client.serving.repository import MODEL_NAME, resolve_models, write_repository
 from client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from client.serving.server_log import ServerLog
-from paged_backend.api.config import HUB_NAME, ConfigError, EngineConfig
 
-MODEL_NAME = "paged_llm"
 LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang
 UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to begin to unload its model, and to end that
 EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own default
@@ -266,68 +262,6 @@ def _get(port: int, path: str) -> tuple[int, str] | None:
         return None
     finally:
         connection.close()
-
-
-def choose_ports(**wanted: int) -> list[int]:
-    """Free ports for the names in `wanted`: 0 takes any, another number that one.
-
-    Raises ValueError that names every port that is in use, asked for twice or out of range.
-    """
-    problems = []
-    with contextlib.ExitStack() as held:  # all are held until all are chosen, so that they differ
-        ports = []
-        for name, port in wanted.items():
-            holder = held.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                holder.bind(("", port))
-                holder.listen()  # with SO_REUSEADDR only a listener keeps others away
-            except (OSError, OverflowError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "must be 0..65535"
-                problems.append(f"{name}={port}: {reason}")
-            ports.append(holder.getsockname()[1])
-    if problems:
-        raise ValueError("; ".join(problems))
-    return ports
-
-
-def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
-    """Engine options with `resolve_model` applied to those that name a model."""
-    named = {name: options.get(name) for name in ("model", "speculative_model")}
-    return {**options, **{name: resolve_model(one, name) for name, one in named.items() if isinstance(one, str | Path)}}
-
-
-def resolve_model(model: str | Path, option: str = "model") -> str:
-    """The value of the engine's option `option`. Raises ConfigError for files that do not exist."""
-    if model == "demo":
-        return str(demo_model.prepare())
-    if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
-        return str(Path(model).absolute())
-    if isinstance(model, str) and HUB_NAME.fullmatch(model):
-        return model
-    raise ConfigError(
-        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
-        " (owner/model)"
-    )
-
-
-def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
-    """Copy the model repository `source` into `target`, with `options` laid over its model.json and a link to
-    `multi_lora`, or else to its own list of adapters, also where there is none yet."""
-    if not (source / MODEL_NAME).is_dir():
-        raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
-    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    settings = target / MODEL_NAME / "1" / "model.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **options}, indent=2))
-    listing = settings.with_name("multi_lora.json")
-    listing.unlink(missing_ok=True)
-    listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
-
-
-def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigError for an engine option that is unknown or out of range, laid over the project's model.json."""
-    settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
-    EngineConfig.from_options({**json.loads(settings.read_text()), **options})
 
 
 def check_server_args(arguments: Sequence[str]) -> None:

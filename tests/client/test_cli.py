@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from client import cli, session
+from client import session
 from client.cli import main
+from client.commands import generate
+from client.commands.arguments import parse_pairs
 from client.serving import launch
 from client.types import Completion, PagedError
 from tests.support.fake_servers import SERVERS, WAIT
@@ -107,7 +109,7 @@ class TestServe:
 
 
 def test_values_are_json_where_they_parse_as_json():
-    pairs = cli.parse_pairs("-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"])
+    pairs = parse_pairs("-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"])
     assert pairs == {
         "a": 1,
         "b": 1.5,
@@ -145,7 +147,7 @@ class TestProbe:
         def fails(*args, **kwargs):
             raise error
 
-        monkeypatch.setattr(cli.Client, "generate", fails)
+        monkeypatch.setattr(generate.Client, "generate", fails)
         assert main(["probe"]) == code
 
 
@@ -328,14 +330,12 @@ class TestBench:
     @pytest.fixture(autouse=True)
     def package(self, tmp_path, monkeypatch):
         """A benchmark that the command finds, and a helper module that is none."""
-        bench = tmp_path / "bench"
+        bench = tmp_path / "paged_bench"
         bench.mkdir()
         (bench / "__init__.py").touch()
         (bench / "_helper.py").touch()
         (bench / "throughput.py").write_text("def main(argv):\n    print(argv)\n    return 3\n")
-        import paged_backend
-
-        monkeypatch.setattr(paged_backend, "__path__", [str(tmp_path)])
+        monkeypatch.syspath_prepend(tmp_path)
         for name in [name for name in sys.modules if name.startswith("paged_bench")]:
             monkeypatch.delitem(sys.modules, name)
         yield

@@ -18,16 +18,11 @@ import tritonclient.grpc as grpcclient
 
 from client.serving import demo_model
 from client.serving.launch import Console
+from client.serving.ports import choose_ports
+from client.serving.repository import resolve_model, resolve_models, write_repository
 from client.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
 from client.serving.server_log import load_failure
-from client.serving.tritonserver import (
-    ServerError,
-    TritonServer,
-    choose_ports,
-    resolve_model,
-    resolve_models,
-    write_repository,
-)
+from client.serving.tritonserver import ServerError, TritonServer
 
 ROOT = Path(__file__).resolve().parent.parent
 ECHO_MODEL = """

@@ -86,10 +86,10 @@ class TestTerminal:
         assert lines[:7] == [
             "15 blocks of 16 tokens  1 free (6.7%)  2 cached (13.3%)  2 owned (13.3%)",
             "9 shared (60.0%)  1 pinned (6.7%)  1 running, 2 waiting",
-            "11.4% of the slots held are filled",
+            "11.4% of the used slots are filled",
             " 0 ·░█23456789+p█░",
-            "· free: holds nothing  ░ cached: nobody's, kept for its content",
-            "█ owned: held by one  23456789+ shared: held by so many, + more than 9",
+            "· free: empty  ░ cached: unreferenced, in the prefix cache",
+            "█ owned: used by 1 sequence  23456789+ shared: used by 2-9, + for more",
             "p pinned: kept by a session",
         ]
         assert lines[-1] == "        the last 2.0 s"
@@ -157,7 +157,7 @@ class TestTerminal:
     def test_the_curve_ends_with_the_current_sample(self):
         recording = over_time(*["1" * used + "c" + "." * (9 - used) for used in range(10)])
         text = "\n".join(frame(recording, 80, 40, Style()))
-        assert re.search(r"held +[▁▂▃▄▅▆▇█ ]+ 90\.0%", text)
+        assert re.search(r"used +[▁▂▃▄▅▆▇█ ]+ 90\.0%", text)
         assert re.search(r"cached ▇*[▁▂▃▄▅▆▇█]{10} 10\.0%", text)
 
 
@@ -297,7 +297,7 @@ class TestCommand:
         captured = capsys.readouterr()
         assert "the last 3.0 s" in captured.out
         assert counts_in(captured.out)["owned"] == 3
-        assert "sample 4 of 4: 3 of 16 blocks held\n" in captured.err
+        assert "sample 4 of 4: 3 of 16 blocks in use\n" in captured.err
 
     def test_files(self, fake, capsys, tmp_path):
         pytest.importorskip("matplotlib")

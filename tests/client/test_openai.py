@@ -170,7 +170,7 @@ class TestRequests:
         status, body = front.ask(path, BODIES[path] | {field: value})
         error = error_of(status, body)
         assert (status, error["param"]) == (400, field)
-        assert error["message"] == f"{field}={json.dumps(value)}: not served; leave it out"
+        assert error["message"] == f"{field}={json.dumps(value)}: not supported; leave it out"
 
     @pytest.mark.parametrize(
         ("path", "fields", "named"),
@@ -294,9 +294,9 @@ class TestRequests:
     @pytest.mark.parametrize(
         ("headers", "status", "message"),
         [
-            ({"Content-Length": "4097"}, 413, "the body has more than 4096 bytes"),
-            ({"Content-Length": str(10**18)}, 413, "the body has more than 4096 bytes"),
-            ({"Content-Length": "9", "Content-Encoding": "gzip"}, 415, "Content-Encoding: gzip: not served"),
+            ({"Content-Length": "4097"}, 413, "the body exceeds the limit of 4096 bytes"),
+            ({"Content-Length": str(10**18)}, 413, "the body exceeds the limit of 4096 bytes"),
+            ({"Content-Length": "9", "Content-Encoding": "gzip"}, 415, "Content-Encoding: gzip: not supported"),
         ],
     )
     def test_a_body_that_will_not_do_is_not_waited_for(self, front, headers, status, message):
@@ -314,7 +314,7 @@ class TestRequests:
         body = fits + b" "
         status, answer = front.ask("/v1/completions", body) if declared else chunked(front, body)
         assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
-        assert answer["error"]["message"].endswith("4096 bytes, which is the limit (--max-request-bytes)")
+        assert answer["error"]["message"].endswith("exceeds the limit of 4096 bytes (--max-request-bytes)")
 
 
 REQUESTS = {
@@ -501,7 +501,7 @@ class TestEngineErrors:
 
     @pytest.mark.parametrize(
         ("end", "message"),
-        [({"fail": "INTERNAL: out of luck"}, "out of luck"), ({"cut": True}, "the stream ended before the answer was")],
+        [({"fail": "INTERNAL: out of luck"}, "out of luck"), ({"cut": True}, "the stream ended before the output was")],
     )
     def test_an_error_after_the_first_piece_is_an_event(self, front, says, end, message):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
@@ -549,8 +549,8 @@ class TestKeys:
         ("flags", "variable", "text", "reason"),
         [
             ((), "", None, "No such file"),
-            ((), "", " \n\n", "holds no key"),
-            ((), " , ", "a", f"{keys.VARIABLE}: holds no key"),
+            ((), "", " \n\n", "has no key"),
+            ((), " , ", "a", f"{keys.VARIABLE}: has no key"),
             (("",), "", "a", "--api-key: is empty"),
         ],
     )

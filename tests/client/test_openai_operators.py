@@ -145,7 +145,7 @@ def test_more_requests_than_may_be_open_are_refused_unread(fakes):
                 assert b"100 Continue" in connection.recv(99)  # its body is waited for
             status, answer = front.ask("/v1/completions", PROMPT)
             assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "server_error", "unavailable")
-            assert "2 requests are open, the most that may be (--max-open-requests)" in answer["error"]["message"]
+            assert "2 requests are open, the limit (--max-open-requests)" in answer["error"]["message"]
             assert front.ask("/live")[0] == 200
         gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
         until(lambda: front.metrics().get(gone) == 2, "the end of both")
@@ -168,7 +168,7 @@ def test_a_body_that_does_not_come_in_time_gives_its_place_back(fakes):
             reply.begin()
             error = error_of(reply.status, json.load(reply))
             assert (reply.status, error["code"], reply.headers["Connection"]) == (408, "request_timeout", "close")
-            assert error["message"] == "the body has not come within 2 s, which is the limit (--body-timeout)"
+            assert error["message"] == "the body was not fully received within the limit of 2 s (--body-timeout)"
             assert is_closed(connection)
         assert front.ask("/v1/completions", PROMPT)[0] == 200
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from client.openai.tool_call_parser import ToolCallParser
 from client.openai.tool_calls import (
     ANY,
     FORMATS,
@@ -13,7 +14,6 @@ from client.openai.tool_calls import (
     ArgumentsParser,
     CallStart,
     Content,
-    ToolCallParser,
 )
 
 NAMES = ("weather", "search", "now")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from client.serving.tritonserver import choose_ports
+from client.serving.ports import choose_ports
 from tests.support.fake_servers import SERVERS, FakeServerState
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from client.serving.ports import choose_ports
+from client.serving.repository import resolve_model
 from client.serving.server_files import find_server
-from client.serving.tritonserver import TritonServer, choose_ports, resolve_model, server_environment
+from client.serving.tritonserver import TritonServer, server_environment
 
 MODEL = "paged_llm"
 WAIT = 120  # seconds after which an answer that never comes fails the test

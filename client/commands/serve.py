@@ -1,0 +1,77 @@
+"""`paged serve` and `paged install-backend`: run a Triton server with the engine, or add the engine to one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from client.commands.arguments import EXIT_ERROR, parse_pairs, port
+from client.session import UsageError
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="serve a model with Triton Inference Server")
+    parser.usage = "paged serve MODEL [-o KEY=VALUE ...] [options] [-- tritonserver options]"
+    add = parser.add_argument
+    add("model", nargs="?", help="Hugging Face model directory or hub name, GGUF file, or 'demo'")
+    add(
+        "-o",
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set an engine option; may be repeated",
+    )
+    add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
+    add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
+    add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
+    add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
+    parser.set_defaults(run=serve)
+
+    parser = commands.add_parser("install-backend", help="install the engine as a backend of a tritonserver")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the server's backend directory, e.g. /opt/tritonserver/backends"
+    )
+    parser.add_argument("--name", default="paged", help="backend name for config.pbtxt (default: paged; or vllm)")
+    parser.set_defaults(run=install_backend)
+
+
+def serve(args: argparse.Namespace) -> int:
+    options = parse_pairs("-o", args.option)
+    named = options.pop("model", None)
+    if (args.model is None) == (named is None):
+        raise UsageError("name the model once: MODEL or -o model=…")
+    model = args.model if named is None else named
+    if not isinstance(model, str):
+        raise UsageError(f"-o model={model!r}: must be a string")
+    from client.serving import launch
+    from client.serving.repository import check_options
+    from paged_backend.api.config import ConfigError
+
+    try:
+        check_options({**options, "model": model})
+    except ConfigError as error:
+        raise UsageError(f"-o {error}") from None
+    return launch.serve(
+        model,
+        options,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        server_args=args.rest,
+        multi_lora=args.multi_lora,
+    )
+
+
+def install_backend(args: argparse.Namespace) -> int:
+    from client.serving.install import install
+    from client.serving.server_files import ServerNotFoundError
+
+    try:
+        written = install(args.directory, args.name)
+    except (ValueError, OSError, ServerNotFoundError) as error:
+        print(f"paged install-backend: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    print(*written, sep="\n")
+    return 0

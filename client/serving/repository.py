@@ -1,0 +1,51 @@
+"""The model repository of a server: its engine options and its files."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from client.serving import demo_model
+from client.serving.server_files import REPOSITORY_ROOT
+from paged_backend.api.config import HUB_NAME, ConfigError, EngineConfig
+
+MODEL_NAME = "paged_llm"
+
+
+def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
+    """Engine options with `resolve_model` applied to those that name a model."""
+    named = {name: options.get(name) for name in ("model", "speculative_model")}
+    return {**options, **{name: resolve_model(one, name) for name, one in named.items() if isinstance(one, str | Path)}}
+
+
+def resolve_model(model: str | Path, option: str = "model") -> str:
+    """The value of the engine's option `option`. Raises ConfigError for files that do not exist."""
+    if model == "demo":
+        return str(demo_model.prepare())
+    if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
+        return str(Path(model).absolute())
+    if isinstance(model, str) and HUB_NAME.fullmatch(model):
+        return model
+    raise ConfigError(
+        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
+        " (owner/model)"
+    )
+
+
+def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
+    """Copy the model repository `source` into `target`, with `options` laid over its model.json and a link to
+    `multi_lora`, or else to its own list of adapters, also where there is none yet."""
+    if not (source / MODEL_NAME).is_dir():
+        raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = target / MODEL_NAME / "1" / "model.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **options}, indent=2))
+    listing = settings.with_name("multi_lora.json")
+    listing.unlink(missing_ok=True)
+    listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigError for an engine option that is unknown or out of range, laid over the project's model.json."""
+    settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
+    EngineConfig.from_options({**json.loads(settings.read_text()), **options})
