@@ -35,9 +35,9 @@ def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Pre
     warnings.filterwarnings("ignore")
     if config.load_format == "dummy":
         with torch.device(device):
-            own = AutoConfig.from_pretrained(loaded.place)
+            own = AutoConfig.from_pretrained(loaded.path)
             return AutoModelForCausalLM.from_config(own, dtype=loaded.spec.dtype).eval()
-    return AutoModelForCausalLM.from_pretrained(loaded.place, dtype=loaded.spec.dtype).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(loaded.path, dtype=loaded.spec.dtype).to(device).eval()
 
 
 def one_at_a_time(model: PreTrainedModel) -> Contestant:

@@ -18,7 +18,7 @@ from paged_kernels.cpu import native
 from paged_backend.scheduling.plan import Plan
 
 PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
-    "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnn.__call__"),
+    "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnnCopy.__call__"),
     "attention": ("paged_kernels.ops.paged_attention",),
     "rotate and write": ("paged_kernels.ops.rope_kv_write", "paged_kernels.ops.kv_write"),
     "norms": ("paged_kernels.ops.add_rms_norm",),

@@ -328,7 +328,7 @@ def gather(args: Any, config: EngineConfig, assembly: Assembly, at: ExitStack) -
     asked = [peer for peer in PEERS if peer in args.peers]
     for peer in PEERS.keys() - asked:
         there.leave_out(PEERS[peer], f"not among --peers ({', '.join(asked)})")
-    model = str(assembly.loaded.place)
+    model = str(assembly.loaded.path)
     if "vllm" in asked:
         same = {"model": model, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
         there.add(PEERS["vllm"], lambda: in_vllm(same, args.threads, at))

@@ -35,15 +35,15 @@ class Llguidance:
     """As the engine uses it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        from paged_backend.guided.spelling import llguidance_tokenizer
+        from paged_backend.guided.tokenizer import llguidance_tokenizer
 
         self._tokenizer = llguidance_tokenizer(tokenizer, vocab_size, [tokenizer.eos_token_id])
 
     def compile(self, case: Case) -> Callable[[], Any]:
         """What makes a matcher. Raises whatever the library says."""
-        from paged_backend.guided.grammar import build_grammar, matcher
+        from paged_backend.guided.grammar import build_grammar, create_matcher
 
-        return matcher(self._tokenizer, build_grammar(case.kind, case.text)).deep_copy
+        return create_matcher(self._tokenizer, build_grammar(case.kind, case.text)).deep_copy
 
     @staticmethod
     def fill(matcher: Any, row: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What an output may be asked to look like: JSON of a schema, a regular expression, one of some texts, a grammar."""
+"""Structured outputs: read the parameters that ask for a JSON schema, a regular expression, a choice or a grammar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paged_backend.api.limits import InputLimits
 
 
 class Structure(NamedTuple):
-    """By its kind and text alone it is known which texts it stands for."""
+    """The structure that an output must have. `kind` and `text` determine it; equal structures share a grammar."""
 
     kind: str  # "json_schema", "regex", "choice" or "grammar"
-    text: str  # JSON of the schema, or of the list of choices; the others as they are
-    field: str  # where it came from, for errors
+    text: str  # a schema or a list of choices as JSON; a regular expression or grammar verbatim
+    field: str  # the request field it was read from, for error messages
 
     @property
     def key(self) -> tuple[str, str]:
@@ -57,36 +57,36 @@ def _grammar(field: str, value: Any, input_limits: InputLimits) -> Structure:
 
 
 def _structured_outputs(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
-    """As vLLM's clients send it: an object, of whose names one has a value."""
-    asked = _parsed(value)
-    if not isinstance(asked, Mapping):
-        raise ValueError("must be an object, or a string that holds one, with one of " + ", ".join(_WITHIN))
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    whitespace = {name: given.pop(name) for name in _WHITE_SPACE if name in given}
-    for name in given.keys() - _WITHIN.keys():
+    """Read vLLM's structured_outputs: an object in which exactly one field has a value."""
+    fields = _parsed(value)
+    if not isinstance(fields, Mapping):
+        raise ValueError("must be an object, or a string that holds one, with one of " + ", ".join(_FIELDS))
+    given = {name: item for name, item in fields.items() if item is not None and item is not False}
+    whitespace = {name: given.pop(name) for name in _WHITESPACE if name in given}
+    for name in given.keys() - _FIELDS.keys():
         raise ValueError(f"{name} is not supported; leave it out")
     if len(given) > 1:
         raise ValueError(f"has {' and '.join(sorted(given))}; give one of them")
     if whitespace and not given:
-        raise ValueError(f"{' and '.join(whitespace)}: means nothing without json or json_object")
-    for name, one in given.items():
+        raise ValueError(f"{' and '.join(whitespace)}: has no effect without json or json_object")
+    for name, item in given.items():
         try:
-            structure = _WITHIN[name](f"{field}.{name}", one, input_limits)
+            structure = _FIELDS[name](f"{field}.{name}", item, input_limits)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return _spaced(structure, whitespace)
+        return _set_whitespace(structure, whitespace)
     return None
 
 
-def _spaced(structure: Structure | None, whitespace: Mapping[str, Any]) -> Structure | None:
-    """With what is asked of the white space between the tokens of JSON, as the library wants it: in the schema."""
+def _set_whitespace(structure: Structure | None, whitespace: Mapping[str, Any]) -> Structure | None:
+    """Set the white space between JSON tokens, which llguidance reads from the schema's `x-guidance` field."""
     if not whitespace or structure is None:
         return structure
     if structure.kind != "json_schema" or len(whitespace) > 1:
-        raise ValueError(f"{' and '.join(whitespace)}: one of them may stand beside json or json_object, and no other")
+        raise ValueError(f"{' and '.join(whitespace)}: give one of them, together with json or json_object")
     ((name, value),) = whitespace.items()
     if not isinstance(value, bool if name == "disable_any_whitespace" else str):
-        raise ValueError(f"{name}={json.dumps(value, default=str)}: must be {_WHITE_SPACE[name]}")
+        raise ValueError(f"{name}={json.dumps(value, default=str)}: must be {_WHITESPACE[name]}")
     pattern = value if name == "whitespace_pattern" else None
     schema = json.loads(structure.text)
     own = schema.get("x-guidance", {})
@@ -97,11 +97,11 @@ def _spaced(structure: Structure | None, whitespace: Mapping[str, Any]) -> Struc
 
 
 def _guided_decoding(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
-    """What structured_outputs was called before, with the library in it, which any text of a form is the same to."""
-    asked = _parsed(value)
-    if isinstance(asked, Mapping):
-        asked = {name: one for name, one in asked.items() if name != "backend"}
-    return _structured_outputs(field, asked, input_limits)
+    """Read vLLM's former name of structured_outputs. Its `backend` field is ignored."""
+    fields = _parsed(value)
+    if isinstance(fields, Mapping):
+        fields = {name: item for name, item in fields.items() if name != "backend"}
+    return _structured_outputs(field, fields, input_limits)
 
 
 READERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
@@ -113,12 +113,15 @@ READERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
     "structured_outputs": _structured_outputs,
     "guided_decoding": _guided_decoding,
 }
-_WHITE_SPACE = {"disable_any_whitespace": "true or false", "whitespace_pattern": "a string, a regular expression"}
-_WITHIN = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
+_WHITESPACE = {"disable_any_whitespace": "true or false", "whitespace_pattern": "a string, a regular expression"}
+_FIELDS = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
 
 
 def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimits()) -> Structure | None:
-    """The value of the parameter `name`; None asks for nothing. Raises ValueError, which says what it must be."""
+    """Read the value of the parameter `name`. Returns None if it asks for no structure.
+
+    Raises ValueError with what the value must be.
+    """
     if value is None:
         return None
     structure = READERS[name](name, value, input_limits)
@@ -129,7 +132,7 @@ def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimit
                 f"has {nbytes} bytes; must be at most {input_limits.max_structure_bytes} (max_structure_bytes)"
             )
         if structure.text != structure.text.encode(errors="ignore").decode():
-            raise ValueError("holds half a character; send UTF-8 text")
+            raise ValueError("contains an unpaired surrogate; send UTF-8 text")
     return structure
 
 

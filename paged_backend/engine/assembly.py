@@ -18,7 +18,7 @@ from paged_backend.engine.rank import ROOT, Prepared, prepare
 from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import ParallelRunner, Workers
 from paged_backend.execution.runner import Runner
-from paged_backend.loading import model_loader
+from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
@@ -72,11 +72,11 @@ class Assembly:
 
 def assemble(config: EngineConfig, listing: Path | None = None) -> Assembly:
     """Load the model, prove it, size the pool. listing: of adapters. Raises ConfigError or UnsupportedModel."""
-    device = model_loader.pick_device(config)
+    device = model_options.pick_device(config)
     check_devices(config, device)
     if config.tensor_parallel_size == 1:
         return _assemble(config, listing, TensorParallelGroup(device), None)
-    model_loader.check(config, ROOT)  # before processes are started
+    model_loader.check_model(config, ROOT)  # before processes are started
     workers = Workers(config, device)
     try:
         return _assemble(config, listing, workers.tp_group, workers)
@@ -197,7 +197,7 @@ def _adapters(config: EngineConfig, loaded: LoadedModel, listing: AdapterListFil
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
     if config.disk_cache_dir is None or runner.host is None:
         return None
-    places = [loaded.place, *([loaded.draft.place] if loaded.draft else [])]
+    places = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
     name = fingerprint(config, places, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)

@@ -1,6 +1,6 @@
-"""From what a client asks of an output's looks to llguidance's grammars, and what bounds them.
+"""Translate structures into llguidance grammars, and create matchers with bounded time and memory.
 
-Imported by the process that tries them first, too: it needs neither tensors nor a model.
+The sandbox process imports this module as well, so it depends on neither tensors nor a model.
 """
 
 from __future__ import annotations
@@ -11,46 +11,50 @@ from typing import Any, NamedTuple
 
 import llguidance
 
-# White space between two tokens of JSON ends: a model that likes it would fill its max_tokens with it.
+# White space between two JSON tokens is bounded: otherwise some models generate it up to max_tokens.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-# Of a step's mask, so that none takes long: what the library allows by itself took up to 0.7 s.
+# Limits for the mask of one step. With the library's defaults a mask took up to 0.7 s.
 STEP_ITEMS, STEP_FUEL = 5_000, 100_000
-LEXER_STATES = 50_000  # of one output, a kilobyte or two each
-SHOWN = 300  # characters of the library's reasons
+LEXER_STATES = 50_000  # per output; one or two kilobytes each
+MAX_REASON_CHARS = 300  # of the library's error messages
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
-_LISTED = re.compile(r"; following special tokens are available: \S*")  # some of them, and not by their names
-_PLAIN = {
+_LISTED = re.compile(r"; following special tokens are available: \S*")  # incomplete, and not by name
+_READABLE = {
     "NoExtensionBias": "no text can match it",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "oneOf: served only where its schemas clearly exclude each other; anyOf allows what several of them fit"
+        "oneOf: supported only if its schemas are mutually exclusive; use anyOf, which also accepts several matches"
     ),
 }
 
 
 class GrammarSettings(NamedTuple):
-    """What grammars may name, and what holds for all of them."""
+    """Settings shared by all grammars of one tokenizer."""
 
     vocab_size: int
-    special_tokens: tuple[str, ...]  # as the tokenizer spells them
-    any_whitespace: bool  # between the tokens of JSON, where a schema says nothing of it
+    special_tokens: tuple[str, ...]  # their texts
+    any_whitespace: bool  # whether JSON may contain white space between its tokens if the schema does not say
 
 
-def limits() -> llguidance.LLParserLimits:
+def parser_limits() -> llguidance.LLParserLimits:
+    """Return the limits of one matcher."""
     return llguidance.LLParserLimits(
         step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, max_lexer_states=LEXER_STATES, verbose_errors=False
     )
 
 
 def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
-    """The library's grammar of a `Structure`; most of what may be wrong with it shows when it is compiled. Raises
-    ValueError."""
+    """Return the llguidance grammar of a structure.
+
+    Raises ValueError, but most errors only appear when `create_matcher` compiles the grammar.
+    """
     if kind == "json_schema":
-        # What the library cannot do is an error, whatever the schema itself says.
+        # An unsupported keyword is an error even if the schema itself asks for leniency.
         defaults = {"whitespace_pattern": WHITE_SPACE} if any_whitespace else {"whitespace_flexible": False}
         overrides = {"lenient": False, "coerce_one_of": False}
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides=overrides)
     if kind == "choice":
-        return llguidance.LLMatcher.grammar_from_regex("|".join(f"(?:{_escaped(one)})" for one in json.loads(text)))
+        alternatives = "|".join(f"(?:{_escape(choice)})" for choice in json.loads(text))
+        return llguidance.LLMatcher.grammar_from_regex(alternatives)
     if kind == "grammar":
         if _TEMPERATURE.search(text):
             raise ValueError("a grammar cannot set `temperature`; leave it to the sampling parameter")
@@ -58,22 +62,23 @@ def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     return llguidance.LLMatcher.grammar_from_regex(text)
 
 
-def _escaped(text: str) -> str:
-    """A regular expression for this text alone."""
+def _escape(text: str) -> str:
+    """Return a regular expression that matches exactly this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
-def matcher(tokenizer: Any, grammar: str) -> Any:
-    """A matcher whose first mask is known. Raises ValueError with the library's reason."""
-    made = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-    if not made.is_error():
-        made.compute_bitmask()
-    if made.is_error():
-        raise ValueError(reason(made))
-    return made
+def create_matcher(tokenizer: Any, grammar: str) -> Any:
+    """Create a matcher and compute its first mask. Raises ValueError with llguidance's reason."""
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(error_reason(matcher))
+    return matcher
 
 
-def reason(matcher: Any) -> str:
+def error_reason(matcher: Any) -> str:
+    """Return the error of a matcher as one line of bounded length."""
     text = " ".join(_LISTED.sub("", matcher.get_error().replace("<non-verbose/>", "")).split())
-    text = _PLAIN.get(text, text)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    text = _READABLE.get(text, text)
+    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."

@@ -1,7 +1,7 @@
-"""Grammars are tried in a process of their own first, with a tokenizer of single bytes and special tokens.
+"""Compile a grammar in a sandbox process, with a tokenizer of single bytes and special tokens.
 
-Some compile for minutes, take gigabytes or, nested deeply, end the process: there is no way to stop the library, but a
-process can be ended.
+Some grammars compile for minutes, take gigabytes or, deeply nested, overflow the stack. llguidance cannot be
+interrupted, but a process can be killed.
 """
 
 from __future__ import annotations
@@ -21,61 +21,67 @@ from typing import TYPE_CHECKING
 from paged_backend.api.errors import ErrorCode
 from paged_backend.utils.machine import find_python
 
-if TYPE_CHECKING:  # the library may be missing
+if TYPE_CHECKING:  # llguidance is optional
     from paged_backend.guided.grammar import GrammarSettings
 
-START_SECONDS = 60  # for a new process to import what it needs, from a cold disk
-POLL_SECONDS = 0.1  # between two looks at whether anybody still waits
-TOO_LONG_SECONDS = 600.0  # for which one that took too long is not tried again: then, too, the machine may be busy
+START_SECONDS = 60  # time limit for a new process to import its modules from a cold disk
+POLL_SECONDS = 0.1  # interval of checks whether a request still waits
+TIMEOUT_CACHE_SECONDS = 600.0  # a timed-out grammar is retried after this time: the machine may have been busy
 COMMAND = "import sys; from paged_backend.guided.sandbox_process import main; main(int(sys.argv[1]))"
 
 
 class GrammarError(Exception):
-    """Why there are no guides of a structure."""
+    """A structure cannot be compiled. The message gives the reason."""
 
-    def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, *, lasts: float = math.inf):
-        """lasts: seconds for which it is the answer to whoever asks for the same."""
+    def __init__(
+        self, message: str, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, *, cache_seconds: float = math.inf
+    ) -> None:
+        """`cache_seconds` is how long the error is returned for the same structure without compiling it again."""
         super().__init__(message)
         self.code = code
-        self.lasts = lasts
+        self.cache_seconds = cache_seconds
 
 
 class CompileCancelled(GrammarError):
-    """Nobody waits for it any more."""
+    """No request waits for the structure any more."""
 
     def __init__(self) -> None:
-        super().__init__("nobody waits for it", ErrorCode.CANCELLED, lasts=0)
+        super().__init__("cancelled", ErrorCode.CANCELLED, cache_seconds=0)
 
 
 class GrammarSandbox:
-    """A process that is started when it is first needed, and again after it had to be ended. For one thread at a
-    time; `stop` may be called from another."""
+    """Owns a sandbox process, which is started on demand and replaced after it had to be killed.
 
-    def __init__(self, seconds: float, setup: Callable[[], GrammarSettings]):
-        """seconds: that a grammar may take. setup: asked when a process starts."""
+    Use it from one thread at a time; `stop` may be called from another thread.
+    """
+
+    def __init__(self, seconds: float, settings: Callable[[], GrammarSettings]) -> None:
+        """`seconds` limits the time to compile one grammar. `settings` is called whenever a process starts."""
         self._seconds = seconds
-        self._setup = setup
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
-        self._fresh = True  # whether the process has tried none yet
+        self._fresh = True  # whether the process has compiled nothing yet
         self._stopped = False
-        self._lock = threading.Lock()  # of starting and ending
+        self._lock = threading.Lock()  # held while the process is started or killed
 
     def __call__(self, kind: str, text: str, still_wanted: Callable[[], bool]) -> str:
-        """The library's grammar of a structure that it can compile. Raises GrammarError. wanted: whether anybody still
-        waits for it; else the process is ended, as after its time."""
+        """Return the llguidance grammar of a structure that compiles in the sandbox.
+
+        The process is killed at the time limit, or once `still_wanted` returns False. Raises GrammarError.
+        """
         if not still_wanted():
             raise CompileCancelled
-        channel = self._started()
+        channel = self._start()
         try:
             channel.send_bytes(json.dumps([kind, text]).encode())
             self._wait(channel, still_wanted)
             answer = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
             fresh = self._fresh
-            self._end()
+            self._kill()
             self._check_stopped()
-            if not fresh:  # what it tried before may have left it little memory
+            if not fresh:  # earlier grammars may have left it little memory: retry in a new process
                 return self(kind, text, still_wanted)
             raise GrammarError("it is too deep or too large to be compiled") from None
         self._fresh = False
@@ -84,35 +90,36 @@ class GrammarSandbox:
         return str(answer["grammar"])
 
     def _wait(self, channel: Connection, still_wanted: Callable[[], bool]) -> None:
-        """Until there is an answer."""
+        """Wait until the process has answered."""
         end = time.monotonic() + self._seconds
         while not channel.poll(max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
             if not still_wanted():
-                self._end()
+                self._kill()
                 raise CompileCancelled
             if time.monotonic() >= end:
-                self._end()
+                self._kill()
                 limit = f"{self._seconds:g} s (structured_outputs_timeout)"
-                raise GrammarError(f"compiling it takes more than {limit}", lasts=TOO_LONG_SECONDS)
+                raise GrammarError(f"compiling it takes more than {limit}", cache_seconds=TIMEOUT_CACHE_SECONDS)
 
     def stop(self) -> None:
+        """Kill the process. Compilations from then on fail."""
         with self._lock:
             self._stopped = True
-        self._end()
+        self._kill()
 
-    def _started(self) -> Connection:
+    def _start(self) -> Connection:
         with self._lock:
             self._check_stopped()
             if self._channel is None:
-                self._process, self._channel = _start(json.dumps(self._setup()).encode())
+                self._process, self._channel = _start_process(json.dumps(self._settings()).encode())
                 self._fresh = True
             return self._channel
 
     def _check_stopped(self) -> None:
         if self._stopped:
-            raise GrammarError("the server is stopping", ErrorCode.UNAVAILABLE, lasts=0)
+            raise GrammarError("the server is stopping", ErrorCode.UNAVAILABLE, cache_seconds=0)
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         with self._lock:
             process, channel, self._process, self._channel = self._process, self._channel, None, None
         if process:
@@ -122,7 +129,7 @@ class GrammarSandbox:
             channel.close()
 
 
-def _start(setup: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
+def _start_process(settings: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
@@ -130,7 +137,7 @@ def _start(setup: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which lets open streams end
+            start_new_session=True,  # Ctrl-C in a terminal must reach the server alone, which drains open streams
         )
     except OSError:
         ours.close()
@@ -139,9 +146,9 @@ def _start(setup: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
         theirs.close()
     channel = Connection(ours.detach())
     try:
-        channel.send_bytes(setup)
+        channel.send_bytes(settings)
         if not channel.poll(START_SECONDS):
-            raise TimeoutError(f"the process that tries grammars did not start within {START_SECONDS} s")
+            raise TimeoutError(f"the grammar sandbox process did not start within {START_SECONDS} s")
         channel.recv_bytes()
     except (EOFError, OSError):
         process.kill()

@@ -1,5 +1,7 @@
-"""The process that tries grammars for `trial`. Its stack and its memory are smaller than the server's, so that
-what passes here passes there. It imports little, to start quickly.
+"""The sandbox process of `sandbox.py`.
+
+Its stack and memory limits are below the server's, so that a grammar that compiles here compiles there as well. It
+imports few modules so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from typing import Any
 
 import llguidance
 
-from paged_backend.guided.grammar import GrammarSettings, build_grammar, matcher
+from paged_backend.guided.grammar import GrammarSettings, build_grammar, create_matcher
 
-STACK_BYTES = 1 << 20  # threads of the server have 8 MiB
+STACK_BYTES = 1 << 20  # the server's threads have 8 MiB
 MEMORY_BYTES = 1 << 30
 
 
 def main(descriptor: int) -> None:
+    """Serve compile requests on an inherited socket until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that crashes is no news
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack overflow is expected: write no core dump
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(Connection(descriptor),))
     thread.start()
@@ -30,41 +33,44 @@ def main(descriptor: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    setup = GrammarSettings(*json.loads(channel.recv_bytes()))
-    tokenizer_for = _tokenizers(setup)
+    settings = GrammarSettings(*json.loads(channel.recv_bytes()))
+    tokenizer_for = _tokenizers(settings)
     channel.send_bytes(b"ready")
     while True:
         try:
             kind, text = json.loads(channel.recv_bytes())
-        except (EOFError, OSError):  # the server is gone
+        except (EOFError, OSError):  # the server has closed the socket
             return
         try:
-            grammar = build_grammar(kind, text, any_whitespace=setup.any_whitespace)
-            matcher(tokenizer_for(kind), grammar).deep_copy()
+            grammar = build_grammar(kind, text, any_whitespace=settings.any_whitespace)
+            create_matcher(tokenizer_for(kind), grammar).deep_copy()
             answer = {"grammar": grammar}
-        except Exception as error:  # what the library's parts raise has many names
+        except Exception as error:  # llguidance raises many types
             answer = {"error": str(error) or type(error).__name__}
         channel.send_bytes(json.dumps(answer).encode())
 
 
-def _tokenizers(setup: GrammarSettings) -> Callable[[str], Any]:
-    """By the kind of structure: of single bytes, and, for grammars alone, which may name tokens, as many as the model
-    has with the special ones among them. That one takes its time with a large vocabulary."""
+def _tokenizers(settings: GrammarSettings) -> Callable[[str], Any]:
+    """Return a function from the kind of a structure to the tokenizer to compile it with.
+
+    Only grammars can name tokens. They get a tokenizer with the model's vocabulary size and special tokens, which is
+    slow to create for a large vocabulary; all other kinds get one of single bytes.
+    """
     plain = llguidance.LLTokenizer("byte")
-    full = functools.cache(lambda: llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(setup))))
+    full = functools.cache(lambda: llguidance.LLTokenizer(llguidance.TokenizerWrapper(_SandboxTokenizer(settings))))
     return lambda kind: full() if kind == "grammar" else plain
 
 
-class _Tokens:
-    """As the library wants a tokenizer: single bytes, one that ends the output, special ones, and some of no text."""
+class _SandboxTokenizer:
+    """Implements llguidance's tokenizer protocol: 256 bytes, end of sequence, special tokens, then empty tokens."""
 
     bos_token_id = None
     eos_token_id = 256
 
-    def __init__(self, setup: GrammarSettings):
-        tokens = [*(bytes([byte]) for byte in range(256)), b"", *(one.encode() for one in setup.special_tokens)]
+    def __init__(self, settings: GrammarSettings) -> None:
+        tokens = [*(bytes([byte]) for byte in range(256)), b"", *(text.encode() for text in settings.special_tokens)]
         self.special_token_ids = range(self.eos_token_id + 1, len(tokens))
-        self.tokens = tokens + [b""] * (setup.vocab_size - len(tokens))
+        self.tokens = tokens + [b""] * (settings.vocab_size - len(tokens))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)

@@ -1,8 +1,8 @@
-"""The adapters that may be asked for by name, and those of them that are in the host's memory.
+"""Registry of the LoRA adapters that requests may name, and a host-memory cache of their weights.
 
-`multi_lora.json`, beside `model.json`, lists them: `{name: directory}`, a relative directory taken from its own. It is
-read again when it has changed, so a line that is added serves an adapter, and one that is removed ends it for requests
-to come. What is wrong with the files of one adapter fails the requests that name it, and no others.
+`multi_lora.json`, beside `model.json`, lists the adapters: `{name: directory}`, with directories relative to the file.
+It is read again whenever it changes: an added entry can be requested at once, and a removed one is refused from then
+on. An error in the files of one adapter only fails the requests that name it.
 """
 
 from __future__ import annotations
@@ -27,46 +27,48 @@ from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
-SHOWN = 50  # names in an error
+MAX_SHOWN_NAMES = 50  # in an error message
 
 
 class AdapterListFile:
-    """What the file says. Safe to use from any thread."""
+    """The contents of multi_lora.json. Thread-safe."""
 
-    def __init__(self, file: Path | None):
-        """Raises ConfigError for a file that is there and cannot be used."""
+    def __init__(self, file: Path | None) -> None:
+        """Read the file. A missing file lists no adapters. Raises ConfigError if it is invalid."""
         self._file = file
         self._lock = threading.Lock()
-        self._seen: Any = None
+        self._file_state: Any = None  # identifies the version that was read
         self._paths: Mapping[str, Path] = {}
         self._refresh()
 
     def paths(self, name: str | None = None) -> Mapping[str, Path]:
-        """Directories by name, as the file has them now, or had them where it cannot be read any more. For a `name`
-        that they lack the file is read whatever its times say."""
+        """Return the current directories by name, or the last valid ones if the file has become invalid.
+
+        If `name` is not among them, the file is read again even if its modification time is unchanged.
+        """
         with self._lock:
             try:
                 self._refresh()
                 if name is not None and name not in self._paths:
-                    self._refresh(anew=True)
+                    self._refresh(force=True)
             except ConfigError as error:
-                log.error("%s; what it said before still holds", error)
+                log.error("%s; its last valid contents stay in effect", error)
             return self._paths
 
-    def _refresh(self, *, anew: bool = False) -> None:
+    def _refresh(self, *, force: bool = False) -> None:
         if self._file is None:
             return
         try:
             found = os.stat(self._file)
-            seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+            state = (found.st_mtime_ns, found.st_size, found.st_ino)
         except FileNotFoundError:
-            seen = None
+            state = None
         except OSError as error:
             raise ConfigError(f"{self._file}: {error.strerror}") from error
-        if seen == self._seen and not (anew and seen):
+        if state == self._file_state and not (force and state):
             return
-        self._seen = seen
-        self._paths = _read(self._file) if seen else {}
+        self._file_state = state
+        self._paths = _read(self._file) if state else {}
 
 
 def _read(file: Path) -> dict[str, Path]:
@@ -74,87 +76,95 @@ def _read(file: Path) -> dict[str, Path]:
         values = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(one, str) and one for one in values.values()):
-        raise ConfigError(f"{file}: must hold one JSON object of names and directories")
+    if not isinstance(values, dict) or not all(isinstance(path, str) and path for path in values.values()):
+        raise ConfigError(f"{file}: must contain a JSON object of names and directories")
     return {name: file.resolve().parent / directory for name, directory in values.items()}
 
 
 class AdapterRegistry:
-    """Adapters by name. `check` and `run` are quick and for any thread; what reads files is for the thread that `run`
-    has calls made on, one after the other."""
+    """Loads adapters by name, and caches the most recently used ones in host memory.
+
+    `check`, `run` and `close` may be called from any thread. `get` and `describe` read files; call them through `run`,
+    which executes calls one after the other on a thread of its own.
+    """
 
     def __init__(
         self, listing: AdapterListFile, shapes: LoraShapes, dtype: torch.dtype, *, max_rank: int, max_cached: int
-    ):
-        """shapes: of the layers that adapters may change. keep: how many stay in the host's memory."""
+    ) -> None:
+        """`shapes` are those of the adaptable layers. `max_cached` limits the adapters in host memory."""
         self._listing = listing
         self._shapes = shapes
         self._dtype = dtype
         self._max_rank = max_rank
-        self._keep = max_cached
-        self._kept: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # with the files' signature
-        self._digests: dict[Path, tuple[Any, bytes]] = {}  # of all that were ever read, likewise
+        self._max_cached = max_cached
+        # By directory, each with the signature of its files.
+        self._cache: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # least recently used first
+        self._digests: dict[Path, tuple[Any, bytes]] = {}  # of every adapter that has been loaded
         self._thread = BackgroundWorker("adapters", use_single_thread)
         for name, path in listing.paths().items():
             try:
                 signature(path)
                 read_config(path, max_rank)
             except AdapterError as error:
-                log.warning("adapter %s in %s cannot be served: %s", name, path, error)
+                log.warning("adapter %s in %s cannot be used: %s", name, path, error)
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run a call on the registry's thread."""
         self._thread.submit(call, *arguments)
 
     def close(self, seconds: float) -> None:
-        """Wait for what is under way, so many seconds at the most."""
+        """Wait for the running call, but at most `seconds`."""
         self._thread.stop(seconds)
 
     def check(self, name: str) -> None:
-        """Raises RequestError for a name that is not listed. Looks at the list's file, and reads it if it changed."""
+        """Raise RequestError if the name is not listed. Reads the list again if its file has changed."""
         self._path(name)
 
     def get(self, name: str) -> Adapter:
-        """The adapter as its files are now. Raises RequestError."""
+        """Return the adapter in the current version of its files. Raises RequestError."""
         path = self._path(name)
         try:
             return self._load(name, path)
         except AdapterError as error:
-            log.warning("adapter %s in %s cannot be served: %s", name, path, error)
-            raise invalid_argument("lora_name", name, f"cannot be served: {error}") from error
+            log.warning("adapter %s in %s cannot be used: %s", name, path, error)
+            raise invalid_argument("lora_name", name, f"cannot be used: {error}") from error
 
     def describe(self, resident: Collection[Adapter]) -> list[dict[str, Any]]:
-        """Of each adapter its name, its rank, and whether it is one of those `resident` on the device. One that cannot
-        be served has an error in place of a rank."""
+        """Return name, rank and residency of each listed adapter. `resident` are the adapters on the device.
+
+        An adapter that cannot be used has an error and no rank.
+        """
         on_device = {adapter.digest for adapter in resident}
         return [self._describe(name, path, on_device) for name, path in self._listing.paths().items()]
 
     def _describe(self, name: str, path: Path, on_device: Collection[bytes]) -> dict[str, Any]:
         try:
-            now, (seen, digest) = signature(path), self._digests.get(path, (None, b""))
+            current, (loaded, digest) = signature(path), self._digests.get(path, (None, b""))
             rank = read_config(path, self._max_rank).max_rank
         except AdapterError as error:
             return {"name": name, "rank": None, "resident": False, "error": str(error)}
-        return {"name": name, "rank": rank, "resident": seen == now and digest in on_device}
+        return {"name": name, "rank": rank, "resident": loaded == current and digest in on_device}
 
     def _path(self, name: str) -> Path:
         paths = self._listing.paths(name)
         if name not in paths:
             names = list(paths)
-            shown = f"{names[:SHOWN]}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            hidden = len(names) - MAX_SHOWN_NAMES
+            shown = f"{names[:MAX_SHOWN_NAMES]}" + (f" and {hidden} more" if hidden > 0 else "")
             text = f"LoRA {name} is not supported, we currently support {shown}"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, text, verbatim=True)
         return paths[name]
 
     def _load(self, name: str, path: Path) -> Adapter:
-        now = signature(path)
-        kept, adapter = self._kept.get(path, (None, None))
-        if adapter is None or kept != now:
+        current = signature(path)
+        cached, adapter = self._cache.get(path, (None, None))
+        if adapter is None or cached != current:
             adapter = read_adapter(name, path, self._shapes, self._dtype, self._max_rank)
-            if signature(path) != now:  # half old and half new, perhaps
+            if signature(path) != current:  # it may mix old and new files
                 raise AdapterError("its files changed while they were read; try again")
-            log.info("adapter %s read from %s: rank %d, %d layers", name, path, adapter.rank, len(adapter.factors))
-            self._kept[path], self._digests[path] = (now, adapter), (now, adapter.digest)
-        self._kept.move_to_end(path)
-        while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
+            log.info("loaded adapter %s from %s: rank %d, %d layers", name, path, adapter.rank, len(adapter.factors))
+            self._cache[path], self._digests[path] = (current, adapter), (current, adapter.digest)
+        self._cache.move_to_end(path)
+        while len(self._cache) > self._max_cached:
+            self._cache.popitem(last=False)
         return adapter

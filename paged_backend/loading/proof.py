@@ -1,18 +1,18 @@
-"""Proof, at every load, that a model computes the same through pages.
+"""Verify at every load that a model gives the same logits with paged attention.
 
-One forward pass of the model as it comes records what each layer asks of attention
-(heads, head size, window) and which masks the model builds; then two short prompts are prefilled in chunks and
-decoded through shuffled pages, and their logits are compared with those of the model's own eager attention. A
-model that fails is refused by name. A window longer than the prompts cannot show in the logits, so windows are
-read from the masks instead and must be the ones that the layers passed on.
+A forward pass of the unmodified model records the attention parameters of each layer (heads, head size, window) and the
+masks that the model builds. Then two short prompts are prefilled in chunks and decoded over shuffled blocks, and their
+logits are compared with those of the model's own eager attention. A model that fails is refused, and the error names
+its class. A window longer than the prompts does not affect their logits, so windows are read from the masks and must
+equal those that the layers pass to attention.
 
-What is proven is what will run. Where the layers can be fused (`fusion.py`), or compiled as well, they are before the
-prompts go through the pages; the model's own logits were taken before that. If the two differ, the model steps back
-towards its layers as transformers has them, with a log line, and only one that fails as it comes is refused. To prove
-it unfused first would double the time of a load and show nothing that this does not.
+The verification runs the form of the model that will serve. If the layers can be fused (`fusion.py`) or compiled, they
+are before the paged forward passes, and after the reference logits have been computed. If the logits differ, the model
+falls back to the next simpler form with a warning, and it is only refused if the unmodified layers fail, too. Verifying
+the unmodified layers first would double the load time without detecting more.
 
-That proves the paging, with keys and values as the model makes them. Where the pool is to hold another type, the
-same prompts go through such a pool as well, and their logits have to be as near as 8 bits let them.
+This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
+such a cache, with a tolerance for 8-bit quantization.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from paged_backend.scheduling.sequence import Group, Sequence
 log = logging.getLogger("paged_llm")
 
 PROBE = "paged_llm_probe"
-# Root mean square of the difference over that of the (centred) logits. Rounding of 16-bit types grows with depth;
-# a wrong window, scale or mask is an error of the order of 1.
+# Root mean square of the difference, relative to that of the centered logits. Rounding errors of 16-bit dtypes grow
+# with depth; a wrong window, scale or mask gives an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# The same for a pool of 8-bit keys and values. The demo model's error is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in
-# bfloat16), those of random models of many families up to 0.3; at 1 nothing of the answer is left. And for a model that
-# computes with quantized weights: many formats round activations to 8 bits as well, which turns the last digit into a
-# step of those (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
+# The same for an 8-bit KV cache and for quantized weights. With an 8-bit cache, the error of the demo model is 0.03 in
+# int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16), that of random models of many families up to 0.3; 1 means unrelated.
+# Many formats of quantized weights round activations to 8 bits as well, which amplifies the smallest differences (0.11
+# to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
 QUANTIZATION_TOLERANCE = 0.5
 
 
 @dataclass
 class _Probe:
-    """What one plain forward pass asked of attention."""
+    """Records the attention calls and masks of one forward pass."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     specs: dict[int, AttentionSpec] = field(default_factory=dict)
@@ -70,6 +70,7 @@ class _Probe:
         sliding_window: int | None = None,
         **rest: Any,
     ) -> tuple[Tensor, None]:
+        """Record a layer's parameters, as its attention function."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.shapes:
             raise UnsupportedModel(f"{type(module).__name__}: layer_idx={layer} does not name one attention layer")
@@ -78,19 +79,20 @@ class _Probe:
                 f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
             )
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
-        asked = dict(sliding_window=sliding_window, **rest)
-        self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **asked)
+        arguments = dict(sliding_window=sliding_window, **rest)
+        self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **arguments)
         self.layer_windows.add(sliding_window)
-        return query.transpose(1, 2), None  # only shapes matter here
+        return query.transpose(1, 2), None  # only the shape matters
 
     def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
+        """Record the window of a mask, as the mask function of the model."""
         self.mask_windows.add(_window_of(mask_function))
 
 
 def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
-    """How far back a mask lets a query see; None for all the way. Raises UnsupportedModel for other shapes."""
+    """Return the sliding window of a mask, or None for a causal mask. Raises UnsupportedModel for any other mask."""
     windows = set()
-    for query in (99_991, 131_071):  # two far positions that share no divisor, so that chunked masks differ
+    for query in (99_991, 131_071):  # coprime, so that a chunked mask gives two different windows
         zero = torch.tensor(0)
         seen = mask_function(zero, zero, torch.tensor(query), torch.arange(query + 1)).nonzero()
         first = int(seen[0]) if len(seen) else query + 1
@@ -110,19 +112,18 @@ def prove(
     compile_level: int = 0,
     quantized: bool = False,
 ) -> tuple[LayerShape, ...]:
-    """The shapes of the model's attention layers, once it has shown equal logits through pages, and logits that are
-    near enough through a pool of another `kv_dtype`.
+    """Verify the model and return the KV cache shapes of its layers.
 
-    Leaves the model on paged attention, fused and compiled where that can be, and with `quantized` with weights of 8
-    bits. Raises UnsupportedModel, with the model's name, otherwise.
+    Leaves the model in its fastest form that passes: on paged attention, fused and compiled if possible, with int8
+    weights if `quantized`. Raises UnsupportedModel, with the name of the model's class, if no form passes.
     """
     try:
         layers, specs = _probe(model)
         expected = _expected(model)
         rope.freeze_rope(model)
         failure: UnsupportedModel | None = None
-        rounded = quantized or getattr(model.config, "quantization_config", None) is not None
-        compare = partial(_compare, model, expected, layers, block_size, kv_dtype, rounded)
+        uses_quantized_weights = quantized or getattr(model.config, "quantization_config", None) is not None
+        compare = partial(_compare, model, expected, layers, block_size, kv_dtype, uses_quantized_weights)
         for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
             try:
                 compare()
@@ -131,13 +132,14 @@ def prove(
                 log.warning("%s, %s: %s", type(model).__name__, form.name, error)
                 continue
             log.info("%s runs %s", type(model).__name__, form.name)
-            restore = form.settle(model)
+            restore = form.release_unused(model)
             try:
                 if form.unused:
                     compare()
-            except UnsupportedModel as error:  # a router, say, that is never called and whose weight is read
+            except UnsupportedModel as error:  # the model reads a weight without calling its layer: some routers
                 restore()
-                log.warning("%s keeps the weights beside their copies: without them %s", type(model).__name__, error)
+                name = type(model).__name__
+                log.warning("%s keeps the weights beside their copies, because without them: %s", name, error)
             return layers
         assert failure is not None
         raise failure
@@ -147,7 +149,7 @@ def prove(
 
 @torch.inference_mode()
 def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
-    """By layer, the shape of its keys and what it asks of attention."""
+    """Return the KV cache shape and the attention parameters of each layer."""
     probe = _Probe()
     AttentionInterface.register(PROBE, probe.attend)
     AttentionMaskInterface.register(PROBE, probe.mask)
@@ -166,38 +168,38 @@ def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Attent
         )
     if probe.layer_windows - {None} != probe.mask_windows - {None}:
         raise UnsupportedModel(
-            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass on {_shown(probe.layer_windows)}"
+            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"
         )
     return tuple(probe.shapes[layer] for layer in layers), tuple(probe.specs[layer] for layer in layers)
 
 
 def _shown(windows: set[int | None]) -> str:
-    return ", ".join(str(one) for one in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
+    return ", ".join(str(window) for window in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
 
 
 def _prompts(model: PreTrainedModel) -> tuple[list[int], list[int]]:
     vocab = model.config.get_text_config().vocab_size
-    drawn = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
-    return drawn[0], drawn[1][:10]
+    ids = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
+    return ids[0], ids[1][:10]
 
 
 @torch.inference_mode()
 def _expected(model: PreTrainedModel) -> list[Tensor]:
-    """Logits of both prompts by the model's own eager attention; leaves the model on ours."""
+    """Return the logits of both prompts with eager attention. Leaves the model on paged attention."""
     model.set_attn_implementation("eager")
     expected = [_eager_logits(model, ids) for ids in _prompts(model)]
     if any(logits.isnan().any() for logits in expected):
-        raise UnsupportedModel(f"its own logits are not numbers{_not_finite(model)}")
+        raise UnsupportedModel(f"its own logits contain NaN{_describe_non_finite(model)}")
     model.set_attn_implementation(ATTENTION)
     return expected
 
 
-def _not_finite(model: PreTrainedModel) -> str:
-    """Which weights are not, in words."""
+def _describe_non_finite(model: PreTrainedModel) -> str:
+    """Return the end of an error message, with the first weight that is not finite."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not weight.float().isfinite().all():
-            return f": {name} holds NaN or infinity"
-    return ", though its weights are finite"
+            return f": {name} contains NaN or infinity"
+    return ", although its weights are finite"
 
 
 @torch.inference_mode()
@@ -207,9 +209,10 @@ def _compare(
     layers: tuple[LayerShape, ...],
     block_size: int,
     kv_dtype: torch.dtype,
-    rounded: bool,  # whether it computes with quantized weights
+    uses_quantized_weights: bool,
 ) -> None:
-    bounds = {model.dtype: QUANTIZATION_TOLERANCE if rounded else TOLERANCE[model.dtype]}
+    """Raise UnsupportedModel if the paged logits differ from the expected ones."""
+    bounds = {model.dtype: QUANTIZATION_TOLERANCE if uses_quantized_weights else TOLERANCE[model.dtype]}
     bounds |= {kv_dtype: QUANTIZATION_TOLERANCE} if kv_dtype != model.dtype else {}
     for dtype, tolerance in bounds.items():
         try:
@@ -219,11 +222,11 @@ def _compare(
         except Exception as error:
             raise UnsupportedModel(f"its layers cannot be paged: {type(error).__name__}: {error}") from error
         for (prompt, position), logits in found.items():
-            error = _relative_error(logits, expected[prompt][position])
-            if not error <= tolerance:
+            difference = _relative_error(logits, expected[prompt][position])
+            if not difference <= tolerance:
                 stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
                 raise UnsupportedModel(
-                    f"{stored}logits at position {position} differ from its eager attention by {error:.2g}"
+                    f"{stored}logits at position {position} differ from its eager attention by {difference:.2g}"
                     f" (allowed: {tolerance:g})"
                 )
 
@@ -245,7 +248,7 @@ def _paged_logits_of(
     prompts: tuple[list[int], list[int]],
     dtype: torch.dtype,
 ) -> dict[tuple[int, int], Tensor]:
-    """Logits by (prompt, position): the long prompt in two chunks, the short one beside it, then both decode."""
+    """Return logits by (prompt, position): the long prompt in two chunks, the short one beside it, then one decode."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))

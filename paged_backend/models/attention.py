@@ -1,9 +1,9 @@
-"""The one file that joins transformers to the kernels.
+"""Paged attention for transformers models.
 
-A model from transformers calls its attention through a registry, and hands on extra keyword arguments of its own
-call. So `model(..., paged=AttentionMeta(...))` reaches `attend` in every layer, which writes the new keys and
-values into their slots and attends through the block tables. A layer that is fused (`fusion.py`) writes by itself
-and comes in at `attend_pages`.
+transformers models look up their attention function in a registry and pass extra keyword arguments on to it. Calling
+`model(..., paged=AttentionMeta(...))` therefore reaches `attend` in every layer. It writes the step's keys and values
+into their slots and attends through the block tables. Fused layers (`fusion.py`) write keys and values themselves and
+call `attend_pages`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from transformers import AttentionInterface
 from paged_backend.api.config import ConfigError
 from paged_backend.memory.kv_cache import KVCache
 
-ATTENTION = "paged_llm"  # the name under which transformers finds `attend`
+ATTENTION = "paged_llm"  # the name of `attend` in the registry of transformers
 
-# Keywords that models pass on and that do not change what attention computes for us: positions are applied to
-# queries and keys before, and nothing is returned but the output.
+# Keyword arguments that models pass to attention and that do not change its result here: rotary embeddings are applied
+# to queries and keys beforehand, and only the attention output is returned.
 IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep"}
 )
 
 
 class UnsupportedModel(ConfigError):
-    """The model asks for something that this engine does not compute; the message names both."""
+    """The model needs something that this engine does not compute. The message names both."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
-    """Where the packed rows of this step live."""
+    """The slots and block tables of a step's packed tokens, and the cache they refer to."""
 
     paging: Paging
     kv: KVCache
@@ -43,7 +43,7 @@ class AttentionMeta:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a layer asks of its attention beside queries, keys and values."""
+    """The attention parameters of a layer, apart from queries, keys and values."""
 
     scale: float
     sliding_window: int | None = None
@@ -65,7 +65,7 @@ class AttentionSpec:
         is_causal: bool | None = None,
         **rest: Any,
     ) -> AttentionSpec:
-        """From the arguments that transformers gives to an attention function. Raises UnsupportedModel."""
+        """Create the spec from the arguments of a transformers attention function. Raises UnsupportedModel."""
         reject_unsupported(module, rest, mask=attention_mask, dropout=dropout, is_causal=is_causal)
         return cls(scaling if scaling is not None else head_dim**-0.5, sliding_window, softcap, s_aux)
 
@@ -78,17 +78,23 @@ def attend(
     attention_mask: None,
     *,
     paged: AttentionMeta,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
-    """The attention of one layer over the pages. `paged` is required: a model that drops it fails loudly."""
-    spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **asked)
+    """Compute the attention of one layer over the paged KV cache.
+
+    `paged` is required, so a model that does not pass it on fails with an error.
+    """
+    spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **arguments)
     cache = paged.kv.layers[module.layer_idx]
     kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paged.paging.slots)
     return attend_pages(query[0].transpose(0, 1), cache, paged.paging, spec)[None], None
 
 
 def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
-    """Attention of packed queries [num_tokens, num_heads, head_dim] over pages that hold the step's keys already."""
+    """Compute the attention of packed queries [num_tokens, num_heads, head_dim].
+
+    The step's own keys and values must already be in the cache.
+    """
     return paged_attention(
         query,
         cache,
@@ -103,12 +109,12 @@ def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: Attenti
 def reject_unsupported(
     module: nn.Module, rest: dict[str, Any], *, mask: Any, dropout: float, is_causal: bool | None
 ) -> None:
-    """Raise UnsupportedModel for an argument that would change the result and that we do not honour."""
+    """Raise UnsupportedModel for an attention argument that would change the result and is not implemented."""
     unknown = sorted(name for name in rest.keys() - IGNORED_ARGUMENTS if rest[name] is not None)
     if unknown:
         raise UnsupportedModel(f"{type(module).__name__}: passes {', '.join(unknown)} to attention")
     if mask is not None:
-        raise UnsupportedModel(f"{type(module).__name__}: builds an attention mask of its own")
+        raise UnsupportedModel(f"{type(module).__name__}: builds its own attention mask")
     if dropout:
         raise UnsupportedModel(f"{type(module).__name__}: dropout={dropout} at inference")
     if is_causal is False:

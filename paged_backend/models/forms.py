@@ -1,4 +1,4 @@
-"""The forms in which a model can run, from the fastest to the one that transformers gave it."""
+"""The forms in which a model can run, from the fastest to the unmodified one of transformers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.models.attention import AttentionSpec
-from paged_backend.models.compilation import compile_parts
-from paged_backend.models.fusion import Fused, Parts, fuse
-from paged_backend.models.linear import Packer, Quantizer, Weight, linears, release, replace
+from paged_backend.models.compilation import compile_functions
+from paged_backend.models.fusion import FusedModel, LayerFunctions, fuse
+from paged_backend.models.linear import Weight, WeightPacker, WeightQuantizer, plain_linears, release, replace_forwards
 
 log = logging.getLogger("paged_llm")
 
 
 class Form(NamedTuple):
-    name: str
-    unused: Sequence[Tensor] = ()  # weights that something else stands for
+    """A form of the model, and the weights that it does not use."""
 
-    def settle(self, model: PreTrainedModel) -> Callable[[], None]:
-        """Let go of what the model does not use in this form. The function that comes back undoes it."""
+    name: str
+    unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
+
+    def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Free the unused weights. Returns a function that restores them."""
         return release(model, self.unused)
 
 
 def forms(
     model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantized: bool
 ) -> Iterator[Form]:
-    """Puts the model into one form after the other, and says which; it stays in the one at which the caller stops.
-    `quantized`: there is one only, with weights of 8 bits in the place of its own."""
+    """Put the model into one form after the other and yield each. It stays in the form at which the caller stops.
+
+    With `quantized` there is a single form, with int8 weights.
+    """
     fused = fuse(model, specs)
     if isinstance(fused, str):
         log.log(
@@ -40,30 +44,30 @@ def forms(
             fused,
         )
 
-    def use_plain(make: Callable[[Tensor], Weight]) -> Callable[[], None]:
-        return replace(list(linears(model)), make)
+    def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
+        return replace_forwards(list(plain_linears(model)), convert)
 
-    def use(make: Callable[[Tensor], Weight]) -> Callable[[], None]:
-        if isinstance(fused, Fused):
-            fused.use(Parts(), make)
-        return use_plain(make)
+    def use(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
+        if isinstance(fused, FusedModel):
+            fused.install(LayerFunctions(), convert)
+        return use_plain(convert)
 
-    shape = "as it comes" if isinstance(fused, str) else "fused"
+    shape = "unmodified" if isinstance(fused, str) else "fused"
     if quantized:
-        rounded = Quantizer()
-        use(rounded)
-        yield Form(f"{shape}, its weights in 8 bits", rounded.replaced)
+        quantizer = WeightQuantizer()
+        use(quantizer)
+        yield Form(f"{shape}, with int8 weights", quantizer.replaced)
         return
-    if isinstance(fused, Fused):
-        parts = compile_parts(fused) if compile_level else None
-        if parts is not None:
-            fused.use(parts)
+    if isinstance(fused, FusedModel):
+        functions = compile_functions(fused) if compile_level else None
+        if functions is not None:
+            fused.install(functions)
             yield Form("compiled")
         yield from _packed(model, use, shape)
-        fused.use(Parts())
+        fused.install(LayerFunctions())
         yield Form(shape)
-        fused.undo()
-        shape = "as it comes"
+        fused.uninstall()
+        shape = "unmodified"
     yield from _packed(model, use_plain, shape)
     yield Form(shape)
 
@@ -71,11 +75,11 @@ def forms(
 def _packed(
     model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]], shape: str
 ) -> Iterator[Form]:
-    """The form with faster copies of its weights, on a CPU; none where there are no faster ones."""
+    """Yield the form with packed copies of the weights, on a CPU and if any copy is faster."""
     if model.device.type != "cpu":
         return
-    packer = Packer()
+    packer = WeightPacker()
     undo = use(packer)
     if packer.changed:
-        yield Form(f"{shape}, its weights packed", packer.replaced)
+        yield Form(f"{shape}, with packed weights", packer.replaced)
     undo()

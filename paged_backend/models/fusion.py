@@ -1,18 +1,18 @@
-"""Decoder layers of a known plain shape, with what lies between their attentions in few launches.
+"""Fused decoder layers: the operations between two attention calls in few kernel launches.
 
-    stock layer                                    here
+    transformers                                   fused
     norm, q_proj, k_proj, v_proj                   pre: add + norm, one projection
     rotate, write, attend                          rope_kv_write, attend_pages
     o_proj, add, norm, gate, up, silu, mul, down   post: o_proj, add + norm, one projection, swiglu, down
     add                                            in the next layer's pre, or in the norm after the last
 
-Projections of one input are joined into one weight, of which the model's own parameters become views: no memory
-doubles, and the stock layers stay whole, so that a model goes back to them by dropping our `forward`.
+Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
+does not grow, and the original layers stay intact: removing the fused `forward` restores them.
 
-Which classes of transformers have this shape is a list, read from their source; that a layer is as its class made it
-(no other module, parameter or hook, plain Linear and Parameter) is checked; what it asks of attention is taken from
-what it was seen to pass. And whatever was overlooked, the proof at load (`proof.py`) compares the fused model with the
-model's own attention as it was before.
+`FAMILIES` lists the transformers classes with this layer structure. `fuse` checks that every layer is unmodified (no
+other modules, parameters or hooks; plain Linear and Parameter), and takes the attention parameters from what the layer
+passed to attention in a probe. The verification at load (`proof.py`) compares the fused model with the model's own
+eager attention and so detects whatever these checks miss.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
-from paged_backend.models.linear import Groups, Weight, changed, project
+from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
 
 log = logging.getLogger("paged_llm")
 
 # transformers.models.<key>.modeling_<key>.<value>Model, ...DecoderLayer, ...Attention, ...MLP, ...RMSNorm
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
-JOINED = (  # the projections of each of a layer's weights here
+JOINED = (  # the projections in each weight of a fused layer
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
@@ -46,21 +46,24 @@ JOINED = (  # the projections of each of a layer's weights here
 )
 PROJECTIONS = {name for names in JOINED for name in names}
 NORMS = {"input_layernorm", "post_attention_layernorm"}
-HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}  # both or none
+HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}  # a model has both or neither
 
 
-class Stream(NamedTuple):
-    """What goes from layer to layer: the stream of the model is their sum, taken by whoever needs it normalised."""
+class HiddenStates(NamedTuple):
+    """The hidden states between two layers: output + residual, which the next normalization adds."""
 
-    output: Tensor  # [num_tokens, hidden] of the last block
-    residual: Tensor | None  # [num_tokens, hidden]; none before the first layer
+    output: Tensor  # [num_tokens, hidden] of the last MLP
+    residual: Tensor | None  # [num_tokens, hidden]; None before the first layer
 
 
 def pre(
     output: Tensor, residual: Tensor | None, norm: Tensor, eps: float, qkv: Weight, qkv_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Before an attention: queries, keys and values in one row, [num_tokens, heads of all three * head_dim], and the
-    residual stream."""
+    """Run the operations before attention: add, normalize and project.
+
+    Returns the joined queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], and the
+    residual [num_tokens, hidden].
+    """
     normed, total = add_rms_norm(output, residual, norm, eps)
     return project(normed, qkv, qkv_bias), total
 
@@ -77,14 +80,17 @@ def post(
     down: Weight,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """After an attention, to the end of the layer."""
+    """Run the operations after attention: output projection, add, normalize and MLP.
+
+    Returns the output of the MLP and the residual, both [num_tokens, hidden].
+    """
     normed, total = add_rms_norm(project(attended, o, o_bias), residual, norm, eps)
     return project(swiglu(project(normed, gate_up, gate_up_bias)), down, down_bias), total
 
 
 @dataclass(frozen=True)
-class Parts:
-    """`pre` and `post`, as they are or compiled; all layers share them."""
+class LayerFunctions:
+    """`pre` and `post`, plain or compiled. All layers share them."""
 
     pre: Callable[..., tuple[Tensor, Tensor]] = pre
     post: Callable[..., tuple[Tensor, Tensor]] = post
@@ -92,60 +98,62 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """What a decoder layer's `forward` becomes."""
+    """The `forward` of a fused decoder layer."""
 
     attention: nn.Module
     spec: AttentionSpec
-    sizes: tuple[int, int, int]  # heads of queries, keys and values
-    before: tuple[Any, ...]  # what `pre` takes after the stream
-    after: tuple[Any, ...]  # what `post` takes after the stream
+    head_counts: tuple[int, int, int]  # of queries, keys and values
+    pre_arguments: tuple[Any, ...]  # of `pre`, after the hidden states
+    post_arguments: tuple[Any, ...]  # of `post`, after the attention output and the residual
     head_norms: dict[str, Any]
-    parts: Parts = Parts()
+    functions: LayerFunctions = LayerFunctions()
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of the output, the residual stream and the attended rows."""
-        hidden, o = len(self.before[0]), self.after[0]
+        """The row widths of the output, the residual and the attention output."""
+        hidden, o = len(self.pre_arguments[0]), self.post_arguments[0]
         return hidden, hidden, o.shape[1]
 
     def __call__(
         self,
-        hidden_states: Tensor | Stream,  # [1, num_tokens, hidden] before the first layer
+        hidden_states: Tensor | HiddenStates,  # [1, num_tokens, hidden] before the first layer
         attention_mask: None = None,
         *,
         position_embeddings: tuple[Tensor, Tensor],  # cos and sin, [1, num_tokens, head_dim]
         paged: AttentionMeta,
         **rest: Any,
-    ) -> Stream:
+    ) -> HiddenStates:
         reject_unsupported(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
-        if self._in_one_call:
-            stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states[0], None)
+        if self._native_layer:
+            states = hidden_states if isinstance(hidden_states, HiddenStates) else HiddenStates(hidden_states[0], None)
             cache = paged.kv.layers[self.attention.layer_idx]
-            return Stream(*self._in_one_call(*stream, *position_embeddings, cache, paged.paging))
-        if isinstance(hidden_states, Stream):
-            qkv, residual = self.parts.pre(*hidden_states, *self.before)
-        else:  # nothing to add yet: another function to a compiler, and not worth its time for one layer
-            qkv, residual = pre(hidden_states[0], None, *self.before)
+            return HiddenStates(*self._native_layer(*states, *position_embeddings, cache, paged.paging))
+        if isinstance(hidden_states, HiddenStates):
+            qkv, residual = self.functions.pre(*hidden_states, *self.pre_arguments)
+        else:  # without a residual `pre` would need another compilation, which is not worthwhile for one layer
+            qkv, residual = pre(hidden_states[0], None, *self.pre_arguments)
         attended = self._attend(qkv, position_embeddings, paged)
-        return Stream(*self.parts.post(attended.flatten(1), residual, *self.after))
+        return HiddenStates(*self.functions.post(attended.flatten(1), residual, *self.post_arguments))
 
-    def over(self, make: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
-        """The same layer, uncompiled, over what `make` makes of each weight and the names of the projections in it."""
-        norm, eps, qkv, qkv_bias = self.before
-        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.after
-        qkv, o, gate_up, down = (make(*one) for one in zip((qkv, o, gate_up, down), JOINED, strict=True))
-        after = (o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias)
-        return replace(self, parts=Parts(), before=(norm, eps, qkv, qkv_bias), after=after)
+    def with_weights(self, convert: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
+        """Return an uncompiled copy with converted weights. `convert` gets a weight and its projections' names."""
+        norm, eps, qkv, qkv_bias = self.pre_arguments
+        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.post_arguments
+        qkv, o, gate_up, down = (convert(*pair) for pair in zip((qkv, o, gate_up, down), JOINED, strict=True))
+        pre_arguments = (norm, eps, qkv, qkv_bias)
+        post_arguments = (o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias)
+        return replace(self, functions=LayerFunctions(), pre_arguments=pre_arguments, post_arguments=post_arguments)
 
     @cached_property
-    def _in_one_call(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The whole layer as one operation, on a CPU whose kernels multiply all of its weights."""
-        norm, eps, qkv, qkv_bias = self.before
-        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.after
-        if not all(isinstance(one, Groups) for one in (qkv, o, gate_up, down)) or self.spec.sinks is not None:
+    def _native_layer(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The whole layer as one CPU kernel call, or None if it does not support the layer or its weights."""
+        norm, eps, qkv, qkv_bias = self.pre_arguments
+        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.post_arguments
+        grouped = all(isinstance(weight, GroupedCopy) for weight in (qkv, o, gate_up, down))
+        if not grouped or self.spec.sinks is not None:
             return None
         return native.DecoderLayer(
-            norm, eps, qkv.packed, qkv_bias, self.sizes[0], getattr(self.attention, "use_rope", True),
+            norm, eps, qkv.packed, qkv_bias, self.head_counts[0], getattr(self.attention, "use_rope", True),
             self.head_norms.get("query_weight"), self.head_norms.get("key_weight"), self.head_norms.get("eps", 0.0),
             self.spec.scale, self.spec.sliding_window, self.spec.softcap,
             o.packed, o_bias, post_norm, post_eps, gate_up.packed, gate_up_bias, down.packed, down_bias,
@@ -153,8 +161,8 @@ class FusedLayer:
 
     def _attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor], paged: AttentionMeta) -> Tensor:
         cache, slots = paged.kv.layers[self.attention.layer_idx], paged.paging.slots
-        heads = qkv.view(len(qkv), sum(self.sizes), -1)
-        query, key, value = heads.split(self.sizes, dim=1)
+        heads = qkv.view(len(qkv), sum(self.head_counts), -1)
+        query, key, value = heads.split(self.head_counts, dim=1)
         if getattr(self.attention, "use_rope", True):
             query = rope_kv_write(query, key, value, angles[0][0], angles[1][0], cache, slots, **self.head_norms)
         else:
@@ -163,42 +171,51 @@ class FusedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Fused:
-    """A model whose layers are ours, until `undo`."""
+class FusedModel:
+    """A model that runs fused layers until `uninstall`."""
 
     model: PreTrainedModel
-    layers: tuple[FusedLayer, ...]  # with the model's own weights
+    layers: tuple[FusedLayer, ...]  # with the model's unconverted weights
 
-    def use(self, parts: Parts, make: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
-        """Run `parts`, over what `make` makes of each weight."""
+    def install(self, functions: LayerFunctions, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
+        """Make all layers run `functions` on converted weights."""
 
-        def made(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(make(one) if isinstance(one, Tensor) and one.dim() == 2 else one for one in values)
+        def converted(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(convert(v) if isinstance(v, Tensor) and v.dim() == 2 else v for v in values)
 
         for module, layer in zip(self.model.model.layers, self.layers, strict=True):
-            module.forward = replace(layer, parts=parts, before=made(layer.before), after=made(layer.after))
+            module.forward = replace(
+                layer,
+                functions=functions,
+                pre_arguments=converted(layer.pre_arguments),
+                post_arguments=converted(layer.post_arguments),
+            )
 
-    def undo(self) -> None:
+    def uninstall(self) -> None:
+        """Restore the model's own layers."""
         decoder = self.model.model
         for module in (*decoder.layers, decoder.norm):
             del module.forward
 
 
 @torch.no_grad()
-def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> Fused | str:
-    """Put our layers in the place of the model's; or why they stay, and nothing is touched. `specs`: by layer."""
-    if reason := _other_shape(model):
+def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel | str:
+    """Replace the model's layers by fused ones. Returns the reason, and changes nothing, if that is not possible.
+
+    `specs` are the attention parameters by layer.
+    """
+    if reason := _obstacle(model):
         return reason
     decoder = model.model
-    layers = tuple(_fused(layer, spec) for layer, spec in zip(decoder.layers, specs, strict=True))
+    layers = tuple(_fuse_layer(layer, spec) for layer, spec in zip(decoder.layers, specs, strict=True))
     for layer, fused in zip(decoder.layers, layers, strict=True):
         layer.forward = fused
     weight, eps = decoder.norm.weight.data, decoder.norm.variance_epsilon
-    decoder.norm.forward = lambda stream: add_rms_norm(*stream, weight, eps)[0][None]
-    return Fused(model, layers)
+    decoder.norm.forward = lambda states: add_rms_norm(*states, weight, eps)[0][None]
+    return FusedModel(model, layers)
 
 
-def _fused(layer: nn.Module, spec: AttentionSpec) -> FusedLayer:
+def _fuse_layer(layer: nn.Module, spec: AttentionSpec) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     norms = {}
@@ -208,9 +225,9 @@ def _fused(layer: nn.Module, spec: AttentionSpec) -> FusedLayer:
     return FusedLayer(
         attention=attention,
         spec=spec,
-        sizes=tuple(one.out_features // attention.head_dim for one in projections),
-        before=(*_norm(layer.input_layernorm), *_join(projections)),
-        after=(
+        head_counts=tuple(linear.out_features // attention.head_dim for linear in projections),
+        pre_arguments=(*_norm(layer.input_layernorm), *_join(projections)),
+        post_arguments=(
             *_join([attention.o_proj]),
             *_norm(layer.post_attention_layernorm),
             *_join([mlp.gate_proj, mlp.up_proj]),
@@ -225,28 +242,29 @@ def _norm(module: nn.Module) -> tuple[Tensor, float]:
 
 
 def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of all; where there are several, joined, and their own parameters become views."""
+    """Return the joined weight and bias of linear layers, whose own parameters become views of them."""
 
     def joined(parameters: list[nn.Parameter]) -> Tensor:
         if len(parameters) == 1:
             return parameters[0].data
-        whole = torch.cat([one.data for one in parameters])
-        for one, view in zip(parameters, whole.split([len(one) for one in parameters]), strict=True):
-            one.data = view
+        whole = torch.cat([parameter.data for parameter in parameters])
+        views = whole.split([len(parameter) for parameter in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view
         return whole
 
     weight = joined([linear.weight for linear in linears])
     return weight, joined([linear.bias for linear in linears]) if linears[0].bias is not None else None
 
 
-def _other_shape(model: PreTrainedModel) -> str | None:
-    """What keeps the model from being fused; None where nothing does."""
-    decoder = getattr(model, "model", None)
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Return why the model cannot be fused, or None if it can."""
+    decoder: Any = getattr(model, "model", None)
     family = next((name for name in FAMILIES if _is(decoder, name, "Model")), None)
     if family is None:
-        return f"{type(decoder).__name__} is not on the list"
-    if not _is(decoder.norm, family, "RMSNorm") or changed(decoder.norm):
-        return "its last norm is another"
+        return f"{type(decoder).__name__} is not a supported family"
+    if not _is(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):
+        return "its final norm differs"
     for index, layer in enumerate(decoder.layers):
         if reason := next(_differences(layer, family, index, model), None):
             return f"layer {index}: {reason}"
@@ -259,6 +277,7 @@ def _is(module: nn.Module | None, family: str, kind: str) -> bool:
 
 
 def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedModel) -> Iterator[str]:
+    """Yield how a layer differs from an unmodified one of its family."""
     modules = dict(layer.named_modules())
     kinds = {"": "DecoderLayer", "self_attn": "Attention", "mlp": "MLP"} | dict.fromkeys(NORMS | HEAD_NORMS, "RMSNorm")
     names = kinds.keys() | PROJECTIONS | {"mlp.act_fn"}
@@ -273,8 +292,8 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
             if name == "mlp.act_fn"
             else _is(module, family, kinds[name])
         )
-        if not as_expected or changed(module):
-            yield f"{name or 'it'} is another {type(module).__name__}, or has hooks"
+        if not as_expected or has_custom_forward(module):
+            yield f"{name or 'it'} is a modified {type(module).__name__}, or has hooks"
     parameters = dict(layer.named_parameters())
     weights = {f"{name}.weight" for name in PROJECTIONS | NORMS | HEAD_NORMS & modules.keys()}
     if (
@@ -286,10 +305,10 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
     for name, parameter in parameters.items():
         plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
         if not plain or (parameter.dtype, parameter.device) != (model.dtype, model.device):
-            yield f"{name} is no plain parameter in {model.dtype} on {model.device}"
+            yield f"{name} is not a plain parameter in {model.dtype} on {model.device}"
     attention, mlp = layer.self_attn, layer.mlp
     for joined in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
         if len({linear.bias is None for linear in joined}) > 1:
-            yield "of projections to be joined some have a bias"
+            yield "only some of the projections to be joined have a bias"
     if attention.layer_idx != index:
         yield f"its layer_idx is {attention.layer_idx}"

@@ -1,4 +1,4 @@
-"""What a model's decoder hands to its head, for whoever wants that rather than logits."""
+"""The last hidden states of a model, which embeddings are computed from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("paged_llm")
 
 @contextmanager
 def record_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """The last hidden states, [1, num_tokens, hidden_size], of each forward pass while it lasts."""
+    """Collect the last hidden states, [1, num_tokens, hidden_size], of each forward pass inside the context."""
     states: list[Tensor] = []
 
     def keep(decoder: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -31,17 +31,20 @@ def record_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 @torch.inference_mode()
 def hidden_size(model: PreTrainedModel) -> int | None:
-    """Seen in a forward pass over one token; None for a model whose decoder cannot be told from its head, or does not
-    give hidden states for every token. The model is on an attention of its own."""
+    """Measure the hidden size in a forward pass over one token. The model must use its own attention.
+
+    Returns None if the model has no decoder separate from its head, or if the decoder does not return one hidden state
+    per token.
+    """
     if model.base_model is model:
         return None
     try:
         with record_hidden_states(model) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception:  # the proof that follows says what is wrong
+    except Exception:  # `prove`, which follows, reports the error
         return None
-    shapes = [tuple(one.shape) if isinstance(one, Tensor) else () for one in states]
+    shapes = [tuple(state.shape) if isinstance(state, Tensor) else () for state in states]
     if len(shapes) != 1 or len(shapes[0]) != 3 or shapes[0][:2] != (1, 1):
-        log.info("%s gives no embeddings: its hidden states have the shapes %s", type(model).__name__, shapes)
+        log.info("%s does not support embeddings: its hidden states have the shapes %s", type(model).__name__, shapes)
         return None
     return shapes[0][2]

@@ -1,13 +1,13 @@
-"""Linear layers on a CPU, where one way of multiplying is not the fastest for every number of rows.
+"""Linear layers on a CPU: packed copies of weights, selected by measurement, and int8 weights.
 
-    plain     F.linear over the weight as it is
-    onednn    over a copy in oneDNN's own layout, which F.linear would have to make at each call
-    groups    our kernel, over a copy in groups of outputs: 16 bits are widened in registers and summed in float32
+    plain     F.linear over the weight itself
+    onednn    a copy in oneDNN's layout, into which F.linear would convert the weight at each call
+    groups    this project's kernel over groups of outputs, which widens 16 bits in registers and sums in float32
 
-Which way is the fastest for a shape and a number of rows is measured, once in a process. The copy that wins is kept,
-and the weight itself let go where the copy is the fastest for every number of rows.
+No method is the fastest for every number of rows, so the methods are measured once per process for each weight shape.
+The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of rows.
 
-Or weights of 8 bits, in their place (`quantization`).
+With the `quantization` option, int8 weights take the place of the weights instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,24 +31,25 @@ from paged_backend.utils.machine import available_memory
 
 log = logging.getLogger("paged_llm")
 
-ROWS = (1, 4, 16, 64, 256)  # that are measured; any other number goes as the nearest of them
-SMALLEST = 1 << 16  # elements: with fewer, a product costs what a call costs
-SAMPLE = 1 << 20  # elements of a weight that is measured: a part of the rows of a larger one
-SAMPLES = 12  # weights in turn, as layers are: few would stay in a cache
-TURNS = 4  # at the least, with many rows
-GAIN = 0.95  # of the time of the plain way: another has to be that fast, so that noise does not choose
-SHARE = 0.5  # of the memory that is available, for copies
+ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured; others use the result of the nearest one
+MIN_ELEMENTS = 1 << 16  # smaller weights are not packed: the call overhead dominates their product
+MAX_MEASURED_ELEMENTS = 1 << 20  # a larger weight is measured with fewer rows
+NUM_MEASURED_WEIGHTS = 12  # used in turn like the layers of a model, so that they do not stay in a CPU cache
+MIN_REPEATS = 4  # repetitions of a measurement, even with many rows
+MAX_RELATIVE_TIME = 0.95  # a copy must take less than this share of the plain method's time, so that noise decides less
+MEMORY_SHARE = 0.5  # of the available memory, for copies
 
-Weight = Tensor | Callable[[Tensor, Tensor | None], Tensor]  # [out_features, in_features], or what stands for one
+# A weight [out_features, in_features], or a function (x, bias) -> y in its place.
+Weight: TypeAlias = "Tensor | Callable[[Tensor, Tensor | None], Tensor]"
 
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`F.linear`, by whichever way `weight` knows."""
+    """Compute `F.linear`, with the weight's own method if it is not a plain tensor."""
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
 
-class OneDnn:
-    """A copy in oneDNN's layout. It does not depend on the number of rows, as long as that is more than one."""
+class OneDnnCopy:
+    """A copy of a weight in oneDNN's layout, which is the same for any number of rows above one."""
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -56,12 +58,12 @@ class OneDnn:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
     @staticmethod
-    def multiplies(dtype: torch.dtype) -> bool:
+    def supports(dtype: torch.dtype) -> bool:
         return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class Groups:
-    """A copy as our kernel reads it (`native.linear`)."""
+class GroupedCopy:
+    """A copy of a weight in the layout of the kernel `native.linear`."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
         self.packed = native.pack_linear(weight, scales)
@@ -70,117 +72,128 @@ class Groups:
         return native.linear(x, self.packed, bias)
 
     @staticmethod
-    def multiplies(dtype: torch.dtype) -> bool:
+    def supports(dtype: torch.dtype) -> bool:
         return bool(native.levels()) and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-COPIES: Mapping[str, type[OneDnn | Groups]] = {"onednn": OneDnn, "groups": Groups}
+COPIES: Mapping[str, type[OneDnnCopy | GroupedCopy]] = {"onednn": OneDnnCopy, "groups": GroupedCopy}
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
-    """A weight and a copy, of which one is faster for some numbers of rows and the other for the rest."""
+class MixedWeight:
+    """A weight and a packed copy, each used for the numbers of rows for which it is faster."""
 
     weight: Tensor  # [out_features, in_features]
-    copy: OneDnn | Groups
-    copied: tuple[bool, ...]  # whether the copy is the faster one, by number of rows as `ROWS`
+    copy: OneDnnCopy | GroupedCopy
+    use_copy: tuple[bool, ...]  # for each number of rows in `ROWS`
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        copied = self.copied[min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)]
-        return self.copy(x, bias) if copied else F.linear(x, self.weight, bias)
+        nearest = min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)
+        return self.copy(x, bias) if self.use_copy[nearest] else F.linear(x, self.weight, bias)
 
 
 @cache
 @torch.inference_mode()
 def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> tuple[Mapping[str, float], ...]:
-    """Seconds of each way that is open to `dtype`, by number of rows as `ROWS`: the median of some tries, in turn.
-    `threads` that torch uses: a name for the figures, no choice. The clock is that of this thread, which takes its part
-    in each product, so that what else the machine does counts little."""
+    """Measure the seconds of each method that supports `dtype`, for each number of rows in `ROWS`.
+
+    The methods run alternately, and the result is the median. `threads`, the number of torch's threads, is only a cache
+    key. Time is the CPU time of this thread, which does its share of each product, so that other load on the machine
+    has little influence.
+    """
     rows, columns = shape
-    rows = min(rows, max(1, SAMPLE // columns))
-    weights = [torch.full((rows, columns), 0.01, dtype=dtype) for _ in range(SAMPLES)]
-    ways: dict[str, list[Weight]] = {"plain": [*weights]}
-    ways |= {name: [made(one) for one in weights] for name, made in COPIES.items() if made.multiplies(dtype)}
-    found = []
+    rows = min(rows, max(1, MAX_MEASURED_ELEMENTS // columns))
+    plain = [torch.full((rows, columns), 0.01, dtype=dtype) for _ in range(NUM_MEASURED_WEIGHTS)]
+    methods: dict[str, list[Weight]] = {"plain": [*plain]}
+    methods |= {
+        name: [copy_type(weight) for weight in plain] for name, copy_type in COPIES.items() if copy_type.supports(dtype)
+    }
+    medians = []
     for count in ROWS:
-        x, taken = torch.full((count, columns), 0.01, dtype=dtype), {name: list[float]() for name in ways}
-        for turn in range(max(TURNS, 64 // count)):
-            for name, those in ways.items():
+        x, times = torch.full((count, columns), 0.01, dtype=dtype), {name: list[float]() for name in methods}
+        for repeat in range(max(MIN_REPEATS, 64 // count)):
+            for name, weights in methods.items():
                 started = time.thread_time()
-                project(x, those[turn % SAMPLES], None)
-                taken[name].append(time.thread_time() - started)
-        found.append({name: statistics.median(every) for name, every in taken.items()})
-    return tuple(found)
+                project(x, weights[repeat % NUM_MEASURED_WEIGHTS], None)
+                times[name].append(time.thread_time() - started)
+        medians.append({name: statistics.median(values) for name, values in times.items()})
+    return tuple(medians)
 
 
 def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...]] | None:
-    """The copy that saves the most time, with equal weight for every number of rows, and for which of them it is used:
-    those for which it is clearly faster than the weight itself. None where no copy is."""
+    """Choose the copy that saves the most time, weighting all numbers of rows equally.
 
-    def share(name: str) -> float:
+    Returns its name, and for each number of rows whether it is clearly faster than the plain method and thus used.
+    Returns None if no copy is faster.
+    """
+
+    def relative_time(name: str) -> float:
         return sum(min(1.0, seconds[name] / seconds["plain"]) for seconds in times)
 
-    best = min(times[0].keys() - {"plain"}, key=share, default="plain")
-    copied = tuple(seconds[best] < GAIN * seconds["plain"] for seconds in times)
-    return (best, copied) if any(copied) else None
+    best = min(times[0].keys() - {"plain"}, key=relative_time, default="plain")
+    use_copy = tuple(seconds[best] < MAX_RELATIVE_TIME * seconds["plain"] for seconds in times)
+    return (best, use_copy) if any(use_copy) else None
 
 
-class Packer:
-    """Makes copies of weights that are faster, as long as there is memory for them."""
+class WeightPacker:
+    """Packs weights for which a copy is faster, within a memory budget."""
 
     def __init__(self) -> None:
-        self.replaced: list[Tensor] = []  # weights that are not used any more
-        self.changed = False  # whether any weight became another
-        self._room = SHARE * available_memory()
+        self.replaced: list[Tensor] = []  # weights that are no longer used
+        self.changed = False  # whether any weight was packed
+        self._budget = MEMORY_SHARE * available_memory()
 
     def __call__(self, weight: Tensor) -> Weight:
-        """The weight itself where no copy is faster."""
-        if weight.numel() < SMALLEST:
+        """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
+        if weight.numel() < MIN_ELEMENTS:
             return weight
         choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
         if choice is None:
             return weight
-        if weight.nbytes > self._room:
+        if weight.nbytes > self._budget:
             log.warning(
-                "a weight of %s stays as it is: a faster copy, of %.2f GiB, is more than what is left of the %.0f%% of"
-                " the available memory that copies may take",
-                list(weight.shape), weight.nbytes / GIB, 100 * SHARE,
+                "a weight of shape %s is not packed: its faster copy of %.2f GiB exceeds the remaining budget, which is"
+                " %.0f%% of the available memory for all copies",
+                list(weight.shape), weight.nbytes / GIB, 100 * MEMORY_SHARE,
             )  # fmt: skip
             return weight
-        self._room -= weight.nbytes
+        self._budget -= weight.nbytes
         self.changed = True
-        name, copied = choice
+        name, use_copy = choice
         copy = COPIES[name](weight)
-        if not all(copied):
-            return Linear(weight, copy, copied)
+        if not all(use_copy):
+            return MixedWeight(weight, copy, use_copy)
         self.replaced.append(weight)
         return copy
 
 
-class Quantizer:
-    """Rounds weights to 8 bits with a scale for each output."""
+class WeightQuantizer:
+    """Quantizes weights to int8 with one scale per output channel."""
 
     def __init__(self) -> None:
         self.replaced: list[Tensor] = []
 
     def __call__(self, weight: Tensor) -> Weight:
-        """The weight itself where that would save nothing: the router of a mixture of experts."""
-        if weight.numel() < SMALLEST:
+        """Return the quantized weight, or a small weight itself, for example a router of a mixture of experts."""
+        if weight.numel() < MIN_ELEMENTS:
             return weight
         self.replaced.append(weight)
         rows = weight.float()
         scales = rows.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-        return Groups((rows / scales[:, None]).round_().to(torch.int8), scales)
+        return GroupedCopy((rows / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:
-    """Let the linear layers let go of those weights, or of parts of them; an embedding keeps what it shares. The
-    function that comes back gives them back."""
-    embedded = {one.weight.untyped_storage().data_ptr() for one in model.modules() if isinstance(one, nn.Embedding)}
-    gone = {weight.untyped_storage().data_ptr() for weight in weights} - embedded
+    """Free these weights, or views of them, in the model's linear layers. Returns a function that restores them.
+
+    A weight that an embedding shares is kept.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {module.weight.untyped_storage().data_ptr() for module in embeddings}
+    unused = {weight.untyped_storage().data_ptr() for weight in weights} - embedded
     released = []
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.untyped_storage().data_ptr() in gone:
+        if type(module) is nn.Linear and module.weight.untyped_storage().data_ptr() in unused:
             released.append((module, module.weight.data))
     for module, weight in released:
         module.weight.data = weight.new_empty(0)
@@ -192,27 +205,28 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
     return restore
 
 
-def linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """The modules that are plain linear layers on a CPU, and are called: not those inside a fused layer."""
+def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those inside fused layers."""
     modules = [model]
     while modules:
         module = modules.pop()
-        if changed(module):
+        if has_custom_forward(module):
             continue
         modules += module.children()
         if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
             yield module
 
 
-def changed(module: nn.Module) -> bool:
-    """Something was put around or in the place of its forward pass."""
+def has_custom_forward(module: nn.Module) -> bool:
+    """Return whether the module's forward function has been replaced, or has hooks."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def replace(modules: list[nn.Linear], make: Callable[[Tensor], Weight]) -> Callable[[], None]:
-    """Multiply by what `make` makes of the modules' weights, until the function that comes back is called."""
+def replace_forwards(modules: list[nn.Linear], convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
+    """Make linear layers multiply by converted weights. Returns a function that undoes it."""
     for module in modules:
-        module.forward = partial(project, weight=make(module.weight.data), bias=module.bias)  # type: ignore[method-assign]
+        forward = partial(project, weight=convert(module.weight.data), bias=module.bias)
+        module.forward = forward
 
     def undo() -> None:
         for module in modules:

@@ -1,18 +1,18 @@
-"""LoRA (Hu et al. 2021) over the linear layers of a model, a different adapter for each row of a batch.
+"""LoRA (Hu et al. 2021) in the linear layers of a model, with a different adapter for each row of a batch.
 
-    a         b            the slots that a step uses, one below the other
+    a         b            the slots that a step uses, stacked
     ┌──────┐  ┌──────┐
     │slot 0│  │slot 0│     inner = x @ a.T                  [rows, slots * rank]
-    │slot 1│  │slot 1│     inner = 0 where the row is of another slot, or of none
+    │slot 1│  │slot 1│     inner = 0 for the slots of other rows' adapters
     └──────┘  └──────┘     y    += inner @ b                [rows, out_features]
      in        out
 
-Two products for any number of adapters, which do not look at whose rows lie where: nothing is sorted, and nothing
-waits for the host. A row also pays for the slots of others in its step, which is little while they are few and narrow.
+Any number of adapters takes two matrix products. Rows are not sorted by adapter, and the device does not wait for the
+host. A row also computes the other slots of its step, which costs little while slots are few and ranks low.
 
-A step in which nobody has an adapter runs as if there were none: only for the others the forward passes of the layers
-are replaced, for as long as the step takes. Fused layers then run part by part, over weights that add what adapters
-give to the slices that were projections of their own.
+The forward functions of the layers are replaced only for the duration of a step that uses an adapter. Steps without
+adapters run as if LoRA were disabled. With adapters, fused layers run as separate operations on wrapped weights, which
+add the adapter's output to the slice of each joined projection.
 """
 
 from __future__ import annotations
@@ -40,34 +40,40 @@ PROBE_TOKENS = 13
 
 @dataclass(eq=False)
 class StackedFactors:
-    """What all adapters on the device add to one linear layer. Where one adds nothing, or has a lower rank: zeros.
-    Both are of one type, that of x; y may have another."""
+    """The factors of one linear layer, stacked over all slots and padded with zeros to the maximum rank.
+
+    a, b and the inputs x share a dtype; the outputs y may have another.
+    """
 
     a: Tensor  # [slots, rank, in_features]
     b: Tensor  # [slots, rank, out_features]
-    held: set[int] = field(default_factory=set)  # slots that add anything
+    active_slots: set[int] = field(default_factory=set)  # slots whose adapter changes this layer
 
     def load_slot(self, slot: int, factors: Factors | None) -> None:
-        if factors is None and slot not in self.held:
+        """Copy an adapter's factors into a slot; None clears the slot."""
+        if factors is None and slot not in self.active_slots:
             return
         self.a[slot].zero_()
         self.b[slot].zero_()
-        self.held.discard(slot)
+        self.active_slots.discard(slot)
         if factors is not None:
             rank = len(factors.a)
             self.a[slot, :rank].copy_(factors.a, non_blocking=True)
             self.b[slot, :rank].copy_(factors.b.T, non_blocking=True)
-            self.held.add(slot)
+            self.active_slots.add(slot)
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """To y [num_tokens, out_features], which may be a slice of more columns, for x [num_tokens, in_features]."""
-        if self.held.isdisjoint(rows.used):
+        """Add the adapters' outputs for x [num_tokens, in_features] to y [num_tokens, out_features] in place.
+
+        y may be a slice of a wider tensor.
+        """
+        if self.active_slots.isdisjoint(rows.used):
             return
         first, last = rows.used[0], rows.used[-1] + 1
-        in_turn = last - first == len(rows.used)
-        a, b = (one[first:last] if in_turn else one[rows.slots] for one in (self.a, self.b))
+        used = slice(first, last) if last - first == len(rows.used) else rows.slots
+        a, b = self.a[used], self.b[used]
         inner = x @ a.flatten(0, 1).T
-        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.others, 0)  # not times 0: it may have overflowed
+        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.others, 0)  # 0 * inf would give NaN
         if y.dtype == b.dtype:
             y.addmm_(inner, b.flatten(0, 1))
         else:
@@ -75,65 +81,66 @@ class StackedFactors:
 
 
 class Lora:
-    """The adapters of a model on its device. Owned by the thread that runs the model."""
+    """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
     def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int):
-        """After the model has the form in which it runs. shapes: of the layers that may be adapted."""
+        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final form."""
         self.shapes, self.slots, self.rank = shapes, slots, rank
-        # On a CPU torch multiplies the few rows of a decode step in 16 bits half as fast as in 32.
+        # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         empty = partial(torch.zeros, dtype=self.dtype, device=model.device)
         self._stacks = {
             name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
             for name, (inputs, outputs) in shapes.items()
         }
-        self._rows: AdapterRows | None = None  # of the step that runs
-        self._forwards = dict(self._adapted(model))
+        self._rows: AdapterRows | None = None  # of the running step
+        self._forwards = dict(self._adapted_forwards(model))
 
     @property
     def nbytes(self) -> int:
-        return sum(one.a.nbytes + one.b.nbytes for one in self._stacks.values())
+        """Device memory of all slots."""
+        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
     def load_slot(self, slot: int, adapter: Adapter) -> None:
-        """Let a slot hold an adapter. On a GPU in order with the steps around it."""
+        """Copy an adapter into a slot. On a GPU the copy is ordered with the steps before and after it."""
         for name, stack in self._stacks.items():
             stack.load_slot(slot, adapter.factors.get(name))
 
     def fill_dummy(self) -> None:
-        """Every slot with an adapter of all layers that adds nothing, so that a step can be tried out."""
+        """Mark every slot as active in all layers, with factors of zero, so that warm-up runs the LoRA path."""
         for slot in range(self.slots):
             for stack in self._stacks.values():
                 stack.load_slot(slot, Factors(stack.a[slot], stack.b[slot].T))
 
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
-        """Inside it a forward pass of the model over these rows goes through their adapters."""
+        """Apply the adapters of these rows to forward passes inside the context."""
         before = {module: vars(module).get("forward") for module in self._forwards}
         self._rows = rows
         try:
             for module, forward in self._forwards.items():
-                vars(module)["forward"] = forward
+                module.__dict__["forward"] = forward
             yield
         finally:
             self._rows = None
             for module, forward in before.items():
                 if forward is None:
-                    del vars(module)["forward"]
+                    del module.__dict__["forward"]
                 else:
-                    vars(module)["forward"] = forward
+                    module.__dict__["forward"] = forward
 
-    def _adapted(self, model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        """What takes the place of which module's forward pass."""
+    def _adapted_forwards(self, model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Yield each module to adapt with the forward function that replaces its own."""
         modules = dict(model.named_modules())
         fused = {name: module.forward for name, module in modules.items() if isinstance(module.forward, FusedLayer)}
         for name, layer in fused.items():
-            yield modules[name], layer.over(partial(self._weight, prefix=f"{name}."))
+            yield modules[name], layer.with_weights(partial(self._weight, prefix=f"{name}."))
         for name in self._stacks:
             if not any(name.startswith(f"{layer}.") for layer in fused):
                 yield modules[name], partial(self._forward, [name], modules[name].forward)
 
     def _weight(self, weight: Weight, names: Sequence[str], *, prefix: str) -> Weight:
-        """A weight, or several joined, with what adapters add to it."""
+        """Wrap the weight of one projection, or of several joined ones, so that it adds the adapters' output."""
         return partial(self._project, [prefix + name for name in names], weight)
 
     def _project(self, names: Sequence[str], weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,14 +161,17 @@ class Lora:
 
 @torch.inference_mode()
 def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """The linear layers that see every token of a batch once and in order, by name, with their sizes: not the output
-    layer, nor experts that get tokens of their own. None of a model that cannot run, of which the proof will say why.
-    The model must be as transformers made it."""
+    """Return the linear layers that adapters may change, by name, with their input and output sizes.
+
+    These are the layers that process every token of a batch exactly once and in order, which excludes the output layer
+    and routed experts. Returns none if the forward pass fails; `prove` then reports the error. The model must be
+    unmodified.
+    """
     calls: Counter[str] = Counter()
     found: dict[str, tuple[int, int]] = {}
     hooks = []
 
-    def watch(name: str, sizes: tuple[int, int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def count_calls(name: str, sizes: tuple[int, int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             calls[name] += 1
             if arguments and arguments[0].shape[:-1].numel() == PROBE_TOKENS:
@@ -172,7 +182,7 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     for name, module in model.named_modules():
         sizes = _sizes(module)
         if sizes and module is not model.get_output_embeddings():
-            hooks.append(module.register_forward_pre_hook(watch(name, sizes)))
+            hooks.append(module.register_forward_pre_hook(count_calls(name, sizes)))
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     try:

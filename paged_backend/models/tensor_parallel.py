@@ -1,8 +1,8 @@
-"""Tensor parallelism: the processes that share a model, what they agree on, and what each keeps of the model.
+"""Tensor parallelism: the process group, its collectives, and the shards of a rank.
 
-transformers shards a model while it loads it, by the plan that its architecture brings (Megatron's, Shoeybi et al.
-2019: projections into heads and into the MLP by columns, those out of them by rows). What it leaves are DTensors and
-hooks that wrap them at each call; `localise` puts plain tensors in their place.
+transformers shards a model while loading it, following the plan of its architecture (Megatron-LM, Shoeybi et al. 2019:
+query, key, value and MLP input projections by columns, output projections by rows). The result are DTensors and hooks
+that wrap and unwrap them at each call. `replace_dtensors` replaces them by plain local tensors.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import ConfigError, EngineConfig
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for the slowest process to read its weights, or to compute a step
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for the slowest rank to load its weights or run a step
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorParallelGroup:
-    """The processes that share a model, as one of them sees them. Each must call the same methods in the same order."""
+    """One rank of a tensor parallel group. All ranks must call the same collectives in the same order."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
 
     def join(self, rendezvous: Path) -> None:
-        """Meet the others over a file, and wait until all are there. Raises RuntimeError after ten minutes."""
+        """Join the process group through a rendezvous file. Raises RuntimeError if a rank does not join in time."""
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
         gpu = self.device.type == "cuda"
@@ -51,56 +51,57 @@ class TensorParallelGroup:
         )
 
     def leave(self) -> None:
+        """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        """Have what waits for a rank that is gone fail instead. From any thread."""
+        """Make collectives that wait for a dead rank fail. May be called from any thread."""
         if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # gloo notices a closed connection by itself
+            dist.distributed_c10d._abort_process_group()  # gloo fails by itself when a connection closes
 
     def all_reduce_min(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Return the minimum of all ranks' numbers."""
         if self.size == 1:
             return number
-        agreed = torch.tensor(number, device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        return int(agreed)
+        minimum = torch.tensor(number, device=self.device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        return int(minimum)
 
     def broadcast_tokens(self, tokens: Tensor) -> None:
-        """Overwrite `tokens`, on the device, with rank 0's. Waits for nothing on a GPU."""
+        """Overwrite `tokens`, on the device, with those of rank 0. Asynchronous on a GPU."""
         if self.size > 1 and tokens.numel():
             dist.broadcast(tokens, 0)
 
 
 def pick_rank_device(device: torch.device, rank: int) -> torch.device:
+    """Return the device of a rank: rank i uses GPU i."""
     return torch.device("cuda", rank) if device.type == "cuda" else device
 
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for more ranks than GPUs."""
+    """Raise ConfigError if there are more ranks than GPUs."""
     size = config.tensor_parallel_size
     if size == 1:
         return
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
-            f"tensor_parallel_size={size}: must be at most {torch.cuda.device_count()}, the GPUs that are visible"
+            f"tensor_parallel_size={size}: must be at most {torch.cuda.device_count()}, the number of visible GPUs"
         )
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
-            f'tensor_parallel_size={size}: on device="cpu" only where no GPU is visible (CUDA_VISIBLE_DEVICES="")'
+            f'tensor_parallel_size={size}: device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'
         )
 
 
 def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
-    """Raises ConfigError for a model that cannot be split among so many ranks."""
+    """Raise ConfigError if the model cannot be sharded over tensor_parallel_size ranks."""
     size, text = config.tensor_parallel_size, hf_config.get_text_config()
     if size == 1:
         return
     if not text.base_model_tp_plan:
         raise ConfigError(
-            f"tensor_parallel_size={size}: must be 1, since transformers has no tensor parallel plan for"
-            f" {text.model_type}"
+            f"tensor_parallel_size={size}: must be 1: transformers has no tensor parallel plan for {text.model_type}"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, name, None) or text.num_attention_heads
@@ -109,7 +110,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
 
 
 def distributed_arguments(config: EngineConfig) -> dict[str, object]:
-    """What `from_pretrained` needs so that each rank reads its share of the weights. After `Ranks.join`."""
+    """Return the arguments with which `from_pretrained` loads this rank's shards. Call after `join`."""
     if config.tensor_parallel_size == 1:
         return {}
     from transformers.distributed import DistributedConfig
@@ -118,53 +119,55 @@ def distributed_arguments(config: EngineConfig) -> dict[str, object]:
 
 
 def replace_dtensors(model: PreTrainedModel) -> None:
-    """Have linear layers and embeddings hold their share of the weights as plain tensors.
+    """Replace the DTensors of linear layers and embeddings by this rank's shards as plain tensors.
 
-    A linear layer by columns becomes one of fewer columns and nothing else; by rows it keeps the hook of transformers
-    that sums over the ranks, and the output layer that which gathers. What else is sharded (experts) stays a DTensor.
+    A column-parallel linear layer becomes an ordinary layer with fewer outputs. A row-parallel layer keeps the hook of
+    transformers that reduces over the ranks, and the output layer the hook that gathers. Other sharded modules
+    (experts) keep their DTensors.
     """
-    shares: dict[Tensor, nn.Parameter] = {}  # tied weights stay tied
+    shards: dict[Tensor, nn.Parameter] = {}  # by DTensor, so that tied weights stay tied
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
-            _localise_embedding(module, shares)
+            _replace_embedding(module, shards)
         elif type(module) is nn.Linear and isinstance(module.weight, DTensor):
-            _localise_parameters(module, shares)
+            _replace_parameters(module, shards)
             if model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) == "colwise":
                 vars(module).pop("forward", None)
                 module.out_features = module.weight.shape[0]
 
 
-def _localise_parameters(module: nn.Module, shares: dict[Tensor, nn.Parameter]) -> None:
+def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
-            if parameter not in shares:
+            if parameter not in shards:
                 local = parameter.to_local()
-                # It may be a view of the whole, which would stay in memory.
+                # A view would keep the whole tensor in memory.
                 local = local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
-                shares[parameter] = nn.Parameter(local, requires_grad=False)
-            module.register_parameter(name, shares[parameter])
+                shards[parameter] = nn.Parameter(local, requires_grad=False)
+            module.register_parameter(name, shards[parameter])
 
 
-def _localise_embedding(module: nn.Embedding, shares: dict[Tensor, nn.Parameter]) -> None:
-    """Each rank looks up the tokens of its part of the vocabulary, and they add up what they found."""
+def _replace_embedding(module: nn.Embedding, shards: dict[Tensor, nn.Parameter]) -> None:
+    """Shard an embedding by vocabulary: each rank looks up its own tokens, and the results are summed."""
     weight = module.weight
     assert isinstance(weight, DTensor)
     if weight.placements != (Shard(0),):
         return
-    first = dist.get_rank() * -(-weight.shape[0] // dist.get_world_size())  # as torch.chunk cuts it
-    _localise_parameters(module, shares)
-    module.padding_idx = None  # of the whole vocabulary, and of no use without gradients
-    module.forward = _lookup(module, first, len(module.weight))  # type: ignore[method-assign]
+    first = dist.get_rank() * -(-weight.shape[0] // dist.get_world_size())  # as torch.chunk splits the rows
+    _replace_parameters(module, shards)
+    module.padding_idx = None  # an index of the whole vocabulary; it only affects gradients
+    module.forward = _lookup(module, first, len(module.weight))
 
 
 def _lookup(module: nn.Embedding, first: int, count: int) -> Callable[[Tensor], Tensor]:
-    plain = type(module).forward  # a subclass may scale what it finds
+    """Return the forward function of a shard that holds the rows of tokens first to first + count - 1."""
+    embed = type(module).forward  # a subclass may scale the embeddings
 
     def forward(input_ids: Tensor) -> Tensor:  # [..., num_tokens] -> [..., num_tokens, hidden_size]
         local = input_ids - first
         elsewhere = (local < 0) | (local >= count)
-        found = plain(module, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        dist.all_reduce(found)
-        return found
+        rows = embed(module, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        dist.all_reduce(rows)
+        return rows
 
     return forward

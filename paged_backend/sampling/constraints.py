@@ -1,7 +1,7 @@
-"""What requests forbid and favour of the tokens that they may draw, for all rows of a step at once.
+"""Token constraints of all rows of a step: allowed tokens, guides, bad words, min_tokens and logit_bias.
 
-In vLLM's order: tokens that are not allowed, bad words, and what would end the output before `min_tokens` are out can
-no longer be drawn; then `logit_bias` is added. Penalties, temperature and filters come after all of it.
+The order is vLLM's: first allowed_token_ids, bad words and min_tokens mask out tokens, then logit_bias is added.
+Penalties, temperature and the top-k, top-p and min-p filters follow.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from paged_backend.scheduling.sequence import Sequence as Sample
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What is added to logits, each value where the row's latest token is the wanted one. That token may not be known
-    on the host yet."""
+    """Values to add to logits, each applied only if the row's latest token equals `wanted`.
+
+    The condition is evaluated on the device because the host may not know the latest token yet.
+    """
 
     rows: Tensor  # [num_values] int64
-    tokens: Tensor  # [num_values] int64: whose logits; one may come several times
-    values: Tensor  # [num_values] float32; -infinity: the token cannot be drawn
-    latest: Tensor  # [num_values] int64, or what stands for it
-    wanted: Tensor  # [num_values] int64; as `latest` where any will do
+    tokens: Tensor  # [num_values] int64; a token may occur several times
+    values: Tensor  # [num_values] float32; -infinity: the token cannot be sampled
+    latest: Tensor  # [num_values] int64; the row's latest token or its placeholder
+    wanted: Tensor  # [num_values] int64; equal to `latest` for an unconditional value
 
 
 @dataclass(frozen=True, eq=False)
 class Constraints:
-    """Those of a step; what no row asks for is None."""
+    """The constraints of a step; None for a kind that no row uses."""
 
     mask: Mask | None
     bias: Bias | None
 
 
-Ban = tuple[int, int, int, int]  # a row, a token that it cannot draw, and `latest` and `wanted` as in a Bias
+Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, wanted), the last two as in Bias
 
 
 def prepare(draws: Sequence[Draw]) -> Constraints | None:
-    """On the host; None where nothing is asked for, or not any more."""
+    """Collect the constraints of these draws on the host. Returns None if no draw has any."""
     asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.constrains_logits]
     if not asking:
         return None
@@ -52,15 +54,17 @@ def prepare(draws: Sequence[Draw]) -> Constraints | None:
     return Constraints(mask, bias) if mask or bias else None
 
 
-def resolve_tokens(constraints: Constraints, known: Callable[[Tensor], Tensor]) -> Constraints:
-    """known: puts tokens in place of what stands for them."""
+def resolve_tokens(constraints: Constraints, resolve: Callable[[Tensor], Tensor]) -> Constraints:
+    """Replace placeholders by sampled tokens. `resolve` does so for one tensor."""
     bias = constraints.bias
-    return constraints if bias is None else replace(constraints, bias=replace(bias, latest=known(bias.latest)))
+    return constraints if bias is None else replace(constraints, bias=replace(bias, latest=resolve(bias.latest)))
 
 
 def apply_constraints(logits: Tensor, constraints: Constraints) -> Tensor:
-    """logits [num_rows, vocab] of any float type -> the same in float32, constraints applied. They may as well be log
-    probabilities."""
+    """Return logits [num_rows, vocab], of any float dtype, in float32 with the constraints applied.
+
+    Log probabilities may be passed in place of logits.
+    """
     logits = logits.float()
     if constraints.mask is not None:
         logits = apply_mask(logits, constraints.mask)
@@ -72,7 +76,10 @@ def apply_constraints(logits: Tensor, constraints: Constraints) -> Tensor:
 
 
 def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
-    """What follows from how far the output is, and from its tokens."""
+    """Yield (token, latest, wanted) for the bans that depend on the output's length and tokens.
+
+    These are stop tokens before min_tokens and the last token of a bad word whose beginning has been generated.
+    """
     request, tokens = sequence.request, sequence.tokens
     if position - sequence.num_prompt < request.sampling.min_tokens and not request.guides:
         for token in request.stop_ids:
@@ -88,7 +95,7 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _forbidden(asking: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
-    """Of rows with a guide, the tokens that they cannot draw whatever it says."""
+    """Return, by row with a guide, the tokens that other constraints exclude."""
     found = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
         for row, sequence, _ in asking
@@ -101,17 +108,17 @@ def _forbidden(asking: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[i
 
 
 def _bias(asking: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:
-    always = [(row, *sequence.request.biases) for row, sequence, _ in asking if sequence.request.biases[0]]
-    if not always and not bans:
+    unconditional = [(row, *sequence.request.biases) for row, sequence, _ in asking if sequence.request.biases[0]]
+    if not unconditional and not bans:
         return None
-    counts = [len(tokens) for _, tokens, _ in always]
-    of_bans = np.array(bans, dtype=np.int64).reshape(-1, 4)
-    any_will_do = np.zeros(sum(counts), dtype=np.int64)
+    counts = [len(tokens) for _, tokens, _ in unconditional]
+    ban_table = np.array(bans, dtype=np.int64).reshape(-1, 4)
+    no_condition = np.zeros(sum(counts), dtype=np.int64)
     columns = (
-        [np.repeat(np.array([row for row, _, _ in always], dtype=np.int64), counts), of_bans[:, 0]],
-        [*(np.frombuffer(tokens, np.int64) for _, tokens, _ in always), of_bans[:, 1]],
-        [*(np.frombuffer(values, np.float32) for *_, values in always), np.full(len(bans), -np.inf, np.float32)],
-        [any_will_do, of_bans[:, 2]],
-        [any_will_do, of_bans[:, 3]],
+        [np.repeat(np.array([row for row, _, _ in unconditional], dtype=np.int64), counts), ban_table[:, 0]],
+        [*(np.frombuffer(tokens, np.int64) for _, tokens, _ in unconditional), ban_table[:, 1]],
+        [*(np.frombuffer(values, np.float32) for *_, values in unconditional), np.full(len(bans), -np.inf, np.float32)],
+        [no_condition, ban_table[:, 2]],
+        [no_condition, ban_table[:, 3]],
     )
     return Bias(*(torch.from_numpy(np.concatenate(column)) for column in columns))

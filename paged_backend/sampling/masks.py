@@ -1,7 +1,7 @@
-"""Which tokens may be drawn, where a request says so: a bit for each token of the vocabulary, for the rows that ask.
+"""Token bitmasks: one bit per vocabulary token, for the rows of a step whose request restricts its tokens.
 
-A guide tells it for one output. It follows the output's tokens and nothing else: what becomes of the sequence's blocks,
-and what else is in the batch, is the same to it.
+A guide computes the mask of one output from that output's tokens alone. Preemption, recomputation and the other
+requests of the batch do not affect it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from paged_backend.api.guide import GuideError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.scheduling.sequence import Sequence as Sample
 
-BITS = 32  # tokens of a word: token t is bit t % 32 of word t // 32
+BITS = 32  # tokens per mask word: token t is bit t % 32 of word t // 32
 
-
-_FORBIDDING = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")  # of SamplingParams
+# The fields of SamplingParams that can exclude tokens.
+_FORBIDDING = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Rows that may draw some tokens only."""
+    """Token bitmasks of the rows that may sample only some tokens."""
 
     rows: Tensor  # [num_rows] int64
-    bits: Tensor  # [num_rows, num_words] int32; what they do not reach may not be drawn
-    failed_rows: tuple[
-        tuple[int, str], ...
-    ] = ()  # rows with nothing left to draw, and why: what they draw counts for nothing
+    bits: Tensor  # [num_rows, num_words] int32; tokens beyond the last word are masked out
+    # Rows without a valid token left, and why. Their samples are discarded.
+    failed_rows: tuple[tuple[int, str], ...] = ()
 
 
-ConstrainedRows = Sequence[tuple[int, Sample, int]]  # a row, a sequence, and the position of the token to draw
+ConstrainedRows = Sequence[tuple[int, Sample, int]]  # (row, sequence, position of the token to sample)
 
 
 def build_mask(asking: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
-    """Of these rows those that may draw some tokens only. forbidden: tokens that a row may not draw, by the row: where
-    there is a guide it may come to nothing but those."""
-    masked = [one for one in asking if one[1].request.guides or one[1].request.allowed is not None]
+    """Return the bitmasks of the rows that have a guide or allowed_token_ids, or None if there are none.
+
+    `forbidden` lists, by row, tokens to exclude from a guide's mask as well. Excluding them here and not only in the
+    logits detects the case that the guide allows nothing else.
+    """
+    masked = [entry for entry in asking if entry[1].request.guides or entry[1].request.allowed is not None]
     if not masked:
         return None
     rows, failed_rows = [], []
@@ -50,11 +52,11 @@ def build_mask(asking: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) 
         try:
             rows.append(_words(sequence, position, forbidden.get(row, ())))
         except GuideError as error:
-            rows.append(np.full(1, -1, dtype=np.int32))  # not nothing at all
+            rows.append(np.full(1, -1, dtype=np.int32))  # sampling needs at least one valid token
             failed_rows.append((row, str(error)))
     bits = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
-    for mine, words in zip(bits, rows, strict=True):
-        mine[: len(words)] = words
+    for row_bits, words in zip(bits, rows, strict=True):
+        row_bits[: len(words)] = words
     return Mask(torch.tensor([row for row, _, _ in masked]), torch.from_numpy(bits), tuple(failed_rows))
 
 
@@ -70,18 +72,18 @@ def _words(sequence: Sample, position: int, forbidden: Sequence[int]) -> np.ndar
     guide.fill(words)
     if generated < request.sampling.min_tokens:
         without = _without(words, request.stop_ids)
-        words = without if without.any() else words  # an output that is complete ends
+        words = without if without.any() else words  # a complete output may end before min_tokens
     words = _without(words, forbidden)
     if allowed is not None:
-        both = min(len(words), len(allowed) // 4)
-        words = words[:both] & np.frombuffer(allowed, "<i4")[:both]
+        common = min(len(words), len(allowed) // 4)
+        words = words[:common] & np.frombuffer(allowed, "<i4")[:common]
     if not words.any():
-        raise GuideError(f"no token is left: {_constraining(request)} leave none that may come next")
+        raise GuideError(f"no token is left: {_constraining(request)} exclude every possible next token")
     return words
 
 
 def _constraining(request: GenerateRequest) -> str:
-    """The fields of a request that forbid tokens. A logit_bias is finite, and so is none of them."""
+    """Return the request's fields that exclude tokens. logit_bias is finite and therefore not among them."""
     sampling = request.sampling
     names = [sampling.structure.field] if sampling.structure else []
     names += [name for name in _FORBIDDING if getattr(sampling, name)]
@@ -97,7 +99,7 @@ def _without(words: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
 
 
 def apply_mask(logits: Tensor, mask: Mask) -> Tensor:
-    """logits [num_rows, vocab] with -infinity for every token that may not be drawn; a new tensor."""
+    """Return a copy of logits [num_rows, vocab] with -infinity for every token that is masked out."""
     biases = _biases(mask.bits, logits)
     if len(mask.rows) == len(logits):
         return biases.add_(logits)
@@ -105,14 +107,17 @@ def apply_mask(logits: Tensor, mask: Mask) -> Tensor:
 
 
 def _biases(bits: Tensor, logits: Tensor) -> Tensor:  # [num_rows, num_words] int32 -> [num_rows, vocab] like logits
-    """0 for tokens that may be drawn, -infinity for others. Eight of them a look-up, and added: choosing by single bits
-    takes a CPU ten times as long."""
+    """Return 0 for allowed tokens and -infinity for the others.
+
+    One table look-up expands a byte of the mask, that is eight tokens. Testing single bits takes ten times as long on a
+    CPU.
+    """
     biases = embedding(bits.view(torch.uint8).int(), _table(logits.dtype, logits.device)).flatten(1)
-    vocab, reached = logits.shape[-1], biases.shape[-1]
-    return biases[:, :vocab] if reached >= vocab else pad(biases, (0, vocab - reached), value=float("-inf"))
+    vocab, covered = logits.shape[-1], biases.shape[-1]
+    return biases[:, :vocab] if covered >= vocab else pad(biases, (0, vocab - covered), value=float("-inf"))
 
 
 @cache
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:  # [256, 8]: of each byte, lowest bit first
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:  # [256, 8]: the biases of each byte, lowest bit first
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(bits > 0, 0.0, float("-inf")).to(device, dtype)

@@ -1,7 +1,7 @@
-"""Draw the next token of every row at once.
+"""Sample the next token of all rows of a step at once.
 
-The random numbers of a row are a pure function of (seed, position): what else is in the batch, and whether the
-row was preempted and computed again, cannot change them.
+The random numbers of a row are a pure function of its seed and position, so neither the other rows of the batch nor a
+preemption with recomputation changes them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, Prompt
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import Draw
 
-PADDING = 2**62  # in place of a token, beyond every vocabulary
-OFF = 2**31 - 1  # as top_k: as many as any vocabulary has
-LEAST = 1e-6  # of what divides logits, so that they stay finite in float32, and of top_p, so that a token stays
+PADDING = 2**62  # pads rows of tokens; beyond every vocabulary
+TOP_K_OFF = 2**31 - 1  # as top_k: keeps every token of any vocabulary
+EPSILON = 1e-6  # lower bound of divisors of logits, so that these stay finite in float32, and of top_p
 
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Rows with a penalty, and the tokens they have seen, padded."""
+    """The rows with a penalty, their padded tokens and penalty values."""
 
     rows: Tensor  # [num_rows] int64
-    seen: Tensor  # [num_rows, width] int64: prompt and output
-    generated: Tensor  # [num_rows, width] int64: output alone
+    seen: Tensor  # [num_rows, width] int64; prompt and output tokens
+    generated: Tensor  # [num_rows, width] int64; output tokens
     repetition: Tensor  # [num_rows, 1] float32
     presence: Tensor  # [num_rows, 1] float32
     frequency: Tensor  # [num_rows, 1] float32
@@ -43,102 +43,112 @@ class Penalties:
 
 @dataclass(frozen=True, eq=False)
 class Beams:
-    """Rows of live beams, which do not draw but want the likeliest tokens."""
+    """The rows of live beams, which take the top tokens instead of sampling one."""
 
     rows: Tensor  # [num_rows] int64
-    most: int  # tokens of each
-    asked: LogprobRows | None  # which of `rows`
+    num_candidates: int  # top tokens per row
+    logprob_rows: LogprobRows | None  # indices into `rows`
 
 
 @dataclass(frozen=True, eq=False)
 class TopLogprobs:
-    """The likeliest tokens of live beams, the first first."""
+    """The top tokens of live beams, the most probable first."""
 
     rows: Tensor  # [num_rows] int64
-    tokens: Tensor  # [num_rows, most] int64
-    log_probs: Tensor  # [num_rows, most] float32
-    scores: LogprobsTensors | None = None  # of these tokens, in some of the rows
+    tokens: Tensor  # [num_rows, num_candidates] int64
+    log_probs: Tensor  # [num_rows, num_candidates] float32
+    logprobs: LogprobsTensors | None = None  # of these tokens, for the rows whose request asks for log probabilities
 
     def to_host(self) -> TopLogprobs:
-        """On its way there; not to be read before the device has got that far."""
-        there = (one.to("cpu", non_blocking=True) for one in (self.rows, self.tokens, self.log_probs))
-        return TopLogprobs(*there, self.scores and self.scores.to_host())
+        """Start a non-blocking copy to the host. Synchronize with the device before reading the result."""
+        on_device = (self.rows, self.tokens, self.log_probs)
+        rows, tokens, log_probs = (tensor.to("cpu", non_blocking=True) for tensor in on_device)
+        return TopLogprobs(rows, tokens, log_probs, self.logprobs and self.logprobs.to_host())
 
     def by_row(self) -> Iterator[tuple[int, list[Candidate]]]:
-        told = dict(self.scores.by_row()) if self.scores else {}
+        """Yield each row with its candidate tokens."""
+        logprobs = dict(self.logprobs.by_row()) if self.logprobs else {}
         lists = zip(self.rows.tolist(), self.tokens.tolist(), self.log_probs.tolist(), strict=True)
-        for place, (row, *candidates) in enumerate(lists):
-            yield row, list(map(Candidate, *candidates, *([told[place]] if place in told else [])))
+        for index, (row, *candidates) in enumerate(lists):
+            yield row, list(map(Candidate, *candidates, *([logprobs[index]] if index in logprobs else [])))
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """How to draw, prepared on the host; what no row of the batch asks for is None and costs nothing."""
+    """Sampling inputs of a step, prepared on the host. A feature that no row uses is None and costs nothing."""
 
     constraints: Constraints | None = None
     penalties: Penalties | None = None
-    draws: SamplingMetadata | None = None  # None: all rows are greedy
+    draws: SamplingMetadata | None = None  # None: all rows sample greedily
     beams: Beams | None = None
-    asked: LogprobRows | None = None
-    prompts: PromptLogprobRows | None = None  # rows of all that are sampled, not of the draws
+    logprob_rows: LogprobRows | None = None
+    prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the draws
 
 
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
-    """Gather what `sample` needs for these draws, in their order; on the host."""
-    return SamplingBatch(constraints.prepare(draws), _penalties(draws), _draws(draws), _beams(draws), _asked(draws))
+    """Build the sampling inputs of these draws on the host. Row i of the logits belongs to draw i."""
+    return SamplingBatch(
+        constraints.prepare(draws), _penalties(draws), _draws(draws), _beams(draws), _sampled_logprob_rows(draws)
+    )
 
 
-def resolve_tokens(batch: SamplingBatch, known: Callable[[Tensor], Tensor]) -> SamplingBatch:
-    """known: puts tokens in place of what stands for them."""
+def resolve_tokens(batch: SamplingBatch, resolve: Callable[[Tensor], Tensor]) -> SamplingBatch:
+    """Replace placeholders by the tokens that the previous step sampled. `resolve` does so for one tensor."""
     if batch.constraints:
-        batch = replace(batch, constraints=constraints.resolve_tokens(batch.constraints, known))
+        batch = replace(batch, constraints=constraints.resolve_tokens(batch.constraints, resolve))
     if batch.penalties:
-        seen, generated = known(batch.penalties.seen), known(batch.penalties.generated)
+        seen, generated = resolve(batch.penalties.seen), resolve(batch.penalties.generated)
         batch = replace(batch, penalties=replace(batch.penalties, seen=seen, generated=generated))
     return batch
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [num_rows, vocab] of any float type -> token ids [num_rows] int64."""
+    """Sample token ids [num_rows] int64 from logits [num_rows, vocab] of any float dtype."""
     return ops.sample(process_logits(logits, batch), batch.draws)
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """What `sample` draws from: logits after constraints and penalties. They stay as they are where no row asks for
-    either."""
+    """Return the logits after constraints and penalties, which `sample` draws from.
+
+    Returns `logits` unchanged if no row has a constraint or penalty.
+    """
     if batch.constraints:
         logits = apply_constraints(logits, batch.constraints)
     if batch.penalties:
-        logits = _penalise(logits.float(), batch.penalties)
+        logits = _apply_penalties(logits.float(), batch.penalties)
     return logits
 
 
 def top_logprobs(logits: Tensor, batch: SamplingBatch) -> TopLogprobs | None:
-    """Of live beams the likeliest tokens. Constraints apply to log probabilities, as in transformers: what cannot be
-    drawn counts in the others' nevertheless."""
+    """Return the top tokens of live beams, or None if the step has none.
+
+    As in transformers, constraints apply to the log probabilities: a masked token still contributes to the softmax
+    denominator of the others.
+    """
     if batch.beams is None:
         return None
     rows, logits = batch.beams.rows, logits.float()
     log_probs = logits[rows].log_softmax(-1)
     if batch.constraints:
         log_probs = apply_constraints(logits.index_put((rows,), log_probs), batch.constraints)[rows]
-    best = log_probs.topk(min(batch.beams.most, log_probs.shape[-1]), -1)
-    scores = None
-    if asked := batch.beams.asked:
-        scores = LogprobsTensors.of(logits[rows][asked.rows], best.indices[asked.rows], asked)
-    return TopLogprobs(rows, best.indices, best.values, scores)
+    best = log_probs.topk(min(batch.beams.num_candidates, log_probs.shape[-1]), -1)
+    logprobs = None
+    if logprob_rows := batch.beams.logprob_rows:
+        selected = logprob_rows.rows
+        logprobs = LogprobsTensors.of(logits[rows][selected], best.indices[selected], logprob_rows)
+    return TopLogprobs(rows, best.indices, best.values, logprobs)
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> LogprobsTensors | None:
-    """Of rows that ask. tokens [num_rows] int64: what was drawn."""
-    if batch.asked is None:
+    """Return the log probabilities of the sampled tokens [num_rows] int64, for the rows that ask for them."""
+    if batch.logprob_rows is None:
         return None
-    rows = batch.asked.rows
-    return LogprobsTensors.of(logits[rows], tokens[rows, None], batch.asked)
+    rows = batch.logprob_rows.rows
+    return LogprobsTensors.of(logits[rows], tokens[rows, None], batch.logprob_rows)
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
-    """Everything that `prepare` hands over is made here."""
+    """Create a host tensor. All tensors of a SamplingBatch are created here."""
     return torch.tensor(values, dtype=dtype)
 
 
@@ -151,7 +161,7 @@ def _draws(draws: Rows[Draw]) -> SamplingMetadata | None:
     if not any(map(_is_random, params)):
         return None
     return SamplingMetadata(
-        scales=_array([1 / _temperature(one) if _is_random(one) else 0 for one in params], torch.float32),
+        scales=_array([1 / _temperature(p) if _is_random(p) else 0 for p in params], torch.float32),
         seeds=_array([_signed(seq.seed) for seq, _ in draws], torch.int64),
         positions=_array([position - seq.num_prompt for seq, position in draws], torch.int64),
         filters=_filters(params),
@@ -159,11 +169,11 @@ def _draws(draws: Rows[Draw]) -> SamplingMetadata | None:
 
 
 def _temperature(params: SamplingParams) -> float:
-    return max(params.temperature, LEAST)
+    return max(params.temperature, EPSILON)
 
 
 def _signed(seed: int) -> int:
-    """Its low 64 bits, as int64 holds them."""
+    """Return the low 64 bits of a seed as a signed int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -176,15 +186,16 @@ def _beams(draws: Rows[Draw]) -> Beams | None:
     if not rows:
         return None
     requests = [draws[row][0].request for row in rows]
-    most = max(num_candidates(one.sampling, one.stop_ids) for one in requests)
-    return Beams(_array(rows, torch.int64), most, _asking([one.logprobs for one in requests]))
+    candidates = max(num_candidates(request.sampling, request.stop_ids) for request in requests)
+    return Beams(_array(rows, torch.int64), candidates, _logprob_rows([request.logprobs for request in requests]))
 
 
-def _asked(draws: Rows[Draw]) -> LogprobRows | None:
-    return _asking([seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in draws])
+def _sampled_logprob_rows(draws: Rows[Draw]) -> LogprobRows | None:
+    counts = [seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in draws]
+    return _logprob_rows(counts)
 
 
-def _asking(counts: Rows[int | None]) -> LogprobRows | None:
+def _logprob_rows(counts: Rows[int | None]) -> LogprobRows | None:
     found = [(row, count) for row, count in enumerate(counts) if count is not None]
     if not found:
         return None
@@ -192,12 +203,12 @@ def _asking(counts: Rows[int | None]) -> LogprobRows | None:
 
 
 def _filters(params: Rows[SamplingParams]) -> SamplingFilters | None:
-    if not any(_is_random(one) and (one.top_k or one.top_p < 1 or one.min_p) for one in params):
+    if not any(_is_random(p) and (p.top_k or p.top_p < 1 or p.min_p) for p in params):
         return None
-    margins = [-math.log(one.min_p) * _temperature(one) if one.min_p else math.inf for one in params]
+    margins = [-math.log(p.min_p) * _temperature(p) if p.min_p else math.inf for p in params]
     return SamplingFilters(
-        top_k=_array([one.top_k or OFF for one in params], torch.int32),
-        top_p=_array([max(one.top_p, LEAST) for one in params], torch.float32),
+        top_k=_array([p.top_k or TOP_K_OFF for p in params], torch.int32),
+        top_p=_array([max(p.top_p, EPSILON) for p in params], torch.float32),
         margin=_array(margins, torch.float32),
     )
 
@@ -210,21 +221,25 @@ def _penalties(draws: Rows[Draw]) -> Penalties | None:
     width = max(position for _, _, position in rows)
 
     def padded(tokens: list[list[int]]) -> Tensor:
-        return _array([one + [PADDING] * (width - len(one)) for one in tokens], torch.int64)
+        return _array([row + [PADDING] * (width - len(row)) for row in tokens], torch.int64)
 
     return Penalties(
         rows=_array([row for row, _, _ in rows], torch.int64),
         seen=padded([seq.tokens[:position] for _, seq, position in rows]),
         generated=padded([seq.tokens[seq.num_prompt : position] for _, seq, position in rows]),
-        repetition=_column([max(one.repetition_penalty, LEAST) for one in params], torch.float32),
-        presence=_column([one.presence_penalty for one in params], torch.float32),
-        frequency=_column([one.frequency_penalty for one in params], torch.float32),
+        repetition=_column([max(p.repetition_penalty, EPSILON) for p in params], torch.float32),
+        presence=_column([p.presence_penalty for p in params], torch.float32),
+        frequency=_column([p.frequency_penalty for p in params], torch.float32),
     )
 
 
-def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
-    """Repetition divides positive logits and multiplies negative ones (Keskar et al. 2019, over prompt and
-    output); presence and frequency are subtracted (over the output, as in OpenAI's API)."""
+def _apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Apply repetition, presence and frequency penalties to logits [num_rows, vocab] float32.
+
+    The repetition penalty divides positive logits and multiplies negative ones for every token of prompt and output
+    (Keskar et al. 2019). The presence and frequency penalties are subtracted and count the output alone, as in OpenAI's
+    API.
+    """
     rows = logits[penalties.rows]
     seen = _counts(penalties.seen, rows) > 0
     rows = rows.where(~seen, torch.where(rows > 0, rows / penalties.repetition, rows * penalties.repetition))
@@ -234,6 +249,7 @@ def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _counts(tokens: Tensor, rows: Tensor) -> Tensor:  # [num_rows, vocab] float32
+    """Count how often each vocabulary token occurs in tokens [num_rows, width]. `rows` gives shape and device."""
     vocab = rows.shape[-1]
     counts = rows.new_zeros(rows.shape[0], vocab + 1)
     index = tokens.clamp(max=vocab)

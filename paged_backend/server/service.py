@@ -27,7 +27,7 @@ from paged_backend.api.guide import Guide
 from paged_backend.api.request import GenerateRequest, check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import assemble
-from paged_backend.guided.grammars import GrammarCompiler
+from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server import faults
 from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.embedding import parse_embedding_sampling

@@ -235,7 +235,7 @@ def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs AVX512-VNNI")
 def test_quantization_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("paged_backend.models.linear.SMALLEST", 0)
+    monkeypatch.setattr("paged_backend.models.linear.MIN_ELEMENTS", 0)
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
     assert main(["bench", "quantization", *arguments]) == 0

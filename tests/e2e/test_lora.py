@@ -87,7 +87,7 @@ def test_list_adapters(client, place):
     assert (first.name, first.rank, first.resident, first.error) == ("a", 4, True, None)
     assert (broken.name, broken.rank, broken.resident) == ("broken", None, False)
     assert broken.error == "adapter_config.json: No such file or directory"
-    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be served: adapter_config.json: No such file'):
+    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be used: adapter_config.json: No such file'):
         client.generate(PROMPT, lora_name="broken", **GREEDY)
     listing(place, {"a": "a", "b": "b"})
 

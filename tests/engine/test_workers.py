@@ -191,14 +191,14 @@ def test_indivisible_model_is_rejected(directory, tmp_path):
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must divide 2, the model's num_key_value_heads"):
         tiny_assembly(directory, tensor_parallel_size=4)
     save_tiny(hf.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=320, n_positions=64), tmp_path)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1, since transformers has no .* gpt2"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1: transformers has no .* gpt2"):
         tiny_assembly(tmp_path, tensor_parallel_size=2)
 
 
 def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the GPUs that are visible"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the number of visible GPUs"):
         parallel.check_devices(config, torch.device("cuda", 0))
 
 

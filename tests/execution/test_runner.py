@@ -15,7 +15,7 @@ from paged_backend.execution.runner import Runner
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec
-from paged_backend.models.fusion import Fused, fuse
+from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
@@ -48,7 +48,7 @@ def kernels_without_values(monkeypatch):
     monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: gives[function])
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "as it comes"])
+@pytest.fixture(params=[True, False], ids=["fused", "unmodified"])
 def model(request):
     shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -58,7 +58,7 @@ def model(request):
     model.set_attn_implementation(ATTENTION)
     rope.freeze_rope(model)
     if request.param:
-        assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), Fused)
+        assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), FusedModel)
     return model
 
 

@@ -12,7 +12,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.api.structures import read_structure
-from paged_backend.guided.grammars import GrammarCompiler
+from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.service import Service
 from tests.support.callers import serving
@@ -250,7 +250,7 @@ def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
     with serving(tiny[0]) as served:
         asked = [served.call(text_input="x", sampling_parameters=json.dumps(one)) for one in cases.values()]
         for names, one in zip(cases, asked, strict=True):
-            assert f"no token is left: {names} leave none that may come next" in one.refusal()
+            assert f"no token is left: {names} exclude every possible next token" in one.refusal()
 
 
 @pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])

@@ -45,7 +45,7 @@ print(json.dumps(dict(loaded=loaded, served=compiled(), from_disk=from_disk(), a
 @pytest.fixture(scope="module")
 def processes(tiny, tmp_path_factory):
     """What each of the two processes found; their cache is where a user's is."""
-    kept = {name: value for name, value in os.environ.items() if name != compilation.CACHE}
+    kept = {name: value for name, value in os.environ.items() if name != compilation.CACHE_VARIABLE}
     cache = tmp_path_factory.mktemp("cache")
     environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "OMP_NUM_THREADS": "1"}
     found = []
@@ -84,9 +84,9 @@ def test_a_model_that_cannot_be_compiled_runs_without(tiny, monkeypatch, tmp_pat
         return call
 
     monkeypatch.setattr(compilation.torch, "compile", broken)
-    monkeypatch.setenv(compilation.CACHE, str(tmp_path))
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path))
     assembly = tiny_assembly(tiny[0], compile_level=1)
-    assert "not compiled: RuntimeError: no compiler here" in caplog.text
+    assert "torch.compile failed, running uncompiled: RuntimeError: no compiler here" in caplog.text
     assert is_fused(assembly.loaded.model)
     with running(assembly) as engine:
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(tiny[1], PROMPTS[0], 12)]
@@ -97,7 +97,7 @@ def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, ca
         return lambda *arguments: tuple(2 * one for one in function(*arguments))
 
     monkeypatch.setattr(compilation.torch, "compile", wrong)
-    monkeypatch.setenv(compilation.CACHE, str(tmp_path))
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path))
     assembly = tiny_assembly(tiny[0], compile_level=1)
     assert "LlamaForCausalLM, compiled: logits at position" in caplog.text
     with running(assembly) as engine:
@@ -108,12 +108,12 @@ def test_a_model_that_is_not_fused_says_so_when_asked_to_compile(tmp_path, caplo
     save_tiny(FAMILIES["olmo2"](), tmp_path)
     with caplog.at_level(logging.WARNING):
         tiny_assembly(tmp_path, compile_level=1)
-    assert "Olmo2ForCausalLM is neither fused nor compiled: Olmo2Model is not on the list" in caplog.text
+    assert "Olmo2ForCausalLM is neither fused nor compiled: Olmo2Model is not a supported family" in caplog.text
 
 
 def test_the_environment_says_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.setenv(compilation.CACHE, default_cache_dir())  # as torch leaves it
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, default_cache_dir())  # as torch leaves it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compilation.cache_directory() == tmp_path / "paged_llm/inductor"
-    monkeypatch.setenv(compilation.CACHE, str(tmp_path / "own"))
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path / "own"))
     assert compilation.cache_directory() == tmp_path / "own"

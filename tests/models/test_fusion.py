@@ -50,12 +50,12 @@ def test_layers_of_a_plain_shape_are_fused_and_give_the_models_own_logits(name, 
 def test_layers_whose_weights_our_kernel_multiplies_are_one_call_and_give_the_models_own_logits(
     name, monkeypatch, caplog
 ):
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model = made(CONFIGS[name]())
     prove(model)
     assert is_fused(model)
-    assert all(vars(layer)["forward"]._in_one_call for layer in model.model.layers)
+    assert all(vars(layer)["forward"]._native_layer for layer in model.model.layers)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -80,7 +80,11 @@ def test_memory_does_not_double_and_the_parameters_keep_their_values():
     assert storage(model) == held
     for layer in model.model.layers:
         own = {one.untyped_storage().data_ptr() for one in layer.parameters()}
-        fused = [one for one in (*layer.forward.before, *layer.forward.after) if isinstance(one, torch.Tensor)]
+        fused = [
+            one
+            for one in (*layer.forward.pre_arguments, *layer.forward.post_arguments)
+            if isinstance(one, torch.Tensor)
+        ]
         assert {one.untyped_storage().data_ptr() for one in fused} == own
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -143,14 +147,14 @@ def another_order(model):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (hook, "layer 1: mlp is another LlamaMLP, or has hooks"),
-        (another_class, "layer 2: self_attn.k_proj is another Quantized"),
-        (another_forward, "layer 0: input_layernorm is another LlamaRMSNorm, or has hooks"),
-        (another_type, "layer 0: mlp.up_proj.weight is no plain parameter in torch.float32 on cpu"),
-        (one_bias, "layer 0: of projections to be joined some have a bias"),
+        (hook, "layer 1: mlp is a modified LlamaMLP, or has hooks"),
+        (another_class, "layer 2: self_attn.k_proj is a modified Quantized"),
+        (another_forward, "layer 0: input_layernorm is a modified LlamaRMSNorm, or has hooks"),
+        (another_type, "layer 0: mlp.up_proj.weight is not a plain parameter in torch.float32 on cpu"),
+        (one_bias, "layer 0: only some of the projections to be joined have a bias"),
         (another_module, "layer 0: its modules are .*adapter"),
-        (another_activation, "layer 0: mlp.act_fn is another GELU"),
-        (another_last_norm, "its last norm is another"),
+        (another_activation, "layer 0: mlp.act_fn is a modified GELU"),
+        (another_last_norm, "its final norm differs"),
         (another_order, "layer 0: its layer_idx is 1"),
     ],
 )
@@ -170,7 +174,7 @@ def test_what_a_fused_layer_does_not_honour_is_refused():
     model = made(FAMILIES["llama"]())
     prove(model)
     layer, row = model.model.layers[0], torch.zeros(1, 1, 64)
-    with pytest.raises(UnsupportedModel, match="builds an attention mask"):
+    with pytest.raises(UnsupportedModel, match="builds its own attention mask"):
         layer(row, torch.zeros(1, 1, 1, 1), position_embeddings=(row, row), paged=None)
     with pytest.raises(UnsupportedModel, match="passes bias to attention"):
         layer(row, position_embeddings=(row, row), paged=None, bias=row)

@@ -9,10 +9,10 @@ from paged_kernels.cpu import native
 from transformers import LlamaConfig, LongcatFlashConfig
 
 from paged_backend.api.config import ConfigError, EngineConfig
-from paged_backend.loading.model_loader import check_quantization
+from paged_backend.loading.model_options import check_quantization
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.linear import ROWS, Linear, Quantizer, project
+from paged_backend.models.linear import ROWS, MixedWeight, WeightQuantizer, project
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
@@ -27,13 +27,13 @@ compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled ke
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_copy_gives_the_product(name, dtype, biased):
     made = linear.COPIES[name]
-    if not made.multiplies(dtype):
+    if not made.supports(dtype):
         pytest.skip(f"{name} does not multiply {dtype} here")
     torch.manual_seed(0)
     weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
     with torch.inference_mode():
         for copied in (True, False):
-            one = Linear(weight, made(weight), (copied,) * len(ROWS))
+            one = MixedWeight(weight, made(weight), (copied,) * len(ROWS))
             for shape in ((1, 48), (1, 3, 48), (300, 48)):
                 x = torch.randn(shape).to(dtype)
                 found = project(x, one, bias)
@@ -46,7 +46,7 @@ def test_every_copy_gives_the_product(name, dtype, biased):
 )
 def test_a_number_of_rows_goes_as_the_nearest_that_was_measured(rows, index):
     copied = tuple(one == index for one in range(len(ROWS)))
-    assert Linear(torch.ones(2, 2), lambda *arguments: "copy", copied)(torch.ones(1, rows, 2), None) == "copy"
+    assert MixedWeight(torch.ones(2, 2), lambda *arguments: "copy", copied)(torch.ones(1, rows, 2), None) == "copy"
 
 
 def test_a_copy_has_to_be_clearly_faster_than_the_weight_and_the_best_one_is_kept():
@@ -68,7 +68,7 @@ def test_the_ways_that_a_type_has_are_measured_once():
 def faster(monkeypatch):
     """A machine on which copies are faster, for up to 15 rows, in tiny models, too."""
     times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: times)
 
 
@@ -78,16 +78,20 @@ def lines(caplog):
     return caplog
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "as it comes")])
+@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
 def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tmp_path, faster, lines):
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     served = assembly.loaded.model
-    assert f"runs {form}, its weights packed" in lines.text
+    assert f"runs {form}, with packed weights" in lines.text
     layer = vars(served.model.layers[0]).get("forward")
-    inner = (layer.before + layer.after) if layer else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
-    assert sum(isinstance(one, Linear) for one in inner) == (4 if layer else 1)
-    assert isinstance(served.lm_head.forward.keywords["weight"], Linear)
+    inner = (
+        (layer.pre_arguments + layer.post_arguments)
+        if layer
+        else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
+    )
+    assert sum(isinstance(one, MixedWeight) for one in inner) == (4 if layer else 1)
+    assert isinstance(served.lm_head.forward.keywords["weight"], MixedWeight)
     expected = [generate_with_transformers(model, prompt, 12) for prompt in PROMPTS]
     with running(assembly) as engine:
         assert engine.generate(PROMPTS, max_tokens=12) == expected
@@ -97,7 +101,7 @@ def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tm
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family, tied, tmp_path, monkeypatch):
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = FAMILIES[family]()
     config.tie_word_embeddings = tied
@@ -114,11 +118,11 @@ def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family
 @compiled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp_path, monkeypatch, lines):
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
-    assert "its weights packed" in lines.text
+    assert "with packed weights" in lines.text
     with running(assembly) as engine:
         assert engine.generate(PROMPTS, max_tokens=12) == [
             generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
@@ -130,7 +134,7 @@ def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path
     """A router of LongCat's is a linear layer that is never called: its weight is read."""
     if quantized and not native.levels():
         pytest.skip("needs the compiled kernels")
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = LongcatFlashConfig(
         vocab_size=320, hidden_size=64, num_attention_heads=4, max_position_embeddings=256, num_layers=1,
@@ -148,11 +152,11 @@ def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faster, monkeypatch, lines):
-    right = linear.OneDnn.__call__
-    monkeypatch.setattr(linear.OneDnn, "__call__", lambda *arguments: right(*arguments) * 1.5)
+    right = linear.OneDnnCopy.__call__
+    monkeypatch.setattr(linear.OneDnnCopy, "__call__", lambda *arguments: right(*arguments) * 1.5)
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
-    assert "its weights packed: logits at position" in lines.text
+    assert "with packed weights: logits at position" in lines.text
     with running(assembly) as engine:
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(model, PROMPTS[0], 12)]
 
@@ -161,12 +165,13 @@ def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monke
     head = 320 * 64 * 4
     monkeypatch.setattr(linear, "available_memory", lambda: 2 * head - 4)
     model = tiny_assembly(tiny[0]).loaded.model
-    assert "a weight of [320, 64] stays as it is: a faster copy" in lines.text
-    assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], Linear)
+    assert "a weight of shape [320, 64] is not packed: its faster copy" in lines.text
+    assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], MixedWeight)
     layer = model.model.layers[0].forward
-    assert any(isinstance(one, Linear) for one in layer.before)
-    copies = [one.copy.packed for layer in model.model.layers for one in (*layer.forward.before, *layer.forward.after)
-              if isinstance(one, Linear)]  # fmt: skip
+    assert any(isinstance(one, MixedWeight) for one in layer.pre_arguments)
+    forwards = [layer.forward for layer in model.model.layers]
+    arguments = [one for forward in forwards for one in (*forward.pre_arguments, *forward.post_arguments)]
+    copies = [one.copy.packed for one in arguments if isinstance(one, MixedWeight)]
     assert 0 < sum(copy.numel() * 4 for copy in copies) < head
 
 
@@ -176,7 +181,7 @@ def test_a_weight_in_8_bits_is_at_most_half_a_step_of_its_output_away(dtype):
     torch.manual_seed(0)
     weight = torch.randn(70, 48).to(dtype) * torch.logspace(-3, 3, 70)[:, None].to(dtype)
     weight[7] = 0
-    one = Quantizer()(weight.repeat(40, 40))
+    one = WeightQuantizer()(weight.repeat(40, 40))
     rounded = project(torch.eye(48 * 40), one, None).T[:70, :48]
     half_a_step = weight.float().abs().amax(1, keepdim=True) / 127 / 2
     assert ((rounded - weight.float()).abs() <= half_a_step * 1.001).all()
@@ -184,18 +189,18 @@ def test_a_weight_in_8_bits_is_at_most_half_a_step_of_its_output_away(dtype):
 
 
 @compiled
-@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "as it comes")])
+@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
 def test_a_model_in_8_bits_serves_without_its_own_weights(family, form, tmp_path, monkeypatch, lines):
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path, quantization="int8")
-    assert f"runs {form}, its weights in 8 bits" in lines.text
+    assert f"runs {form}, with int8 weights" in lines.text
     served = assembly.loaded.model
     sizes = {name: one.numel() for name, one in served.named_parameters() if "_proj.weight" in name}
     assert len(sizes) == 7 * len(served.model.layers)
     assert not any(sizes.values())
     assert torch.equal(served.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    assert isinstance(served.lm_head.forward.keywords["weight"], linear.Groups)
+    assert isinstance(served.lm_head.forward.keywords["weight"], linear.GroupedCopy)
     with running(assembly) as engine:
         together = engine.generate(PROMPTS, max_tokens=8)
         assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == together
@@ -206,8 +211,8 @@ def test_a_model_in_8_bits_serves_without_its_own_weights(family, form, tmp_path
 
 
 @compiled
-def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch):
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     right = native.pack_linear
     monkeypatch.setattr(native, "pack_linear", lambda weight, scales: right(weight, 3 * scales))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
@@ -224,10 +229,10 @@ def test_8_bits_are_refused_where_they_cannot_be_had(tiny, tmp_path, monkeypatch
 
     monkeypatch.setattr(native, "levels", lambda: ("plain",))
     check_quantization(config, plain, tmp_path, cpu)
-    refused("is for a CPU only", device=torch.device("cuda", 0))
+    refused("only supported on a CPU", device=torch.device("cuda", 0))
     refused("the model's weights are quantized already", LlamaConfig(quantization_config={"quant_method": "awq"}))
     check_quantization(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cpu)  # widened
     monkeypatch.setattr(native, "levels", lambda: ())
-    refused("needs the CPU's kernels, which were not compiled")
-    with pytest.raises(ConfigError, match='quantization="int8": needs the CPU'):
+    refused("requires the CPU kernels, which have not been compiled")
+    with pytest.raises(ConfigError, match='quantization="int8": requires the CPU'):
         tiny_assembly(tiny[0], quantization="int8", device="cpu")

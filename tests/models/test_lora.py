@@ -192,8 +192,8 @@ FORMS = {
     "qwen2, fused": lambda: hf.Qwen2Config(**COMMON),  # biases
     "qwen3, fused": lambda: hf.Qwen3Config(**COMMON, head_dim=32),
     "tied, fused": lambda: hf.LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "gemma2, as it comes": lambda: hf.Gemma2Config(**COMMON, tie_word_embeddings=False, sliding_window=7),
-    "phi3, as it comes": lambda: hf.Phi3Config(**COMMON),  # one layer for queries, keys and values
+    "gemma2, unmodified": lambda: hf.Gemma2Config(**COMMON, tie_word_embeddings=False, sliding_window=7),
+    "phi3, unmodified": lambda: hf.Phi3Config(**COMMON),  # one layer for queries, keys and values
 }
 
 
@@ -201,14 +201,14 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_layers(name, packed, tmp_path, prompts, monkeypatch, caplog):
     if packed:
-        monkeypatch.setattr(linear, "SMALLEST", 0)
+        monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
         monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model = save_tiny(FORMS[name](), tmp_path / "model")
     files = {
         "one": make_adapter(model, tmp_path / "one", target_modules="all-linear"),
         "other": make_adapter(model, tmp_path / "other", seed=1, target_modules="all-linear", r=7),
     }
-    check_model(tmp_path, model, files, prompts, caplog, name.partition(", ")[2] + ", its weights packed" * packed)
+    check_model(tmp_path, model, files, prompts, caplog, name.partition(", ")[2] + ", with packed weights" * packed)
 
 
 def check_model(place, model, files, prompts, caplog, form, **options):
@@ -230,12 +230,12 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path, prompts, c
     model = save_tiny(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2), tmp_path / "model")
     named = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     files = {"one": make_adapter(model, tmp_path / "one", **named)}
-    check_model(tmp_path, model, files, prompts, caplog, "as it comes")
+    check_model(tmp_path, model, files, prompts, caplog, "unmodified")
 
 
 def test_over_weights_of_8_bits(tiny, listed, prompts, monkeypatch):
     """Nobody else computes this, so an adapter alone is compared with it in a batch, and with its absence."""
-    monkeypatch.setattr(linear, "SMALLEST", 0)
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     with running(tiny_assembly(tiny[0], adapters=listed, quantization="int8", **LORA)) as engine:
         for prompt in prompts:
             names = ["all", "wide", None]
@@ -457,7 +457,7 @@ ENDLESS = r"((.|..)*)*[!?]"  # of each layer it would be tried in more ways than
 BAD = {
     "adapter_config.json: No such file": lambda place: (place / "adapter_config.json").unlink(),
     "adapter_config.json: not valid JSON": lambda place: (place / "adapter_config.json").write_text("{"),
-    "adapter_config.json: must hold one JSON object": lambda place: (place / "adapter_config.json").write_text("[]"),
+    "adapter_config.json: must contain one JSON object": lambda place: (place / "adapter_config.json").write_text("[]"),
     'adapter_config.json: peft_type="PROMPT_TUNING": must be': lambda place: change_config(
         place, peft_type="PROMPT_TUNING"
     ),
@@ -466,7 +466,7 @@ BAD = {
     f"adapter_config.json: lora_alpha=1{'0' * 76}...: must be a finite number": lambda place: change_config(
         place, lora_alpha=10**400
     ),
-    'adapter_config.json: rank_pattern="a{1000000000}": must be at most 1000 characters without {': lambda place: (
+    'adapter_config.json: rank_pattern="a{1000000000}": must be at most 1000 characters, without {': lambda place: (
         change_config(place, rank_pattern={"a{1000000000}": 4})  # would take gigabytes to compile
     ),
     'adapter_config.json: rank_pattern="(?<=a)b": must be': lambda place: change_config(
@@ -484,7 +484,7 @@ BAD = {
     'adapter_config.json: init_lora_weights="pissa": changes the model': lambda place: change_config(
         place, init_lora_weights="pissa"
     ),
-    'adapter_config.json: rank_pattern="(": no regular expression': lambda place: change_config(
+    'adapter_config.json: rank_pattern="(": not a valid regular expression': lambda place: change_config(
         place, rank_pattern={"(": 1}
     ),
     'adapter_config.json: rank_pattern["q"]=99: must be 1..8': lambda place: change_config(
@@ -494,7 +494,7 @@ BAD = {
         place, rank_pattern={ENDLESS: 4}
     ),
     "adapter_model.safetensors: No such file": lambda place: (place / "adapter_model.safetensors").unlink(),
-    "adapter_model.bin: is a pickle, which can run code": lambda place: (place / "adapter_model.safetensors").rename(
+    "adapter_model.bin: pickle files can execute code": lambda place: (place / "adapter_model.safetensors").rename(
         place / "adapter_model.bin"
     ),
     "adapter_model.safetensors: not a regular file": lambda place: (
@@ -504,15 +504,15 @@ BAD = {
     "adapter_model.safetensors: Error while deserializing": lambda place: (
         place / "adapter_model.safetensors"
     ).write_bytes((place / "adapter_model.safetensors").read_bytes()[:-1]),
-    "adapter_model.safetensors: holds no tensor": lambda place: change_tensors(place, dict.clear),
-    f"adapter_model.safetensors: lacks {A}": lambda place: change_tensors(place, lambda tensors: tensors.pop(A)),
+    "adapter_model.safetensors: contains no tensor": lambda place: change_tensors(place, dict.clear),
+    f"adapter_model.safetensors: {A} is missing": lambda place: change_tensors(place, lambda tensors: tensors.pop(A)),
     f"adapter_model.safetensors: {A}: has shape [4, 63]; must be [4, 64]": lambda place: change_tensors(
         place, lambda tensors: tensors.update({A: torch.zeros(4, 63)})
     ),
-    f"adapter_model.safetensors: {A}: is in torch.int8; must be": lambda place: change_tensors(
+    f"adapter_model.safetensors: {A}: has dtype torch.int8; must be": lambda place: change_tensors(
         place, lambda tensors: tensors.update({A: torch.zeros(4, 64, dtype=torch.int8)})
     ),
-    "self_attn.q_proj: holds numbers that are not finite": lambda place: change_tensors(
+    "self_attn.q_proj: contains values that are not finite": lambda place: change_tensors(
         place, lambda tensors: tensors[A].fill_(torch.inf)
     ),
     f"adapter_model.safetensors: {EMBEDDING}: not supported; must be lora_A": lambda place: change_tensors(
@@ -534,11 +534,11 @@ def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, pro
     names = {str(index): place for index, place in enumerate(places.values())}
     names |= {"missing": tmp_path / "missing", "all": files["all"]}
     with running(tiny_assembly(tiny[0], adapters=listing(tmp_path, names), **LORA)) as engine:
-        assert f"adapter missing in {tmp_path}/missing cannot be served: adapter_config.json: No such" in caplog.text
+        assert f"adapter missing in {tmp_path}/missing cannot be used: adapter_config.json: No such" in caplog.text
         good = [engine.submit(prompts[1], max_tokens=MAX_TOKENS, lora_name=name) for name in ("all", None)]
         for index, reason in enumerate(BAD):
             said = refusal(engine, prompts[1], str(index))
-            assert said.startswith(f'INVALID_ARGUMENT: lora_name="{index}": cannot be served: adapter_')
+            assert said.startswith(f'INVALID_ARGUMENT: lora_name="{index}": cannot be used: adapter_')
             assert reason in said
         assert [output.tokens for output in engine.wait(*good)] == [alone["all"][1], alone[None][1]]
         for place in places.values():  # mended, it serves
@@ -548,7 +548,7 @@ def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, pro
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "Expecting"), ("[]", "must hold one JSON"), ('{"a": 1}', "must hold one JSON")]
+    ("text", "reason"), [("{", "Expecting"), ("[]", "must contain a JSON"), ('{"a": 1}', "must contain a JSON")]
 )
 def test_a_listing_that_cannot_be_read_stops_the_load(tiny, tmp_path, text, reason):
     (tmp_path / "multi_lora.json").write_text(text)
@@ -600,7 +600,7 @@ def test_a_model_without_linear_layers_to_adapt_is_refused(tiny, monkeypatch):
 def test_experts_are_not_adapted_and_what_is_beside_them_is(tmp_path, prompts, caplog):
     model = save_tiny(hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), tmp_path / "model")
     files = {"one": make_adapter(model, tmp_path / "one", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])}
-    check_model(tmp_path, model, files, prompts, caplog, "as it comes")
+    check_model(tmp_path, model, files, prompts, caplog, "unmodified")
 
 
 def test_options(tiny):

@@ -208,4 +208,4 @@ def test_what_else_forbids_tokens_forbids_them_here_too(tiny, prompts):
     assert one.tokens[0] != first
     assert one.tokens[0] % 7 == 0
     assert two.tokens == [7, 8, 16]
-    assert "no token is left: allowed_token_ids leave none that may come next" in str(two.error)
+    assert "no token is left: allowed_token_ids exclude every possible next token" in str(two.error)

@@ -16,9 +16,9 @@ from paged_backend.api.guide import GuideError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import read_structure
-from paged_backend.guided import grammars as grammars_module
-from paged_backend.guided.grammars import GrammarCompiler
-from paged_backend.guided.sandbox import TOO_LONG_SECONDS
+from paged_backend.guided import compiler
+from paged_backend.guided.compiler import GrammarCompiler
+from paged_backend.guided.sandbox import TIMEOUT_CACHE_SECONDS
 from tests.support.grammars import SLOW
 from tests.support.in_process import WAIT, byte_tokenizer
 
@@ -219,7 +219,7 @@ def test_no_token_beyond_the_model_s_is_allowed():
     ("name", "value", "message"),
     [
         ("json_schema", {"type": "array", "uniqueItems": True}, 'json_schema: Unimplemented keys: ["uniqueItems"]'),
-        ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf: served only where"),
+        ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf: supported only if"),
         ("json_schema", {"uniqueItems": True, "x-guidance": {"lenient": True}}, "Unimplemented"),
         ("json_schema", {"type": "object", "if": {}, "then": {}}, "Unimplemented"),
         ("json_schema", {"$ref": "#/$defs/nothing"}, "json_schema: "),
@@ -257,7 +257,7 @@ def test_a_step_whose_mask_takes_too_long_ends_its_output(grammars):
             assert allowed(guide)
             guide.advance([token(char)])
 
-    with pytest.raises(GuideError, match="regex: cannot go on: lexer error: too many expressions constructed"):
+    with pytest.raises(GuideError, match="regex: cannot continue: lexer error: too many expressions constructed"):
         draw("ab" * 36)
 
 
@@ -278,8 +278,8 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
 
 
 def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkeypatch):
-    one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], grammars_module.GrammarGuide
-    compiling, may_end, compile = threading.Event(), threading.Event(), one._compiled
+    one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], compiler.GrammarGuide
+    compiling, may_end, compile = threading.Event(), threading.Event(), one._compile
 
     def slowly(key):
         compiling.set()
@@ -293,8 +293,8 @@ def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkey
             raise error
         return made_of(*args)
 
-    monkeypatch.setattr(one, "_compiled", slowly)
-    monkeypatch.setattr(grammars_module, "Matcher", sometimes)
+    monkeypatch.setattr(one, "_compile", slowly)
+    monkeypatch.setattr(compiler, "GrammarGuide", sometimes)
     for queue in answers:
         one.compile(read_structure("regex", "a"), 1, queue.put)
     assert compiling.wait(WAIT)
@@ -307,11 +307,11 @@ def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkey
 
 def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
     one, tried = made(seconds=0.3), []
-    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key) or compile(key))
+    monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key) or compile(key))
     first, second = (str(compiled(one, "json_schema", SLOW)) for _ in range(2))
     assert "compiling it takes more than 0.3 s" in first
     assert (first, len(tried)) == (second, 1)
-    monkeypatch.setattr(grammars_module.time, "monotonic", lambda now=time.monotonic: now() + TOO_LONG_SECONDS)
+    monkeypatch.setattr(compiler.time, "monotonic", lambda now=time.monotonic: now() + TIMEOUT_CACHE_SECONDS)
     assert str(compiled(one, "json_schema", SLOW)) == first
     assert len(tried) == 2, "then, too, the machine may have been busy"
     one.stop()
@@ -320,10 +320,10 @@ def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
 def test_a_process_that_is_gone_is_replaced():
     one = made()
     assert fits(compiled(one, "regex", "a"), "a")
-    for trial in one._trials:
-        if trial._process:
-            trial._process.kill()
-            trial._process.wait()
+    for sandbox in one._sandboxes:
+        if sandbox._process:
+            sandbox._process.kill()
+            sandbox._process.wait()
     assert fits(compiled(one, "regex", "b"), "b")
     assert "too deep" in str(compiled(one, "grammar", DEEP))
     assert fits(compiled(one, "regex", "c"), "c")
@@ -345,7 +345,7 @@ def test_more_than_may_wait_are_refused_at_once():
     error = compiled(one, "regex", "a")
     assert error.code is ErrorCode.UNAVAILABLE
     assert str(error) == (
-        "UNAVAILABLE: regex: 2 others are to be compiled before, which is max_queued_structures; try again later"
+        "UNAVAILABLE: regex: 2 structures are queued, which is max_queued_structures; try again later"
     )
     one.stop()
 
@@ -353,7 +353,7 @@ def test_more_than_may_wait_are_refused_at_once():
 @pytest.mark.parametrize("limit", [{"max_remembered_structures": 3}, {"max_remembered_structure_bytes": 30}])
 def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, limit):
     one, tried = made(input_limits=InputLimits(**limit)), []
-    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1]) or compile(key))
+    monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key[1]) or compile(key))
     first, *others = (f"[a-c]{{{index}}}xx" for index in range(1, 5))  # ten bytes each
     for expression in (first, first, others[0], others[1], first, others[2], first):
         assert compiled(one, "regex", expression)
@@ -369,7 +369,7 @@ def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, li
 def test_nobody_can_tell_from_the_time_it_takes_what_another_tenant_has_asked_for(monkeypatch):
     """A known one is there at once: known to its own tenant alone, what is wrong with it and what waits likewise."""
     one, tried = made(), []
-    monkeypatch.setattr(one, "_compiled", lambda key, compile=one._compiled: tried.append(key[1:]) or compile(key))
+    monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key[1:]) or compile(key))
     answers = SimpleQueue()
     for tenant in ("a", "b", "", "a", "b", ""):
         for expression in ("known", "(a"):
@@ -427,7 +427,7 @@ def test_tokenizers_of_words_and_bytes():
 def test_a_tokenizer_that_cannot_be_read_is_named(tokenizer, eos, message):
     one = GrammarCompiler(tokenizer, VOCAB, frozenset(eos), seconds=WAIT)
     error = compiled(one, "regex", "a")
-    assert str(error).startswith("INVALID_ARGUMENT: regex: cannot be had")
+    assert str(error).startswith("INVALID_ARGUMENT: regex: not available")
     assert message in str(error)
     one.stop()
 
@@ -456,7 +456,7 @@ def test_null_asks_for_nothing():
         ({"json_object": 1}, "json_object=1: must be true or false"),
         ({"regex": ""}, 'regex="": must be a string that is not empty'),
         ({"regex": ["a"]}, "must be a string"),
-        ({"regex": "\ud800"}, "holds half a character"),
+        ({"regex": "\ud800"}, "contains an unpaired surrogate"),
         ({"grammar": " "}, "must be a string that is not blank"),
         ({"choice": "a"}, "must be a list of strings, none of them empty"),
         ({"choice": []}, "must be 1..1024 strings"),
@@ -467,14 +467,14 @@ def test_null_asks_for_nothing():
         ({"structured_outputs": 1}, "must be an object"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex; give one of them"),
         ({"structured_outputs": {"disable_fallback": True}}, "disable_fallback is not supported; leave it out"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern: means nothing without json or json"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern: has no effect without json or json"),
         (
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
-            "disable_any_whitespace: one of them may stand beside json or json_object, and no other",
+            "disable_any_whitespace: give one of them, together with json or json_object",
         ),
         (
             {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}},
-            "disable_any_whitespace and whitespace_pattern: one of them may stand beside json",
+            "disable_any_whitespace and whitespace_pattern: give one of them, together with json",
         ),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": 1}},

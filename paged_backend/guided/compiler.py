@@ -1,0 +1,277 @@
+"""Compile the grammars of structured outputs on worker threads, and cache the results.
+
+submitting thread   cache hit: copy the matcher, call back at once
+                    cache miss: queue; requests of one tenant for the same structure share an entry
+worker thread       compile in the sandbox process -> compile here -> cache -> call back for every request that waits
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
+from paged_backend.api.guide import Guide, GuideError
+from paged_backend.api.limits import InputLimits
+from paged_backend.api.structures import Structure
+from paged_backend.guided.sandbox import CompileCancelled, GrammarError, GrammarSandbox
+from paged_backend.sampling.masks import BITS
+
+try:
+    from paged_backend.guided import grammar
+    from paged_backend.guided.tokenizer import llguidance_tokenizer
+
+    HAS_LLGUIDANCE = True
+except ImportError:  # llguidance is optional: only structured outputs need it
+    HAS_LLGUIDANCE = False
+
+log = logging.getLogger("paged_llm")
+
+WORKERS = 2  # so that a grammar that runs into the time limit does not block the next one
+
+Callback = Callable[["tuple[Guide, ...] | RequestError"], None]
+# (kind, text, tenant): with a cache per tenant, compile times do not reveal what other tenants have asked for.
+Key = tuple[str, str, str]
+
+
+class GrammarGuide:
+    """The guide of one output, over an llguidance matcher."""
+
+    def __init__(self, matcher: Any, field: str, vocab_size: int, tokenizer_size: int) -> None:
+        """`tokenizer_size` is the number of tokens of the tokenizer and so the number of bits that llguidance fills."""
+        self.seen = 0
+        self._matcher = matcher
+        self._field = field
+        self._vocab_size = vocab_size
+        self._filled = np.zeros(-(-tokenizer_size // BITS), dtype=np.int32)
+        self.num_words = -(-vocab_size // BITS)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.seen += len(tokens)
+        if not self._matcher.consume_tokens(list(tokens)):
+            self._fail()
+
+    def fill(self, words: np.ndarray) -> None:
+        filled = self._filled
+        self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
+        if self._matcher.is_error():
+            self._fail()
+        common = min(len(words), len(filled))
+        words[:common] = filled[:common]
+        if used_bits := self._vocab_size % BITS:
+            words.view(np.uint32)[-1] &= np.uint32((1 << used_bits) - 1)
+        if not words.any():
+            raise GuideError(f"{self._field}: none of the model's tokens can come next")
+
+    def _fail(self) -> NoReturn:
+        raise GuideError(f"{self._field}: cannot continue: {grammar.error_reason(self._matcher)}")
+
+
+@dataclass(frozen=True)
+class _Waiter:
+    """A request that waits for a structure to be compiled."""
+
+    structure: Structure
+    count: int
+    callback: Callback
+    still_wanted: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class _CacheEntry:
+    """A cached compile result."""
+
+    result: Any  # a matcher or a GrammarError
+    expires_at: float  # by time.monotonic()
+
+
+class GrammarCompiler:
+    """Compiles the grammars of one tokenizer. `compile` may be called from any thread."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        seconds: float,
+        any_whitespace: bool = True,
+        input_limits: InputLimits = InputLimits(),
+    ) -> None:
+        """Start the worker threads; sandbox processes start with the first grammar.
+
+        Args:
+            vocab_size: rows of the model's output layer, which may be more or fewer than the tokenizer's tokens.
+            seconds: time limit for compiling one grammar.
+            any_whitespace: whether JSON may contain white space between its tokens if the schema does not say.
+            caps: limits on queued and cached structures. The cache is also bounded by the size of the structures'
+                texts, because llguidance does not report the memory of compiled grammars.
+        """
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(token for token in eos_ids if token < vocab_size)
+        self._tokenizer: Any = None  # the LLTokenizer, created when first needed
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the attributes below
+        self._any_whitespace = any_whitespace
+        self._caps = input_limits
+        self._cache: OrderedDict[Key, _CacheEntry] = OrderedDict()  # least recently used first
+        self._cached_bytes = 0  # total size of the cached structures' texts
+        self._queued: dict[Key, list[_Waiter]] = {}
+        self._sandboxes = [GrammarSandbox(seconds, self._settings) for _ in range(WORKERS)]
+        self._idle = list(self._sandboxes)
+        self._pool = ThreadPoolExecutor(WORKERS, "grammars")
+
+    def compile(
+        self,
+        structure: Structure,
+        count: int,
+        callback: Callback,
+        *,
+        tenant: str = "",
+        still_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Call `callback` with `count` guides, each at the beginning of an output, or with a RequestError.
+
+        On a cache hit the callback runs at once on the calling thread, otherwise later on a worker thread.
+        `still_wanted` is polled in the meantime: compilation ends as soon as no request waits for it, so that cancelled
+        requests do not delay others.
+        """
+        key, waiter = (*structure.key, tenant), _Waiter(structure, count, callback, still_wanted)
+        with self._lock:
+            cached = self._lookup(key)
+            if cached is not None:
+                pass
+            elif key in self._queued:
+                self._queued[key].append(waiter)
+                return
+            elif len(self._queued) < self._caps.max_queued_structures:
+                self._queued[key] = [waiter]
+                self._pool.submit(self._work, key)
+                return
+        if cached is None:
+            limit = self._caps.max_queued_structures
+            reason = f"{structure.field}: {limit} structures are queued, which is max_queued_structures"
+            callback(RequestError(ErrorCode.UNAVAILABLE, f"{reason}; try again later"))
+        else:
+            self._respond(waiter, cached)
+
+    def stop(self) -> None:
+        """Stop compiling. The requests that wait get an error."""
+        for sandbox in self._sandboxes:
+            sandbox.stop()
+        self._pool.shutdown()
+
+    def _work(self, key: Key) -> None:
+        result = self._compile_safely(key)
+        with self._lock:
+            if isinstance(result, CompileCancelled) and self._still_wanted(key):  # a request joined since
+                self._pool.submit(self._work, key)
+                return
+            self._store(key, result)
+            waiters = self._queued.pop(key)
+        for waiter in waiters:
+            try:
+                self._respond(waiter, result)
+            except Exception as error:  # fails this request and not the others
+                log.exception("could not create the guides of a request")
+                waiter.callback(internal_error(error))
+
+    def _compile_safely(self, key: Key) -> Any:
+        """Return a matcher, or a GrammarError for any failure."""
+        try:
+            return self._compile(key)
+        except GrammarError as error:
+            return error
+        except BaseException as error:  # a panic in llguidance is not an Exception, and requests wait for the result
+            log.exception("could not compile a grammar")
+            return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL, cache_seconds=0)
+
+    def _compile(self, key: Key) -> Any:
+        tokenizer = self._get_tokenizer()
+        with self._lock:
+            sandbox = self._idle.pop()
+        try:
+            text = sandbox(*key[:2], still_wanted=lambda: self._still_wanted(key))
+        finally:
+            with self._lock:
+                self._idle.append(sandbox)
+        try:
+            return grammar.create_matcher(tokenizer, text)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
+
+    def _still_wanted(self, key: Key) -> bool:
+        return any(waiter.still_wanted() for waiter in tuple(self._queued[key]))
+
+    def _lookup(self, key: Key) -> Any:
+        entry = self._cache.get(key)
+        if entry is None:
+            return None
+        if time.monotonic() >= entry.expires_at:
+            self._evict(key)
+            return None
+        self._cache.move_to_end(key)
+        return entry.result
+
+    def _store(self, key: Key, result: Any) -> None:
+        seconds = result.cache_seconds if isinstance(result, GrammarError) else math.inf
+        if not seconds:
+            return
+        self._cache[key] = _CacheEntry(result, time.monotonic() + seconds)
+        self._cached_bytes += len(key[1])
+        input_limits = self._caps
+        while (
+            len(self._cache) > input_limits.max_remembered_structures
+            or self._cached_bytes > input_limits.max_remembered_structure_bytes
+        ):
+            self._evict(next(iter(self._cache)))
+
+    def _evict(self, key: Key) -> None:
+        del self._cache[key]
+        self._cached_bytes -= len(key[1])
+
+    def _respond(self, waiter: _Waiter, result: Any) -> None:
+        field, size = waiter.structure.field, self._vocab_size
+        if isinstance(result, GrammarError):
+            waiter.callback(RequestError(result.code, f"{field}: {result}"))
+            return
+        known = self._tokenizer.vocab_size
+        waiter.callback(tuple(GrammarGuide(result.deep_copy(), field, size, known) for _ in range(waiter.count)))
+
+    def _settings(self) -> grammar.GrammarSettings:
+        tokenizer = self._get_tokenizer()
+        added = sorted(token for token in self._source.get_added_vocab().values() if token < tokenizer.vocab_size)
+        special = [tokenizer.decode_bytes([token]) for token in added if tokenizer.is_special_token(token)]
+        texts = tuple(text.decode(errors="replace") for text in special)
+        return grammar.GrammarSettings(tokenizer.vocab_size, texts, self._any_whitespace)
+
+    def _get_tokenizer(self) -> Any:
+        """Return the LLTokenizer, created on the first call. Raises GrammarError if the tokenizer is unsupported."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = _create_tokenizer(self._source, self._vocab_size, self._eos_ids)
+            return self._tokenizer
+
+
+def _create_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+    if not HAS_LLGUIDANCE:
+        raise GrammarError("not available: the package llguidance is not installed")
+    if not eos_ids:
+        raise GrammarError("not available: this model has no end-of-sequence token")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise GrammarError(f"not available: this model's tokenizer, {type(tokenizer).__name__}, has no tokenizer.json")
+    try:
+        return llguidance_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos_ids)
+    except Exception as error:  # llguidance does not support this kind of tokenizer
+        raise GrammarError(f"not available with this model's tokenizer: {error}") from error

@@ -1,0 +1,83 @@
+"""Resolve engine options against the model and the device: data types, context length, quantization, embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from paged_kernels.cpu import native
+from transformers import PretrainedConfig
+
+from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, ConfigError, EngineConfig
+from paged_backend.api.limits import EmbeddingSpec
+from paged_backend.loading.weights import is_dequantized
+from paged_backend.models import rope
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    """Return the device of the engine. Raises ConfigError if a GPU is requested but not usable."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError('device="cuda": no usable GPU; use "auto" or "cpu"')
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def pick_dtype(requested: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the data type of weights and activations.
+
+    `auto` is the model's own type on a GPU. On a CPU it is bfloat16 if the CPU has instructions for it (AVX512-BF16,
+    AMX), otherwise float32, because 16-bit values would have to be widened.
+    """
+    if DTYPES[requested] != "auto":
+        return getattr(torch, DTYPES[requested])
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return model_dtype or torch.float32
+
+
+def pick_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the data type of the KV cache. `auto` is the type of the weights and activations."""
+    return dtype if KV_CACHE_DTYPES[requested] == "auto" else getattr(torch, KV_CACHE_DTYPES[requested])
+
+
+def pick_max_model_len(requested: int | None, text_config: PretrainedConfig) -> int:
+    """Return the context length. Raises ConfigError if it exceeds the model's positions or static rope angles."""
+    limit, reason = rope.max_static_len(text_config)
+    if requested is None:
+        if limit is None:
+            raise ConfigError("max_model_len: the model's configuration has no limit; set the option")
+        return limit
+    if limit is not None and requested > limit:
+        raise ConfigError(f"max_model_len={requested}: must be at most {limit}, {reason}")
+    return requested
+
+
+def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSpec | None:
+    """Return the supported embeddings; None without a hidden size.
+
+    vLLM reads the same fields, `is_matryoshka` and `matryoshka_dimensions`.
+    """
+    if size is None:
+        return None
+    dimensions = getattr(hf_config, "matryoshka_dimensions", None)
+    if isinstance(dimensions, list) and dimensions:
+        return EmbeddingSpec(size, tuple(n for n in dimensions if isinstance(n, int) and 0 < n <= size))
+    return EmbeddingSpec(size, range(1, size + 1) if getattr(hf_config, "is_matryoshka", False) else ())
+
+
+def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:
+    """Raise ConfigError if int8 weights are requested but not possible."""
+    if config.quantization is None:
+        return
+    reason = None
+    if device.type != "cpu":
+        reason = 'only supported on a CPU; leave it out, or set device="cpu"'
+    elif not native.levels():
+        reason = "requires the CPU kernels, which have not been compiled; run: python -m paged_kernels.cpu.build"
+    elif getattr(hf_config, "quantization_config", None) and not is_dequantized(hf_config, path):
+        reason = "the model's weights are quantized already; leave it out"
+    if reason:
+        raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")

@@ -1,0 +1,62 @@
+"""Find the files of a model or tokenizer, locally or on the Hugging Face hub, and read its configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PretrainedConfig
+
+from paged_backend.api.config import HUB_NAME, ConfigError, EngineConfig
+from paged_backend.loading import model_files
+from paged_backend.loading.model_files import GGUF
+
+
+def find_files(name: str, root: Path, config: EngineConfig, revision: str | None = None) -> Path:
+    """Return the directory or GGUF file of a model or tokenizer. Raises ConfigError.
+
+    A relative path is looked up in `root` and then in the working directory. Anything else is the name of a repository
+    on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache.
+    """
+    candidates = [base / Path(name).expanduser() for base in (root, Path.cwd())]
+    for path in candidates:
+        if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
+            return path
+        if path.suffix == GGUF and path.is_file():
+            return path
+    if not any(path.exists() for path in candidates) and HUB_NAME.fullmatch(name):
+        return _download(name, config, revision)
+    raise ConfigError(
+        f"model={json.dumps(name)}: no config.json in {candidates[0]}; give a Hugging Face model directory, or a"
+        f" {GGUF} file"
+    )
+
+
+def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.safetensors"] if config.load_format != "dummy" else []
+    patterns += ["*.py"] if config.trust_remote_code else []
+    try:
+        path = snapshot_download(name, revision=revision, cache_dir=config.download_dir, allow_patterns=patterns)
+        return Path(path)
+    except Exception as error:  # no network, unknown name, no permission: each raises another type
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error
+
+
+def source_arguments(path: Path) -> dict[str, str]:
+    """Return the arguments that name a model directory or GGUF file to `from_pretrained`."""
+    if path.suffix == GGUF:
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+def read_config(config: EngineConfig, path: Path) -> PretrainedConfig:
+    """Read the model's configuration. Raises ConfigError."""
+    if path.suffix != GGUF:
+        model_files.check_text_files(path)
+    try:
+        return AutoConfig.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # invalid JSON, an unknown architecture, inconsistent values
+        raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error

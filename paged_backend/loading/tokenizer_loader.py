@@ -1,0 +1,46 @@
+"""Load the tokenizer of a model, and check its chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.loading import model_files
+from paged_backend.loading.model_files import GGUF
+from paged_backend.loading.model_source import find_files, source_arguments
+from paged_backend.text.templates import check_template
+
+
+def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the options name, or that of the model. Raises ConfigError."""
+    path = find_files(config.tokenizer, root, config, config.tokenizer_revision) if config.tokenizer else model_path
+    if path.suffix != GGUF:
+        model_files.check_text_files(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
+    except BaseException as error:  # many types; a panic in the tokenizers library is not an Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
+    try:
+        check_template(tokenizer, config.chat_template_timeout)
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: the chat template in {path} {error}") from error
+    return tokenizer
+
+
+def _culprit(path: Path) -> str:
+    """Return the beginning of an error message, with the file because of which the tokenizer cannot be loaded."""
+    main, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    if not main.exists():
+        return f"no loadable tokenizer in {path}"
+    try:
+        Tokenizer.from_file(str(main))
+    except BaseException as error:  # may be a panic, as above
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return f"{main} cannot be loaded"
+    return f"{settings if settings.exists() else main} cannot be loaded"

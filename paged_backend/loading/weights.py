@@ -1,0 +1,95 @@
+"""Load the weights of a model with transformers, or initialize them at random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.loading import model_files
+from paged_backend.loading.model_files import GGUF
+from paged_backend.loading.model_source import source_arguments
+from paged_backend.models.tensor_parallel import distributed_arguments
+
+
+def load_weights(
+    config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Load the model in `dtype`, or this rank's shards of it. Raises ConfigError."""
+    if config.load_format == "dummy":
+        return _random_weights(config, hf_config, dtype)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **source_arguments(path),
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **_format_arguments(config, hf_config, path, device),
+            **distributed_arguments(config),
+        )
+    except Exception as error:  # a truncated file, a missing shard, not a decoder
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
+    model_files.check_loading_info(path, info, quantized=is_quantized(hf_config))
+    if is_dequantized(hf_config, path):
+        vars(model.config).pop("quantization_config", None)  # it would still mark the model as quantized
+    return model
+
+
+def is_quantized(hf_config: PretrainedConfig) -> bool:
+    """Return whether the files hold quantized weights."""
+    return getattr(hf_config, "quantization_config", None) is not None
+
+
+def is_dequantized(hf_config: PretrainedConfig, path: Path) -> bool:
+    """Return whether quantized weights are converted to `dtype` while loading, which applies to GGUF and fp8.
+
+    transformers multiplies these formats in quantized form only with the PyPI package `kernels`, which is not a
+    requirement of the engine.
+    """
+    quantization = getattr(hf_config, "quantization_config", None)
+    return path.suffix == GGUF or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8")
+
+
+def _format_arguments(
+    config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for the format of the weights.
+
+    Quantized weights are loaded directly to their device, because some formats select their kernels by it.
+    """
+    if path.suffix == GGUF:
+        return {"quantization_config": GgufConfig(dequantize=True)}
+    quantization: Any = getattr(hf_config, "quantization_config", None)
+    if is_dequantized(hf_config, path):
+        quantization["dequantize"] = True
+    on_device = {"device_map": device} if quantization and config.tensor_parallel_size == 1 else {}
+    return {"use_safetensors": True, **on_device}
+
+
+def _random_weights(config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+        )
+    return model if config.tensor_parallel_size == 1 else _shard(config, model)
+
+
+def _shard(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """Return this rank's shards of a whole model. Only `from_pretrained` can shard one."""
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        dtype=model.dtype,
+        attn_implementation="eager",
+        **distributed_arguments(config),
+    )
