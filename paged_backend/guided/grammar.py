@@ -49,8 +49,9 @@ def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     """
     if kind == "json_schema":
         # An unsupported keyword is an error even if the schema itself asks for leniency.
-        defaults = {"whitespace_pattern": WHITE_SPACE} if any_whitespace else {"whitespace_flexible": False}
-        overrides = {"lenient": False, "coerce_one_of": False}
+        whitespace = {"whitespace_pattern": WHITE_SPACE} if any_whitespace else {"whitespace_flexible": False}
+        defaults: Any = whitespace
+        overrides: Any = {"lenient": False, "coerce_one_of": False}
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides=overrides)
     if kind == "choice":
         alternatives = "|".join(f"(?:{_escape(choice)})" for choice in json.loads(text))
