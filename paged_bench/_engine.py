@@ -9,7 +9,8 @@ from queue import SimpleQueue
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import Assembly
-from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
 
 
 def serve(

@@ -70,7 +70,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     arrivals = [job.arrival for job in jobs] if jobs[-1].arrival else None
     for output in serve(assembly, requests, arrivals):
         for delta in output.deltas:
-            when = output.when - started - jobs[delta.key].arrival
+            when = output.finished_at - started - jobs[delta.key].arrival
             stamps.setdefault((delta.key, delta.sample), []).extend([when] * len(delta.token_ids))
             if delta.sample == 0:
                 outputs[delta.key] += delta.token_ids

@@ -13,7 +13,8 @@ import torch
 
 from paged_backend.api.config import ConfigError, EngineConfig
 from paged_backend.api.limits import EngineLimits
-from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
 from paged_backend.engine.rank import ROOT, Prepared, prepare
 from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import ParallelRunner, Workers

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.engine.outputs import Emit, EngineDied, PoolMap, StepOutput, UnknownRequests
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
 from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.memory.disk import DiskTier
-from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
 from paged_backend.scheduling.content import Chain, Entry, PrefixParent
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
@@ -88,22 +88,6 @@ class Look:
 
 
 @dataclass(frozen=True)
-class PoolMap:
-    """The pool at one moment."""
-
-    when: float  # time.time()
-    states: str  # see BlockManager.states
-    tokens: int  # whose keys and values are in blocks that sequences hold; in a shared one they count once
-    stats: SchedulerStats
-
-    @classmethod
-    def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
-        states = scheduler.blocks.states(scheduler.pins.counts)
-        held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
-
-
-@dataclass(frozen=True)
 class Unpin:
     """Let go of a session's blocks."""
 
@@ -124,29 +108,6 @@ class Failed:
 
     key: int
     error: RequestError
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one turn of the loop gave, and the state it left."""
-
-    deltas: tuple[TokenDelta, ...]
-    stats: SchedulerStats
-    when: float  # time.monotonic() once the tokens were on the host
-    began: float = 0.0  # and when the step was planned
-    entered: tuple[int, ...] = ()  # keys of requests that computed in it for the first time
-
-
-@dataclass(frozen=True)
-class UnknownRequests:
-    """Requests that the engine does not know, and whose end it has not told."""
-
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class EngineDied:
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -171,7 +132,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        emit: Callable[[StepOutput | PoolMap | UnknownRequests | EngineDied], None],
+        emit: Emit,
         disk: DiskTier | None = None,
         *,
         adapters: AdapterRegistry | None = None,

@@ -20,7 +20,7 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.request import FinishReason
-from paged_backend.engine.engine import EngineDied, PoolMap, StepOutput, UnknownRequests
+from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput, UnknownRequests
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.channel import Channel
 from paged_backend.server.metrics import Metrics
@@ -294,10 +294,10 @@ class Responder:
 
     def _book(self, output: StepOutput, touched: dict[int, Stream]) -> None:
         self._learn(output.stats)
-        streams, when, generated = self._streams, output.when, 0
+        streams, when, generated = self._streams, output.finished_at, 0
         for key in output.entered:
             if key in streams:
-                streams[key].entered = output.began
+                streams[key].entered = output.started_at
                 self._watch.enter(streams[key])
         for delta in output.deltas:
             stream = streams.get(delta.key)
@@ -343,7 +343,7 @@ class Responder:
             self._show()
         outputs = write_pool_map(
             {
-                "time": pool.when,
+                "time": pool.taken_at,
                 "block_size": pool.stats.block_size,
                 "num_blocks": pool.stats.blocks_total,
                 "states": pool.states,

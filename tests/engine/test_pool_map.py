@@ -9,7 +9,7 @@ import pytest
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.engine import EngineDied, PoolMap
+from paged_backend.engine.outputs import EngineDied, PoolMap
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult

@@ -10,7 +10,7 @@ import transformers as hf
 
 from paged_backend.api.config import ConfigError, EngineConfig
 from paged_backend.engine import workers as parallel_workers
-from paged_backend.engine.engine import EngineDied
+from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner
 from paged_backend.models import tensor_parallel as parallel
 from tests.support.beams import beams

@@ -10,7 +10,7 @@ import pytest
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta, TokenLogprob, Usage
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.engine import EngineDied, StepOutput, UnknownRequests
+from paged_backend.engine.outputs import EngineDied, StepOutput, UnknownRequests
 from paged_backend.server import watch
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder

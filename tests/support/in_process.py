@@ -19,7 +19,8 @@ from paged_backend.api.guide import Guide
 from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.engine.engine import Engine, EngineDied, PoolMap, StepOutput
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
 from paged_backend.server.embedding import parse_embedding_sampling
 
 WAIT = 60  # seconds after which a step that never comes fails the test

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.engine import PoolMap
+from paged_backend.engine.outputs import PoolMap
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.channel import ServerChannel
 from paged_backend.server.stream import Sample, Stream

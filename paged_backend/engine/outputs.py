@@ -1,0 +1,83 @@
+"""What the engine emits, from its own thread: step outputs, pool maps, unknown request keys and its own failure.
+
+Each output passes itself to the method of `OutputHandler` that is for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from paged_backend.api.request import TokenDelta
+from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import SchedulerStats
+
+
+class OutputHandler(Protocol):
+    """Receives the outputs of an engine; the responder has one."""
+
+    def on_step(self, output: StepOutput) -> None: ...
+    def on_pool_map(self, pool: PoolMap) -> None: ...
+    def on_unknown_requests(self, unknown: UnknownRequests) -> None: ...
+    def on_engine_died(self, died: EngineDied) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The new tokens of one engine iteration, and the scheduler statistics after it."""
+
+    deltas: tuple[TokenDelta, ...]
+    stats: SchedulerStats
+    finished_at: float  # time.monotonic() when the tokens were on the host
+    started_at: float = 0.0  # time.monotonic() when the step was scheduled
+    entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
+
+    def dispatch(self, handler: OutputHandler) -> None:
+        handler.on_step(self)
+
+
+@dataclass(frozen=True)
+class PoolMap:
+    """The state of every block of the pool at one moment."""
+
+    taken_at: float  # time.time()
+    states: str  # one character per block, see BlockManager.states
+    tokens: int  # tokens whose keys and values are in blocks held by sequences; a shared block counts once
+    stats: SchedulerStats
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
+        """Return the map of the scheduler's pool."""
+        states = scheduler.blocks.states(scheduler.pins.counts)
+        held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
+        return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
+
+    def dispatch(self, handler: OutputHandler) -> None:
+        handler.on_pool_map(self)
+
+
+@dataclass(frozen=True)
+class UnknownRequests:
+    """Request keys that the engine does not track, although no final output was emitted for them."""
+
+    keys: tuple[int, ...]
+
+    def dispatch(self, handler: OutputHandler) -> None:
+        handler.on_unknown_requests(self)
+
+
+@dataclass(frozen=True)
+class EngineDied:
+    """The engine loop has ended with an error; every open request fails."""
+
+    reason: str
+
+    def dispatch(self, handler: OutputHandler) -> None:
+        handler.on_engine_died(self)
+
+
+EngineOutput: TypeAlias = StepOutput | PoolMap | UnknownRequests | EngineDied
+Emit: TypeAlias = Callable[[EngineOutput], None]
