@@ -26,7 +26,8 @@ from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 from torch import Tensor
 
-from paged_backend.execution.batch import DeviceUpload, shared_prefixes
+from paged_backend.execution.batch import shared_prefixes
+from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._race import Call, rotations
 

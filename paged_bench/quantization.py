@@ -18,8 +18,9 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.execution.batch import DeviceUpload, pack
+from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.upload import DeviceUpload
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish

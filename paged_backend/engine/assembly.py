@@ -23,7 +23,8 @@ from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
-from paged_backend.memory.disk import DiskTier, fingerprint
+from paged_backend.memory.block_file import fingerprint
+from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
@@ -201,5 +202,8 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRu
     places = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
     name = fingerprint(config, places, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
-        Path(config.disk_cache_dir).expanduser(), name, int(config.disk_cache_gib * kv_cache.GIB), runner.host.block(0)
+        Path(config.disk_cache_dir).expanduser(),
+        name,
+        int(config.disk_cache_gib * kv_cache.GIB),
+        runner.host.read_block(0),
     )

@@ -372,7 +372,9 @@ class Engine:
             self._runner.move(plan)
             runner, size = self._runner, self._scheduler.blocks.block_size
             draft = runner.drafter is not None
-            return runner.launch(pack(plan, block_size=size, draft=draft, group=runner.group, uniform=runner.uniform))
+            return runner.launch(
+                pack(plan, block_size=size, draft=draft, gqa_group=runner.gqa_group, uniform=runner.uniform)
+            )
         except Exception as error:
             return error
 
@@ -474,7 +476,7 @@ class Engine:
         for index, content in fetched.blocks:
             block = host.keep(blocks.entry(chain, fetched.request.prompt_token_ids, index))
             if block is not None:
-                memory.fill(block, content)
+                memory.write_block(block, content)
 
     def _write(self, plan: Plan) -> None:
         """What has just gone to the host goes to disk as well."""
@@ -483,7 +485,7 @@ class Engine:
         assert self._runner.host
         for move in plan.moves_out:
             if move.entry and self._disk.should_write(move.entry):
-                self._disk.put(move.entry, self._runner.host.block(move.target))
+                self._disk.put(move.entry, self._runner.host.read_block(move.target))
 
     def _spill(self) -> None:
         """While there is nothing else to do: a few known blocks that are not on disk yet, as its queue has room."""

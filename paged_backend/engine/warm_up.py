@@ -19,7 +19,7 @@ from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.graphs import GraphShape, draft_shapes, graph_capture, graph_shapes, largest
+from paged_backend.execution.graphs import GraphShape, draft_shapes, graph_capture, graph_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
@@ -98,7 +98,7 @@ def build_runner(
     """The model, and the one that guesses if there is one, over these pools."""
     drafter, count = None, len(loaded.spec.layers)
     if loaded.draft:
-        drafter = Drafter(loaded.draft.model, kv.part(count, len(kv.layers)))
+        drafter = Drafter(loaded.draft.model, kv.layer_range(count, len(kv.layers)))
     max_draws = config.max_num_seqs + config.max_num_batched_tokens  # with every guess
     return Runner(
         loaded.model, kv, host, max_draws=max_draws, drafter=drafter, lora=loaded.lora, broadcast_tokens=agree
@@ -120,13 +120,13 @@ def record(config: EngineConfig, loaded: LoadedModel, runner: Runner, every: lis
     how = None if config.enforce_eager else graph_capture(runner.kv.device)
     if how:
         longest = loaded.spec.max_model_len
-        runner.record(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
+        runner.capture_graphs(how, every, max_blocks=-(-longest // config.block_size), max_context_len=longest)
 
 
 def _rehearse(config: EngineConfig, max_model_len: int, vocab_size: int, runner: Runner) -> None:
     for plan in warm_up_plans(config, max_model_len, vocab_size):
-        for group in dict.fromkeys((None, runner.group)):
-            runner.launch(pack(plan, block_size=config.block_size, group=group)).result()
+        for group in dict.fromkeys((None, runner.gqa_group)):
+            runner.launch(pack(plan, block_size=config.block_size, gqa_group=group)).result()
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
@@ -192,7 +192,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
         runner.release_graphs()
         return max(0, before - after)
 
-    first, second = largest(every, 1), largest(every, 2)
+    first, second = largest_shapes(every, 1), largest_shapes(every, 2)
     taken(first)  # what the first sets up for good counts as taken already, later on
     least = taken(first)
     if second == first:

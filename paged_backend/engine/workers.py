@@ -150,7 +150,7 @@ class ParallelRunner:
         self._runner = runner
         self.workers = workers
         self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers
-        self.group, self.uniform = runner.group, runner.uniform
+        self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
 
     def move(self, plan: Plan) -> None:
         if plan.moves_out or plan.moves_in or plan.copies:

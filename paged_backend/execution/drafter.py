@@ -1,8 +1,9 @@
-"""A smaller model that guesses, on the device, what the larger one then checks in the same step.
+"""A draft model that proposes tokens on the device; the model verifies them in the same step.
 
-It lives in the same blocks: its layers follow the model's in the cache, so whatever happens to a block, a copy, a move
-or a hit, happens to its keys and values, too. It runs over every batch, and before that, one token at a time, over what
-it guesses. It draws with the random numbers that the model will draw with: where their probabilities agree, they do.
+The draft model shares the blocks of the model: its layers follow the model's in the KV cache, so a block that is
+copied, swapped or hit in the prefix cache carries the draft model's keys and values as well. It runs over every batch,
+and before that over its own proposals, one token per sequence at a time. It samples with the random numbers that the
+model will use, so the two choose the same token where their probabilities agree.
 """
 
 from __future__ import annotations
@@ -23,30 +24,33 @@ from paged_backend.sampling.sampler import sample
 
 @dataclass(frozen=True, eq=False)
 class Drafter:
+    """A draft model over its own layers of the KV cache."""
+
     model: PreTrainedModel
-    kv: KVCache  # its own layers
+    kv: KVCache
 
     def forward(self, batch: PackedBatch) -> Tensor:
+        """Return the draft model's logits [num_samples, vocab] of a batch."""
         return paged_logits(self.model, batch, self.kv)
 
     def update_kv(self, batch: PackedBatch) -> None:
-        """Compute its own keys and values of a batch, guesses in it or none."""
+        """Compute the draft model's keys and values of a batch, with or without draft tokens in it."""
         self.forward(replace(batch, sample_rows=batch.sample_rows[:0]))
 
 
-def fill(batch: PackedBatch, drafting: Drafting, forward: Callable[[PackedBatch], Tensor]) -> PackedBatch:
-    """Put guesses into a batch that wants them. forward: as the drafter's."""
+def propose(batch: PackedBatch, drafting: Drafting, forward: Callable[[PackedBatch], Tensor]) -> PackedBatch:
+    """Return the batch with its draft tokens filled in. forward: as `Drafter.forward`."""
     ids = batch.input_ids.clone()
-    for turn in range(len(drafting.counts)):
-        _guess(ids, batch, drafting, turn, forward)
+    for number in range(len(drafting.counts)):
+        _propose_round(ids, batch, drafting, number, forward)
     return replace(batch, input_ids=ids)
 
 
-def _guess(
-    ids: Tensor, batch: PackedBatch, drafting: Drafting, turn: int, forward: Callable[[PackedBatch], Tensor]
+def _propose_round(
+    ids: Tensor, batch: PackedBatch, drafting: Drafting, number: int, forward: Callable[[PackedBatch], Tensor]
 ) -> None:
-    count = drafting.counts[turn]
-    rows, seqs, paging = drafting.rows[:count] + turn, drafting.seqs[:count], batch.paging
+    count = drafting.counts[number]
+    rows, seqs, paging = drafting.rows[:count] + number, drafting.seqs[:count], batch.paging
     positions = batch.position_ids[:, rows]
     one_each = Paging(
         slots=paging.slots[rows],
@@ -56,6 +60,7 @@ def _guess(
         max_query_len=1,
         max_context_len=paging.max_context_len,
     )
-    every = one_each.query_starts[:-1].long()
-    step = PackedBatch(ids[:, rows], positions, one_each, every, None, drafting.sampling[turn], False)
-    ids[0, rows + 1] = sample(forward(step), step.sampling).clamp(min=0)  # a guess, be it of a row that is not finite
+    all_rows = one_each.query_starts[:-1].long()
+    step = PackedBatch(ids[:, rows], positions, one_each, all_rows, None, drafting.sampling[number], False)
+    # Sampling gives -1 for logits that are not finite. Any token will do then, since it is verified.
+    ids[0, rows + 1] = sample(forward(step), step.sampling).clamp(min=0)

@@ -1,12 +1,12 @@
-"""Steps recorded once for each of some sizes, and replayed: one launch in place of hundreds.
+"""CUDA graphs of steps: captured once for a set of sizes, then replayed with one launch in place of hundreds.
 
-A graph reads its inputs where it was recorded, so a step of n rows is padded to a size and written there. Rows of
-padding belong to sequences of padding, which have no context, and write nowhere. Lengths are not part of a graph; it
-is recorded for the longest.
+A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
+rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
+of a graph; it is captured for the longest.
 
-    rows      0 ... n-1 | n ... size-1
-    slots     as packed | -1             nothing is written
-    lengths   as packed | 0              nothing is read
+    rows           0 ... n-1 | n ... size-1
+    slots          as packed | -1             nothing is written
+    context_lens   as packed | 0              nothing is read
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from paged_kernels.cascade import MAX_GROUPS
@@ -25,46 +25,46 @@ from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paged_backend.execution.batch import DeviceUpload, PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.upload import DeviceUpload
 from paged_backend.sampling.sampler import SamplingBatch
 
 log = logging.getLogger("paged_llm")
 
-MOST_ROWS = 512  # of a recorded step: with more the device is busy for about as long as the host takes to launch it
-FEW_ROWS = 192  # that a GPU multiplies while it reads the weights: 790 TFLOP/s over 4.3 TB/s, on an H200 in 16 bits
-STEP = 32  # rows, between the sizes of steps with guesses of many sequences
+MAX_ROWS = 512  # of a captured step: with more, the device is busy for as long as the host takes to launch the step
+MEMORY_BOUND_ROWS = 192  # that a GPU multiplies while it reads the weights: 790 TFLOP/s over 4.3 TB/s (H200, 16 bits)
+ROW_STEP = 32  # between the sizes of steps with draft tokens of many sequences
 NO_ROWS = torch.empty(0, dtype=torch.int32)
-NOTHING_SHARED = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
-GraphCapture = Callable[
-    [Callable[[], Tensor]], Callable[[], Tensor]
-]  # what runs a function again, into the same tensor
+NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
+# Takes a function that returns logits, and returns one that runs it again into the same tensor.
+GraphCapture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class GraphShape(NamedTuple):
-    """The steps that one recording stands for."""
+    """The steps that one graph can run."""
 
-    seqs: int  # these and the rows with those of padding
-    rows: int
-    queries: int  # of a sequence, at most
+    seqs: int  # sequences, with those of padding
+    rows: int  # rows, with those of padding
+    queries: int  # rows per sequence, at most
     shared: bool = False  # whether rows share prefixes
 
     @property
     def rows_per_seq(self) -> int:
-        """Rows of a sequence of padding, while there are any."""
+        """Rows that each padding sequence takes, while there are any left."""
         return self.rows // self.seqs
 
     def fits(self, paging: Paging) -> bool:
-        """Whether a step fits in, with a sequence of padding for every row of padding: what attention gives for a row
-        of nobody could be NaN."""
+        """Return whether a step fits, with a padding sequence for every padding row. Attention may return NaN for a
+        row that belongs to no sequence."""
         rows, seqs = self.rows - len(paging.slots), self.seqs - paging.num_seqs
-        alike = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
-        return alike and 0 <= rows <= seqs * self.rows_per_seq
+        same_kind = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
+        return same_kind and 0 <= rows <= seqs * self.rows_per_seq
 
 
 def capture_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record: close together, so that little is computed for padding; as many as are worth the memory
-    and the time to start."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_ROWS + 1, 16)]
+    """Return the decode batch sizes to capture. They are close together, so that padding costs little, but no more than
+    are worth the memory and the start-up time."""
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_ROWS + 1, 16)]
     largest = min(max_num_seqs, steps[-1])
     return [*(size for size in steps if size < largest), largest]
 
@@ -72,50 +72,57 @@ def capture_batch_sizes(max_num_seqs: int) -> list[int]:
 def graph_shapes(
     max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False
 ) -> list[GraphShape]:
-    """What is recorded for steps of up to so many queries of a sequence. The largest first: the others fit into its
-    memory. shared: for a few of them also with rows that share prefixes.
+    """Return the shapes to capture, the largest first, so that the others fit into its memory.
 
-    Beside decode steps there are two sorts of steps with guesses. Of few sequences each has `queries` rows, guesses or
-    not (`batch.Uniform`): rows cost nothing as long as the weights take longer to read, and attention is cut up for the
-    sequences that there are. Of many sequences, of which often only some have a guess, no row is added that is not
-    needed, and any row may be a sequence: a row costs something, and attention has work enough however it is cut up.
-    The latter also take what cannot be brought to the former.
+    queries: rows per sequence, at most: 1 plus the number of draft tokens. shared: capture some shapes for steps with
+    shared prefixes, too.
+
+    Besides decode steps there are two sorts of steps with draft tokens. With few sequences, each has `queries` rows,
+    whether they hold draft tokens or not (`batch.UniformBatch`): extra rows cost nothing while reading the weights
+    takes longer, and attention is partitioned for the actual number of sequences. With many sequences, of which often
+    only some have draft tokens, no row is added that is not needed, and any row may be a sequence: rows cost time, and
+    attention has enough work however it is partitioned. The second sort also takes the steps that cannot be padded to
+    the first.
     """
     decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
     few, many = [], []
     if queries > 1:
-        few = [GraphShape(one.seqs, one.seqs * queries, queries) for one in decode if one.seqs * queries <= FEW_ROWS]
-        most = min(MOST_ROWS, max_num_seqs * queries, max_num_batched_tokens)
-        many = [GraphShape(size, size, queries) for size in range(STEP, most + STEP, STEP)]
+        few = [
+            GraphShape(shape.seqs, shape.seqs * queries, queries)
+            for shape in decode
+            if shape.seqs * queries <= MEMORY_BOUND_ROWS
+        ]
+        most = min(MAX_ROWS, max_num_seqs * queries, max_num_batched_tokens)
+        many = [GraphShape(size, size, queries) for size in range(ROW_STEP, most + ROW_STEP, ROW_STEP)]
     sharing = [
-        one._replace(shared=True)
+        shape._replace(shared=True)
         for sort in (decode, many)
-        for one in sort
-        if shared and (one.rows & (one.rows - 1) == 0 or one is sort[-1])
+        for shape in sort
+        if shared and (shape.rows & (shape.rows - 1) == 0 or shape is sort[-1])
     ]
     return _largest_first([*decode, *few, *many, *sharing])
 
 
-def draft_shapes(every: Sequence[GraphShape]) -> list[GraphShape]:
-    """Of these, what a model that guesses runs by itself: a token of each sequence."""
-    return [one for one in every if one.queries == 1 and not one.shared]
+def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Return the shapes that a draft model runs by itself: one token per sequence."""
+    return [shape for shape in shapes if shape.queries == 1 and not shape.shared]
 
 
-def largest(every: Sequence[GraphShape], count: int) -> list[GraphShape]:
-    """The `count` largest of each sort: of those that differ in more than size."""
-    found: dict[tuple[object, ...], list[GraphShape]] = {}
-    for one in _largest_first(every):
-        found.setdefault((one.queries, one.shared, one.rows_per_seq), []).append(one)
-    return _largest_first([one for sort in found.values() for one in sort[:count]])
+def largest_shapes(shapes: Sequence[GraphShape], count: int) -> list[GraphShape]:
+    """Return the `count` largest shapes of each sort, where shapes of one sort differ in their size alone."""
+    sorts: dict[tuple[object, ...], list[GraphShape]] = {}
+    for shape in _largest_first(shapes):
+        sorts.setdefault((shape.queries, shape.shared, shape.rows_per_seq), []).append(shape)
+    return _largest_first([shape for sort in sorts.values() for shape in sort[:count]])
 
 
-def _largest_first(graph_shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    return sorted(graph_shapes, key=lambda kind: (kind.rows, kind), reverse=True)
+def _largest_first(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    return sorted(shapes, key=lambda shape: (shape.rows, shape), reverse=True)
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """What every step writes whole, in one place."""
+class _StaticInputs:
+    """The inputs that every replay overwrites as a whole, in one place."""
 
     input_ids: Tensor  # [1, rows] int64
     position_ids: Tensor  # [1, rows] int64
@@ -125,40 +132,42 @@ class _Rows:
     shared: SharedPrefixes | None
 
     @classmethod
-    def of(cls, input_ids: Tensor, position_ids: Tensor, paging: Paging, kind: GraphShape) -> _Rows:
+    def padded(cls, input_ids: Tensor, position_ids: Tensor, paging: Paging, shape: GraphShape) -> _StaticInputs:
+        """Return a step's inputs, padded to a shape."""
         rows, seqs, shared = len(paging.slots), paging.num_seqs, paging.shared
-        more, others = (0, kind.rows - rows), (0, kind.seqs - seqs)
+        more_rows, more_seqs = (0, shape.rows - rows), (0, shape.seqs - seqs)
         if shared:
-            shared = replace(shared, lens=pad(shared.lens, others), members=pad(shared.members, others))
+            shared = replace(shared, lens=pad(shared.lens, more_seqs), members=pad(shared.members, more_seqs))
         starts = paging.query_starts
-        ends = torch.arange(1, others[1] + 1, dtype=starts.dtype, device=starts.device) * kind.rows_per_seq + rows
+        ends = torch.arange(1, more_seqs[1] + 1, dtype=starts.dtype, device=starts.device) * shape.rows_per_seq + rows
         return cls(
-            pad(input_ids, more),
-            pad(position_ids, more),
-            pad(paging.slots, more, value=-1),
-            pad(paging.context_lens, others),
-            torch.cat((starts, ends.clamp(max=kind.rows))),
+            pad(input_ids, more_rows),
+            pad(position_ids, more_rows),
+            pad(paging.slots, more_rows, value=-1),
+            pad(paging.context_lens, more_seqs),
+            torch.cat((starts, ends.clamp(max=shape.rows))),
             shared,
         )
 
     @classmethod
-    def of_padding(cls, kind: GraphShape) -> _Rows:
+    def all_padding(cls, shape: GraphShape) -> _StaticInputs:
+        """Return inputs that consist of padding."""
         ids, none = torch.empty(1, 0, dtype=torch.int64), NO_ROWS
-        shared = NOTHING_SHARED if kind.shared else None
-        return cls.of(ids, ids, Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared), kind)
+        shared = NO_SHARED_PREFIXES if shape.shared else None
+        return cls.padded(ids, ids, Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared), shape)
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded:
-    buffer: Tensor  # [bytes] uint8: where it reads its rows
+class _CapturedGraph:
+    buffer: Tensor  # [bytes] uint8: where the graph reads its _StaticInputs
     replay: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
-    """One step's upload."""
+class _StepUpload:
+    """What the host uploads for one replay. The first part goes to the graph's buffer."""
 
-    rows: _Rows
+    inputs: _StaticInputs
     block_tables: Tensor  # [num_seqs, max_blocks] int32
     sample_rows: Tensor | None  # None: every row
     draw_rows: Tensor | None
@@ -167,100 +176,111 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class ForwardOutput:
-    """What a forward pass gave, and how to draw from it, on the device."""
+    """The result of a forward pass, on the device, with what sampling needs."""
 
-    logits: Tensor  # [num_samples, vocab]; of a recorded step valid until the next
+    logits: Tensor  # [num_samples, vocab]; from a graph valid until the next replay
     draw_rows: Tensor | None
     sampling: SamplingBatch
-    draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, where guesses were made on the device
+    draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, of the rows that the batch asks for
 
 
 class Graphs:
-    """Recorded steps, over static inputs that all of them share."""
+    """Captured graphs of one model, with static inputs that they share where they can."""
 
     def __init__(
         self,
         forward: Callable[[PackedBatch], Tensor],
-        drawn: Tensor,
-        record: GraphCapture,
-        graph_shapes: Sequence[GraphShape],
+        previous: Tensor,
+        capture: GraphCapture,
+        shapes: Sequence[GraphShape],
         *,
         max_blocks: int,
         max_context_len: int,
     ):
-        """forward: a packed batch -> logits, whatever its rows. drawn: [max_draws] int64, what the step before drew.
-        kinds: the largest first. max_blocks: of a block table. Raises what `forward` or `record` raises for a model
-        that cannot be recorded."""
-        most, device = max(kind.seqs for kind in graph_shapes), drawn.device
-        self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
-        self._every = torch.arange(max(kind.rows for kind in graph_shapes), device=device)
-        self._kinds = sorted(graph_shapes)
-        self._recorded: dict[GraphShape, _Recorded] = {}
-        for kind in graph_shapes:
-            rows = _Rows.of_padding(kind)
-            buffer = torch.zeros(DeviceUpload.size_of(rows), dtype=torch.uint8, device=device)
-            static = DeviceUpload.views(rows, buffer)
-            DeviceUpload(device)(rows, head=buffer)
-            replay = record(self._step(forward, drawn, static, kind, max_context_len))
-            self._recorded[kind] = _Recorded(buffer, replay)
+        """Capture every shape.
+
+        forward: returns the logits of a packed batch. previous: [max_draws] int64, the tokens that the previous step
+        sampled. shapes: the largest first. max_blocks: in a block table. Raises what `forward` or `capture` raises for
+        a model that cannot be captured.
+        """
+        max_seqs, device = max(shape.seqs for shape in shapes), previous.device
+        self._tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._all_rows = torch.arange(max(shape.rows for shape in shapes), device=device)
+        self._shapes = sorted(shapes)
+        self._captured: dict[GraphShape, _CapturedGraph] = {}
+        for shape in shapes:
+            padding = _StaticInputs.all_padding(shape)
+            buffer = torch.zeros(DeviceUpload.size_of(padding), dtype=torch.uint8, device=device)
+            static = DeviceUpload.views(padding, buffer)
+            DeviceUpload(device)(padding, head=buffer)
+            replay = capture(self._step(forward, previous, static, shape, max_context_len))
+            self._captured[shape] = _CapturedGraph(buffer, replay)
 
     def _step(
         self,
         forward: Callable[[PackedBatch], Tensor],
-        drawn: Tensor,
-        rows: _Rows,
-        kind: GraphShape,
+        previous: Tensor,
+        inputs: _StaticInputs,
+        shape: GraphShape,
         max_context_len: int,
     ) -> Callable[[], Tensor]:
-        # Whatever it reads must live as long as the recording, which keeps no tensor alive.
-        tables, every = self._tables[: kind.seqs], self._every[: kind.rows]
+        # The closure keeps alive every tensor that the graph reads, which the graph itself does not.
+        tables, all_rows = self._tables[: shape.seqs], self._all_rows[: shape.rows]
 
         def run() -> Tensor:
-            shared = rows.shared and replace(rows.shared, max_len=max_context_len)
+            shared = inputs.shared and replace(inputs.shared, max_len=max_context_len)
             paging = Paging(
-                rows.slots, tables, rows.context_lens, rows.query_starts, kind.queries, max_context_len, shared
-            )  # fmt: skip
-            ids = resolve_placeholders(rows.input_ids, drawn)
-            return forward(PackedBatch(ids, rows.position_ids, paging, every, None, SamplingBatch(), False))
+                inputs.slots,
+                tables,
+                inputs.context_lens,
+                inputs.query_starts,
+                shape.queries,
+                max_context_len,
+                shared,
+            )
+            ids = resolve_placeholders(inputs.input_ids, previous)
+            return forward(PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False))
 
         return run
 
     @property
     def uniform(self) -> UniformBatch | None:
-        """What steps with guesses are packed to, if any are recorded."""
-        few = [kind for kind in self._kinds if kind.rows_per_seq > 1]
+        """What steps with draft tokens are padded to, if such shapes are captured."""
+        few = [shape for shape in self._shapes if shape.rows_per_seq > 1]
         return UniformBatch(few[-1].queries, few[-1].seqs) if few else None
 
     def find(self, paging: Paging) -> GraphShape | None:
-        """The recording of the fewest sequences that a step fits into, if there is one."""
-        first = bisect_left(self._kinds, (paging.num_seqs,))
-        return next((kind for kind in self._kinds[first:] if kind.fits(paging)), None)
+        """Return the captured shape with the fewest sequences that a step fits into, if there is one."""
+        first = bisect_left(self._shapes, (paging.num_seqs,))
+        return next((shape for shape in self._shapes[first:] if shape.fits(paging)), None)
 
-    def replay(self, kind: GraphShape, batch: PackedBatch, stage: DeviceUpload) -> ForwardOutput:
+    def replay(self, shape: GraphShape, batch: PackedBatch, upload: DeviceUpload) -> ForwardOutput:
+        """Run a batch that fits a captured shape."""
         paging = batch.paging
-        count, recorded = len(paging.slots), self._recorded[kind]
-        wanted = None if len(batch.sample_rows) == count else batch.sample_rows
-        rows = _Rows.of(batch.input_ids, batch.position_ids, paging, kind)
-        staged = stage(_Step(rows, paging.block_tables, wanted, batch.draw_rows, batch.sampling), head=recorded.buffer)
-        tables = staged.block_tables
+        count, captured = len(paging.slots), self._captured[shape]
+        sample_rows = None if len(batch.sample_rows) == count else batch.sample_rows
+        inputs = _StaticInputs.padded(batch.input_ids, batch.position_ids, paging, shape)
+        step = _StepUpload(inputs, paging.block_tables, sample_rows, batch.draw_rows, batch.sampling)
+        step = upload(step, head=captured.buffer)
+        tables = step.block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
-        logits = recorded.replay()
-        logits = logits[:count] if staged.sample_rows is None else logits[staged.sample_rows]
-        return ForwardOutput(logits, staged.draw_rows, staged.sampling)
+        logits = captured.replay()
+        logits = logits[:count] if step.sample_rows is None else logits[step.sample_rows]
+        return ForwardOutput(logits, step.draw_rows, step.sampling)
 
 
 def graph_capture(device: torch.device) -> GraphCapture | None:
-    """What records on this device, if anything does."""
+    """Return what captures graphs on a device; None for a device without graphs."""
     return CudaGraphCapture() if device.type == "cuda" else None
 
 
 class CudaGraphCapture:
-    """Records into CUDA graphs that share their memory, with the logits in one place, whichever model they are of: that
-    of the first, the largest. Whoever replays has used them before the next replay."""
+    """Captures CUDA graphs that share one memory pool and write their logits to one tensor: that of the first graph,
+    the largest. The logits must be used before the next replay of any of them."""
 
     def __init__(self) -> None:
-        self._stream = _side_stream(torch.cuda.current_device())
+        self._stream = _capture_stream(torch.cuda.current_device())
         self._pool: Any = None
         self._logits: Tensor | None = None
 
@@ -269,9 +289,9 @@ class CudaGraphCapture:
             logits = step()
             return logits if self._logits is None else self._logits[: len(logits)].copy_(logits)
 
-        expected = self._rehearse(run).clone()
+        expected = self._warm_up(run).clone()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what another thread does, such as NCCL's, which asks after its events, must not end a recording.
+        # thread_local: other threads' calls, such as NCCL's queries of its events, must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = run()
         self._pool = graph.pool()
@@ -286,8 +306,8 @@ class CudaGraphCapture:
             raise RuntimeError("a replayed step gives other logits than one that is run")
         return replay
 
-    def _rehearse(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run it twice: what is set up by a first call must not be recorded."""
+    def _warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run the step twice, so that what its first call sets up is not captured."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -299,8 +319,8 @@ class CudaGraphCapture:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """What waits for the GPU raises RuntimeError. To be tried before a recording: where that fails, PyTorch before 2.12
-    keeps its memory for good, and raises at each `empty_cache`."""
+    """Raise RuntimeError where the host waits for the GPU. Tried before a capture: if a capture itself fails on this,
+    PyTorch before 2.12 never frees its memory, and raises in every later `empty_cache`."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -310,7 +330,7 @@ def forbid_synchronization() -> Iterator[None]:
 
 
 @cache
-def _side_stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings of a process: PyTorch keeps cuBLAS's workspace, 32 MiB on Hopper, for each stream that it
-    has multiplied on."""
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the one stream for all captures of a process. PyTorch keeps a cuBLAS workspace (32 MiB on Hopper) for each
+    stream that has run a matrix product."""
     return torch.cuda.Stream(device)

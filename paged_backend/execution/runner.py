@@ -1,4 +1,4 @@
-"""Runs packed steps on the device, each enqueued without waiting for the one before."""
+"""Runs packed steps on the device. Each is enqueued without waiting for the previous one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import HiddenState, Logprobs
-from paged_backend.execution.batch import DeviceUpload, DraftCheck, PackedBatch, UniformBatch, resolve_placeholders
-from paged_backend.execution.drafter import Drafter, fill
+from paged_backend.execution.batch import DraftCheck, PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.drafter import Drafter, propose
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
+from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.hidden_states import record_hidden_states
@@ -31,8 +33,8 @@ from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
 
 log = logging.getLogger("paged_llm")
 
-STAYS = DeviceUpload(None)  # for batches that are on the device
-BROKEN = "the model's numbers for this request are not finite; no other request is touched"
+NO_UPLOAD = DeviceUpload(None)  # for batches that are on the device already
+NOT_FINITE = "the model's outputs for this request are not finite; other requests are not affected"
 
 
 class RunnerDied(RuntimeError):
@@ -41,18 +43,18 @@ class RunnerDied(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class LaunchedStep:
-    """A step that was enqueued, and what it draws, on its way to the host."""
+    """A step that was enqueued, with its results on their way to the host."""
 
     tokens: Tensor  # [num_draws] int64
     beams: TopLogprobs | None
     scores: LogprobsTensors | None
-    prompts: tuple[LogprobsTensors, ...]  # rows of prompts, in order
+    prompts: tuple[LogprobsTensors, ...]  # of scored prompt rows, in order
     prompt_chunks: tuple[tuple[int, int], ...]  # the chunks of those rows, and how many rows of each
     checks: tuple[DraftCheck, ...]
-    draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if guesses among them were made on the device
-    hidden: Tensor | None  # [num_hidden, hidden_size] float32, of chunks that embed
-    hidden_chunks: tuple[int, ...]  # those chunks
-    failed_rows: tuple[tuple[int, str], ...]  # draws that count for nothing, and why
+    draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
+    hidden: Tensor | None  # [num_hidden, hidden_size] float32, of embedding requests
+    hidden_chunks: tuple[int, ...]  # the chunks of those rows
+    failed_rows: tuple[tuple[int, str], ...]  # samples that are not used, and why
     arrived: torch.cuda.Event | None
 
     def result(self) -> StepResult:
@@ -120,12 +122,41 @@ class LaunchedStep:
 
 
 def _not_finite() -> RequestError:
-    return RequestError(ErrorCode.INTERNAL, BROKEN)
+    return RequestError(ErrorCode.INTERNAL, NOT_FINITE)
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its results."""
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: that of one process, or of several under tensor parallelism."""
+
+    kv: KVCache
+    host: KVCache | None  # the host pool
+    drafter: Drafter | None
+    transfers: Transfers
+    gqa_group: int | None  # query heads per KV head, where attention can share prefixes
+
+    @property
+    def uniform(self) -> UniformBatch | None:
+        """What steps with draft tokens have to be padded to, so that graphs can run them."""
+
+    def move(self, plan: Plan) -> None:
+        """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
+
+    def launch(self, packed: PackedBatch) -> PendingStep:
+        """Enqueue a step. Returns before the device is done."""
+
+    def release_graphs(self) -> None:
+        """Free the captured graphs."""
 
 
 class Runner:
-    """The model over its pools. `move` and `launch` return before the device is done; what they enqueue runs in
-    order."""
+    """The model over its KV cache. `move` and `launch` return before the device is done; their work runs in order."""
 
     def __init__(
         self,
@@ -138,70 +169,62 @@ class Runner:
         lora: Lora | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
-        """kv: the model's layers first, then the drafter's. max_draws: of a step. agree: overwrites what was drawn with
-        what another process drew, if that counts."""
+        """kv: the model's layers, then the drafter's. host: the host pool. max_draws: samples in a step, at most.
+        broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0, under tensor parallelism."""
         self.model = model
         self.kv = kv
         self.host = host
         self.drafter = drafter
         self.lora = lora
-        self.group = _group(model, kv.device)
+        self.gqa_group = _gqa_group(model, kv.device)
         self.transfers = Transfers(kv, host)
         self._broadcast_tokens = broadcast_tokens
-        self._stage = DeviceUpload(kv.device)
+        self._upload = DeviceUpload(kv.device)
         self._graphs: Graphs | None = None
-        self._guesses: Graphs | None = None  # the drafter's own steps
-        self._drawn = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)  # by the step before
+        self._draft_graphs: Graphs | None = None  # of the draft model's own steps
+        self._previous = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)
 
     @torch.inference_mode()
-    def record(
-        self, record: GraphCapture, kinds: Sequence[GraphShape], *, max_blocks: int, max_context_len: int
+    def capture_graphs(
+        self, capture: GraphCapture, shapes: Sequence[GraphShape], *, max_blocks: int, max_context_len: int
     ) -> None:
-        """Record steps, the largest first, to be replayed from now on. A model that cannot be recorded runs as it is,
-        with a line in the log. max_blocks: of a block table."""
+        """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
+        eagerly, with a warning in the log. max_blocks: in a block table."""
 
-        def graphs(forward: Callable[[PackedBatch], Tensor], kinds: Sequence[GraphShape]) -> Graphs:
-            bounds = dict(max_blocks=max_blocks, max_context_len=max_context_len)
-            return Graphs(forward, self._drawn, record, kinds, **bounds)
+        def graphs(forward: Callable[[PackedBatch], Tensor], shapes: Sequence[GraphShape]) -> Graphs:
+            return Graphs(
+                forward, self._previous, capture, shapes, max_blocks=max_blocks, max_context_len=max_context_len
+            )
 
         try:
-            steps = graphs(self._forward, kinds)
-            self._guesses = graphs(self.drafter.forward, draft_shapes(kinds)) if self.drafter else None
+            steps = graphs(self._forward, shapes)
+            self._draft_graphs = graphs(self.drafter.forward, draft_shapes(shapes)) if self.drafter else None
             self._graphs = steps
-        except Exception as error:  # a model that looks at its values on the host, a kernel that allocates
-            log.warning("decode steps are not recorded, and take longer: %s: %s", type(error).__name__, error)
+        except Exception as error:  # the model reads values on the host, or a kernel allocates
+            log.warning("no CUDA graphs, so decode steps take longer: %s: %s", type(error).__name__, error)
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are replayed."""
+        """Whether graphs are captured."""
         return self._graphs is not None
 
     @property
     def uniform(self) -> UniformBatch | None:
-        """What steps with guesses are to be packed to, so that they can be replayed."""
+        """What steps with draft tokens have to be padded to, so that graphs can run them."""
         return self._graphs.uniform if self._graphs else None
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows that share a prefix can be told to attention."""
-        return self.group is not None
+        """Whether attention reads a prefix that several sequences share only once."""
+        return self.gqa_group is not None
 
     def release_graphs(self) -> None:
-        """Let go of what was recorded, before the processes part that it was recorded with."""
-        self._graphs = self._guesses = None
-
-    def _forward(self, batch: PackedBatch) -> Tensor:
-        if self.drafter:
-            self.drafter.update_kv(batch)
-        if batch.adapters is None:
-            return paged_logits(self.model, batch, self.kv)
-        assert self.lora
-        with self.lora.applied(batch.adapters):
-            return paged_logits(self.model, batch, self.kv)
+        """Free the captured graphs. Before the processes whose collectives are captured in them end."""
+        self._graphs = self._draft_graphs = None
 
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
-        """The blocks that a step wants somewhere else, and its adapters. Before `launch`."""
+        """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
         self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
         for slot, adapter in plan.loads:
             assert self.lora
@@ -209,14 +232,15 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> LaunchedStep:
+        """Enqueue the forward pass and sampling of a batch, and the copy of the results to the host."""
         step = self._run(packed)
         logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
-        sampling = resolve_tokens(step.sampling, self._known) if packed.uses_previous_step else step.sampling
+        sampling = resolve_tokens(step.sampling, self._resolve) if packed.uses_previous_step else step.sampling
         tokens, beams = sample(logits, sampling), top_logprobs(logits, sampling)
         self._broadcast_tokens(tokens)
-        whole = tokens.clamp(min=0)  # a row that is not finite drew none, and what follows must have one
-        self._drawn[: len(tokens)] = whole
-        scores = compute_logprobs(logits, whole, sampling)
+        valid = tokens.clamp(min=0)  # -1 for logits that are not finite; the next step's input must be a token
+        self._previous[: len(tokens)] = valid
+        scores = compute_logprobs(logits, valid, sampling)
         prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
         arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
         if tokens.is_cuda:
@@ -244,20 +268,21 @@ class Runner:
         )
 
     def _run(self, packed: PackedBatch) -> ForwardOutput:
+        """Run the forward passes of a batch: a graph where one fits, else the model itself."""
         graphs = self._graphs
-        kind = graphs.find(packed.paging) if graphs and packed.is_replayable else None
-        if graphs and kind and not packed.drafting:
-            return graphs.replay(kind, packed, self._stage)
-        batch = self._stage(packed)
+        shape = graphs.find(packed.paging) if graphs and packed.is_replayable else None
+        if graphs and shape and not packed.drafting:
+            return graphs.replay(shape, packed, self._upload)
+        batch = self._upload(packed)
         if batch.uses_previous_step:
-            batch = replace(batch, input_ids=self._known(batch.input_ids))
+            batch = replace(batch, input_ids=self._resolve(batch.input_ids))
         draft_ids = None
         if self.drafter and batch.drafting:
-            batch = fill(batch, batch.drafting, self._guess)
+            batch = propose(batch, batch.drafting, self._draft_forward)
             self._broadcast_tokens(batch.input_ids)
             draft_ids = batch.input_ids[0]
-        if graphs and kind:
-            return replace(graphs.replay(kind, batch, STAYS), draft_ids=draft_ids)
+        if graphs and shape:
+            return replace(graphs.replay(shape, batch, NO_UPLOAD), draft_ids=draft_ids)
         if batch.hidden_rows is None:
             return ForwardOutput(self._forward(batch), batch.draw_rows, batch.sampling, draft_ids)
         with record_hidden_states(self.model) as states:
@@ -265,20 +290,31 @@ class Runner:
         hidden = states[-1][0, batch.hidden_rows].float()
         return ForwardOutput(logits, batch.draw_rows, batch.sampling, draft_ids, hidden)
 
-    def _guess(self, batch: PackedBatch) -> Tensor:
-        """The drafter's logits of a batch on the device."""
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        """Return the model's logits of a batch on the device, after the draft model has computed its keys and
+        values."""
+        if self.drafter:
+            self.drafter.update_kv(batch)
+        if batch.adapters is None:
+            return paged_logits(self.model, batch, self.kv)
+        assert self.lora
+        with self.lora.applied(batch.adapters):
+            return paged_logits(self.model, batch, self.kv)
+
+    def _draft_forward(self, batch: PackedBatch) -> Tensor:
+        """Return the draft model's logits of a batch on the device."""
         assert self.drafter
-        kind = self._guesses.find(batch.paging) if self._guesses else None
-        if self._guesses and kind:
-            return self._guesses.replay(kind, batch, STAYS).logits
+        shape = self._draft_graphs.find(batch.paging) if self._draft_graphs else None
+        if self._draft_graphs and shape:
+            return self._draft_graphs.replay(shape, batch, NO_UPLOAD).logits
         return self.drafter.forward(batch)
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        return resolve_placeholders(tokens, self._drawn)
+    def _resolve(self, tokens: Tensor) -> Tensor:
+        return resolve_placeholders(tokens, self._previous)
 
 
-def _group(model: PreTrainedModel, device: torch.device) -> int | None:
-    """Query heads of a KV head, where attention can read a shared prefix once for many rows."""
+def _gqa_group(model: PreTrainedModel, device: torch.device) -> int | None:
+    """Return the query heads per KV head; None on a CPU, whose attention does not read shared prefixes once."""
     if device.type == "cpu":
         return None
     config = model.config.get_text_config()

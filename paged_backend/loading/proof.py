@@ -29,8 +29,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.execution.batch import DeviceUpload, pack
+from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel

@@ -1,4 +1,4 @@
-"""The pool's tensors, and how many blocks of them fit."""
+"""The KV cache: the tensors of a pool of blocks, and how many blocks fit into memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paged_backend.utils.machine import available_memory
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
 SCALE = torch.float32
-SWAP_SPACE = 4  # GiB, where there is a GPU
-ALIGNMENT = 16  # bytes: of what a kernel copies at a time
+DEFAULT_SWAP_SPACE = 4  # GiB, with a GPU
+ALIGNMENT = 16  # bytes that a kernel copies at a time
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps for a token."""
+    """The shape of the keys and values that one attention layer stores for a token."""
 
     num_kv_heads: int
     head_dim: int
@@ -33,8 +33,8 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Keys and values of every layer, in blocks. A block has the same number in all layers, so one block table serves
-    the whole model."""
+    """The keys and values of every layer, in blocks. A block has the same number in all layers, so one block table
+    serves the whole model."""
 
     layers: tuple[LayerCache, ...]
 
@@ -49,55 +49,58 @@ class KVCache:
         device: torch.device,
         pinned: bool = False,
     ) -> KVCache:
-        """`dtype`: of the pool, a quantized one or that of the model's keys and values. `pinned`: in host memory that a
-        GPU can reach by itself."""
+        """Return a cache filled with zeros. dtype: a quantized type, or that of the model's keys and values. pinned: in
+        host memory that a GPU can access directly."""
 
         def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
             slots = (num_blocks, layer.num_kv_heads, block_size)
             return [((*slots, layer.head_dim), dtype)] * 2 + ([(slots, SCALE)] * 2 if dtype in FORMATS else [])
 
         if not pinned:
-            return cls(tuple(LayerCache(*(_zeros(*one, device) for one in shapes(layer))) for layer in layers))
-        every = [one for layer in layers for one in shapes(layer)]
-        ends = list(accumulate(-(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT for shape, kind in every))
+            return cls(tuple(LayerCache(*(_zeros(*shape, device) for shape in shapes(layer))) for layer in layers))
+        all_shapes = [shape for layer in layers for shape in shapes(layer)]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in all_shapes]
+        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         memory = pinned_zeros(ends[-1])
-        parts = (
-            memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
-            for (shape, kind), start in zip(every, [0, *ends], strict=False)
+        tensors = (
+            memory[start : start + size].view(dtype).view(shape)
+            for (shape, dtype), size, start in zip(all_shapes, sizes, [0, *ends], strict=False)
         )
-        return cls(tuple(LayerCache(*islice(parts, len(shapes(layer)))) for layer in layers))
+        return cls(tuple(LayerCache(*islice(tensors, len(shapes(layer)))) for layer in layers))
 
     @property
     def device(self) -> torch.device:
+        """The device of the tensors."""
         return self.tensors[0].device
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All there is. The first dimension of each is the block."""
+        """All tensors of all layers. The first dimension of each is the block."""
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
-    def part(self, start: int, end: int) -> KVCache:
-        """Some of the layers, in the same memory."""
+    def layer_range(self, start: int, end: int) -> KVCache:
+        """Return a cache of some of the layers, in the same memory."""
         return KVCache(self.layers[start:end])
 
-    def block(self, number: int) -> list[Tensor]:
-        """A copy of one block, on the host."""
+    def read_block(self, number: int) -> list[Tensor]:
+        """Return a copy of one block on the host: a tensor for each of `tensors`."""
         return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]
 
-    def fill(self, number: int, content: Sequence[Tensor]) -> None:
+    def write_block(self, number: int, content: Sequence[Tensor]) -> None:
+        """Overwrite one block with what `read_block` returned."""
         for tensor, value in zip(self.tensors, content, strict=True):
             tensor[number] = value
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
-    """Zeros that a GPU can reach by itself. PyTorch takes a power of two bytes for each such tensor: a pool is one of
-    them, for its tensors in memory of their own could take twice as much as they hold."""
+    """Return zeros in pinned memory. PyTorch rounds each pinned allocation up to a power of two, so a pool is a single
+    one: with one per tensor it could take twice the memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a slot that was never written is multiplied by a weight of 0. On a CPU numpy's come from calloc:
-    a block takes memory, and time to clear, once it is used."""
+    """Return zeros, because attention multiplies slots that were never written by a weight of 0. On a CPU, NumPy's
+    zeros come from calloc, so a block takes memory and time to clear only when it is first used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -105,7 +108,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of `block_size` tokens in all layers, with the scales of a quantized `dtype`."""
+    """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
     scale = SCALE.itemsize if dtype in FORMATS else 0
     return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
 
@@ -113,8 +116,8 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 def num_blocks(
     config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
 ) -> int:
-    """How many blocks the pool gets. reserved: bytes of the GPU that something else will take. Raises ConfigError where
-    not even one fits, or those asked for do not."""
+    """Return the size of the device pool in blocks. reserved: bytes of GPU memory that something else will take. Raises
+    ConfigError if no block fits, or if the requested pool does not."""
     block = bytes_per_block(layers, config.block_size, dtype)
     wanted = _wanted_bytes(config, block)
     if device.type == "cuda":
@@ -139,11 +142,11 @@ def num_blocks(
 def num_host_blocks(
     config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """How many blocks the host's pool gets, of which each rank has its part; 0: there is none. Raises ConfigError where
-    those asked for do not fit."""
+    """Return the size of the host pool in blocks, of which each rank has its share; 0: no host pool. Raises ConfigError
+    if the requested pool does not fit."""
     block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
     if wanted is None:
-        wanted = SWAP_SPACE if device.type == "cuda" else 0
+        wanted = DEFAULT_SWAP_SPACE if device.type == "cuda" else 0
         wanted = min(wanted, available_memory() / 2 / GIB)
     elif wanted * GIB > available_memory():
         raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
@@ -162,7 +165,7 @@ def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
 
 
 def _free_on_gpu(utilization: float, device: torch.device) -> int:
-    """What remains of the allowed share now that the weights have theirs."""
+    """Return the bytes of the allowed share of GPU memory that are left after the weights."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - (total - free)

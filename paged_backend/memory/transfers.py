@@ -1,19 +1,21 @@
-"""Copies of whole blocks: within the pool, and between it and the host's, which wait for as little as they can.
+"""Copies of whole blocks, within the device pool and between it and the host pool, that wait for as little as possible.
 
                 compute queue                          swap queue
-swap(outs, ins)  steps before ────────────────────────▶ outs   have read what those steps wrote,
+swap(outs, ins)  earlier steps ───────────────────────▶ outs   read what those steps wrote,
                  waits for outs  ◀───────────────────── │      before a later step writes there
-                                                        ins    have read the host's blocks; they may go to blocks
-                                                        │      that outs left, or that a step before still read
-arrive()         waits for ins   ◀───────────────────── ┘      before the step that reads them; others go on
-copy(copies)     after arrive(), in line with the steps
-settle()         the host waits for outs and ins: only then may it look at its own blocks, or write them
+                                                        ins    read the host's blocks; their targets may be blocks
+                                                        │      that outs left, or that an earlier step still reads
+arrive()         waits for ins   ◀───────────────────── ┘      before the step that reads them; other steps go on
+copy(copies)     after arrive(), in order with the steps
+settle()         the host waits for outs and ins; only then may it read or write its own blocks
+
+An "out" is a block that is swapped out to the host, an "in" one that is swapped in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from paged_kernels import ops
@@ -22,30 +24,30 @@ from paged_kernels.block_pair import BlockPair
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.block_manager import Copy, Move
 
-SWAP_PROGRAMS = 16  # of a GPU at once: more would not make the bus faster, and take the room of the step beside them
+SWAP_PROGRAMS = 16  # of a swap at a time on a GPU: more do not fill the bus better, and take SMs from the step
 
-Queue = Literal["compute", "swap"]
-Blocks = Sequence[Copy] | Sequence[Move]
+Queue: TypeAlias = Literal["compute", "swap"]
+Blocks: TypeAlias = Sequence[Copy] | Sequence[Move]
 
 
 class Queues(Protocol):
-    """What runs in order in each of two queues, and when one waits for the other."""
+    """Two queues of copies, each run in order, that can wait for each other."""
 
     def launch(self, queue: Queue, pair: BlockPair, moves: Blocks) -> None:
         """Enqueue a copy of blocks."""
 
     def record(self, queue: Queue) -> Any:
-        """An event: all that is in the queue by now is done."""
+        """Return an event that is reached when everything in the queue so far is done."""
 
     def wait(self, queue: Queue, event: Any) -> None:
-        """Nothing that is enqueued from now on begins before the event."""
+        """Let nothing that is enqueued from now on begin before the event."""
 
     def block(self, event: Any) -> None:
         """Wait for the event on the host."""
 
 
-class Streams:
-    """The caller's stream of a GPU, and one beside it for swaps."""
+class StreamQueues:
+    """The caller's CUDA stream as compute queue, and a stream of its own for swaps."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -72,7 +74,7 @@ class Streams:
 
 
 class SynchronousTransfers:
-    """On a CPU: whatever is enqueued is done."""
+    """The queues of a CPU: every copy is done when `launch` returns, so there is nothing to wait for."""
 
     def launch(self, queue: Queue, pair: BlockPair, moves: Blocks) -> None:
         ops.block_copy(pair, _list(moves))
@@ -92,26 +94,27 @@ def _list(moves: Blocks) -> torch.Tensor:  # [num_moves, 2] int64
 
 
 class Transfers:
-    """The copies of a pool and, if there is one, of the host's. No target of one call is a source of it in the same
-    pool, and none is there twice. Returns before the device is done; but `settle`."""
+    """The copies of a device pool and, if there is one, its host pool. Within one call, no block is a target twice, and
+    no target is also a source in the same pool. Every method but `settle` returns before the device is done."""
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
-        self._queues = queues or (Streams(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
+        """queues: None for those of the pool's device."""
+        self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
         self._within = BlockPair.of(kv.tensors, kv.tensors)
         self._out = BlockPair.of(kv.tensors, host.tensors) if host else None
         self._in = BlockPair.of(host.tensors, kv.tensors) if host else None
-        self._arriving: list[Any] = []  # events of ins that no step has waited for
+        self._arriving: list[Any] = []  # events of swap-ins that no step has waited for
         self._swapping: list[Any] = []  # the last event that the host has not waited for
 
     def move(self, moves_out: Sequence[Move], moves_in: Sequence[Move], copies: Sequence[Copy]) -> None:
-        """All that a step wants which reads the ins and the copies: outs, then ins, then copies."""
+        """Enqueue the transfers of a step that reads the targets: outs, then ins, then copies."""
         self.swap(moves_out, moves_in)
         self.arrive()
         self.copy(copies)
 
     def swap(self, moves_out: Sequence[Move], moves_in: Sequence[Move]) -> None:
-        """Blocks to the host, then blocks from there. What is enqueued next may write where outs were, and may not read
-        where ins go before `arrive`."""
+        """Enqueue swap-outs, then swap-ins. Work that is enqueued next may write to the sources of outs, but may not
+        read the targets of ins before `arrive`."""
         queues = self._queues
         if not moves_out and not moves_in:
             return
@@ -128,19 +131,19 @@ class Transfers:
             self._arriving = self._swapping
 
     def arrive(self) -> None:
-        """What is enqueued next may read all ins."""
+        """Let work that is enqueued next wait for all swap-ins."""
         for event in self._arriving:
             self._queues.wait("compute", event)
         self._arriving = []
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Blocks within the pool."""
+        """Enqueue copies within the device pool."""
         self.arrive()
         if copies:
             self._queues.launch("compute", self._within, copies)
 
     def settle(self) -> None:
-        """Wait on the host for all outs and ins. Before its blocks are looked at or written."""
+        """Wait on the host for all swaps. Before it reads or writes blocks of the host pool."""
         for event in self._swapping:
             self._queues.block(event)
         self._swapping = []

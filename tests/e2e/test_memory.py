@@ -324,6 +324,6 @@ def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(prin
         assert again == texts[1]
         assert receipt["cached_tokens"] == 0
         until(lambda: metrics(server)["paged_disk_tier_up"] == 0, "the end of the tier")
-        assert "the tier is off" in server.log()
+        assert "the disk cache is disabled" in server.log()
         assert ask(server, good, max_tokens=8)[0] == texts[0]
         idle(server)

@@ -70,7 +70,7 @@ def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, guesses, drafts, s
 
 def compiled(plan, heads, kv_heads, group):
     """What of a step's attention is constant in compiled code."""
-    paging = pack(plan, block_size=16, group=group).paging
+    paging = pack(plan, block_size=16, gqa_group=group).paging
     pool = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
     query = torch.empty(plan.num_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
     options = dict(scale=1.0, sliding_window=None, softcap=None, sinks=None, device=Device("sm_90", 132))

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed, with a recorder that runs the step again in place of a GPU's."""
+"""Captured and replayed steps, with a fake capture that runs the step again in place of a CUDA graph."""
 
 import gc
 import itertools
@@ -25,8 +25,8 @@ from tests.support.in_process import WAIT, running, tiny_assembly
 SAMPLING = {"max_tokens": 12}
 
 
-class Rerun:
-    """Like a CUDA graph, as far as anybody can see: what it reads stays where it was, what it gives too."""
+class FakeCapture:
+    """Behaves like a CUDA graph as seen from outside: fixed inputs, and a fixed tensor of outputs."""
 
     def __init__(self):
         self.replays = []
@@ -42,8 +42,8 @@ class Rerun:
 
 
 @pytest.fixture
-def graph_capture(monkeypatch):
-    made = Rerun()
+def capture(monkeypatch):
+    made = FakeCapture()
     monkeypatch.setattr(warm_up, "graph_capture", lambda device: made)
     return made
 
@@ -61,15 +61,15 @@ def plain(tiny, prompts):
 
 @pytest.mark.usefixtures("planning")
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
-def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, graph_capture, max_num_seqs):
+def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert set(graph_capture.replays) <= set(graphs.capture_batch_sizes(max_num_seqs))
-    assert graph_capture.replays
+    assert set(capture.replays) <= set(graphs.capture_batch_sizes(max_num_seqs))
+    assert capture.replays
 
 
 @pytest.mark.usefixtures("planning")
-def test_samples_penalties_and_beams_with_replay(tiny, prompts, graph_capture, monkeypatch):
+def test_samples_penalties_and_beams_with_replay(tiny, prompts, capture, monkeypatch):
     requests = [
         {"n": 3, "temperature": 1.0, "seed": 4},
         {"temperature": 1.0, "top_p": 0.9, "seed": 5},
@@ -91,23 +91,23 @@ def test_samples_penalties_and_beams_with_replay(tiny, prompts, graph_capture, m
             return sorted(found, key=lambda one: one[:2])
 
     replayed = outputs()
-    assert graph_capture.replays
+    assert capture.replays
     monkeypatch.setattr(warm_up, "graph_capture", lambda device: None)
     assert replayed == outputs()
 
 
 @pytest.mark.parametrize("prompt", [300, 200])
 def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeypatch):
-    """Rows beside those that guess get more rows only where they do not share: that is for single rows alone."""
+    """Sequences without draft tokens are padded only if they share no prefix: sharing needs one row per sequence."""
     monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 256)
     chunks = []
-    for key, guesses in enumerate([(1, 2, 3), (), (), ()]):
+    for key, drafts in enumerate([(1, 2, 3), (), (), ()]):
         sampling = SamplingParams(max_tokens=9)
         sequence = Group.of(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
         sequence.blocks = [*range(18), 20 + key]
-        sequence.tokens.extend(guesses)
-        chunks.append(Chunk(sequence, prompt - 1, 1 + len(guesses), (sequence,), (), guesses))
-    packed = pack(Plan(tuple(chunks)), block_size=16, group=4, uniform=UniformBatch(queries=4, seqs=8))
+        sequence.tokens.extend(drafts)
+        chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), (), drafts))
+    packed = pack(Plan(tuple(chunks)), block_size=16, gqa_group=4, uniform=UniformBatch(queries=4, seqs=8))
     if prompt > cascade.MIN_SHARED_TOKENS:
         assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
         assert packed.paging.query_starts.tolist() == [0, 4, 5, 6, 7]
@@ -116,38 +116,38 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
         assert packed.paging.query_starts.tolist() == [0, 4, 8, 12, 16]
 
 
-def test_padding_rows_write_nothing(tiny, graph_capture):
-    """A step of 5 rows is padded to 8: every slot of the pool that no sequence holds stays as it was."""
+def test_padding_rows_write_nothing(tiny, capture):
+    """A step of 5 rows is padded to 8. Slots of the pool that no sequence holds do not change."""
     assembly = tiny_assembly(tiny[0], enable_prefix_caching=False)
     keys = assembly.runner.kv.layers[0].keys
     with running(assembly) as engine:
         engine.generate([[5, 6, 7]] * 5, max_tokens=6)
-    assert 8 in graph_capture.replays
+    assert 8 in capture.replays
     written = {block for block in range(len(keys)) if keys[block].any()}
     assert len(written) == 5 * 2  # 3 tokens of the prompt and 5 of the output, in blocks of 4
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
-@pytest.mark.parametrize("recorded", [True, False])
-def test_shared_prefixes_are_passed_to_attention(tiny, graph_capture, monkeypatch, recorded, guesses):
-    """What attention is told of shared prefixes is true in every step, replayed or not, and changes no token."""
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("captured", [True, False])
+def test_shared_prefixes_are_passed_to_attention(tiny, capture, monkeypatch, captured, drafts):
+    """The shared prefixes that attention is given are correct in every step, replayed or not, and change no token."""
     prefix = [7, 8, 9, 10, 11, 12, 13, 14, 15]
     prompts = [[*prefix, 20 + key] for key in range(5)] + [[99, 98, 97]]
     options = {"max_tokens": 8}
     with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
         engine.generate(prompts[:1], **options)
         expected = engine.generate(prompts, **options)
-    monkeypatch.setattr(runner, "_group", lambda model, device: 2)
+    monkeypatch.setattr(runner, "_gqa_group", lambda model, device: 2)
     monkeypatch.setattr(cascade, "MIN_SHARED_TOKENS", 8)
     monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 8)
-    monkeypatch.setattr(graphs, "FEW_ROWS", 4)
-    forward, told = runner.Runner._forward, []
+    monkeypatch.setattr(graphs, "MEMORY_BOUND_ROWS", 4)
+    forward, seen = runner.Runner._forward, []
 
     def spied(self, batch):
         paging, shared = batch.paging, batch.paging.shared
         if shared and shared.lens.any():
             lens, starts = shared.lens.tolist(), shared.group_starts.tolist()
-            told.append((sorted(lens)[-5:], len(lens)))
+            seen.append((sorted(lens)[-5:], len(lens)))
             for start, end in itertools.pairwise(starts):
                 rows = shared.members[start:end].tolist()
                 assert len({lens[row] for row in rows}) <= 1
@@ -158,17 +158,17 @@ def test_shared_prefixes_are_passed_to_attention(tiny, graph_capture, monkeypatc
         return forward(self, batch)
 
     monkeypatch.setattr(runner.Runner, "_forward", spied)
-    looked_up = {"num_speculative_tokens": guesses, "prompt_lookup_min": 1}
-    with running(tiny_assembly(tiny[0], enforce_eager=not recorded, **looked_up)) as engine:
+    drafting = {"num_speculative_tokens": drafts, "prompt_lookup_min": 1}
+    with running(tiny_assembly(tiny[0], enforce_eager=not captured, **drafting)) as engine:
         engine.generate(prompts[:1], **options)
         assert engine.generate(prompts, **options) == expected
-    assert [8, 8, 8, 8, 8] in [lens for lens, _ in told]
-    assert any(seqs == 32 for _, seqs in told) == (recorded and guesses > 0)
-    assert bool(graph_capture.replays) == recorded
+    assert [8, 8, 8, 8, 8] in [lens for lens, _ in seen]
+    assert any(seqs == 32 for _, seqs in seen) == (captured and drafts > 0)
+    assert bool(capture.replays) == captured
 
 
-class Reads(TorchDispatchMode):
-    """Memory that operations read and that none of them made."""
+class ExternalReads(TorchDispatchMode):
+    """Collects the memory that operations read and that none of them allocated."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Reads(TorchDispatchMode):
                 self.found.append(memory)
         result = function(*args, **(kwargs or {}))
         made = _tensors(result)
-        self.kept += made  # so that no other gets their address
+        self.kept += made  # so that their addresses are not reused
         self.made |= {StorageWeakRef(one.untyped_storage()).cdata for one in made}
         return result
 
@@ -191,16 +191,16 @@ def _tensors(tree):
 
 
 def test_graph_inputs_outlive_the_capture(tiny, monkeypatch):
-    """A CUDA graph keeps no tensor alive that was there before it."""
+    """A CUDA graph does not keep alive the tensors that it reads."""
     reads = []
 
-    def record(step):
-        with Reads() as mode:
+    def capture(step):
+        with ExternalReads() as mode:
             logits = step()
         reads.extend(mode.found)
         return lambda: logits
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
+    monkeypatch.setattr(warm_up, "graph_capture", lambda device: capture)
     assembly = tiny_assembly(tiny[0])
     gc.collect()
     assert len(reads) > 100
@@ -215,13 +215,13 @@ def test_model_that_cannot_be_captured_runs_eagerly(tiny, prompts, plain, monkey
     monkeypatch.setattr(warm_up, "graph_capture", lambda device: fail)
     with caplog.at_level(logging.WARNING), running(tiny_assembly(tiny[0])) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert "decode steps are not recorded, and take longer: RuntimeError: operation not permitted" in caplog.text
+    assert "no CUDA graphs, so decode steps take longer: RuntimeError: operation not permitted" in caplog.text
 
 
-def test_enforce_eager_captures_nothing(tiny, graph_capture):
+def test_enforce_eager_captures_nothing(tiny, capture):
     with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
         engine.generate([[5, 6, 7]], **SAMPLING)
-    assert not graph_capture.replays
+    assert not capture.replays
 
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
@@ -229,7 +229,7 @@ SAMPLINGS = [{}, {"temperature": 0.8, "seed": 7}]
 
 
 def arriving(engine, prompts):
-    """Outputs of requests of several kinds, some of which arrive while others run, and some end early."""
+    """Return the outputs of requests of several kinds. Some arrive while others run, and some end early."""
     options = [*SAMPLINGS, {"n": 2, "temperature": 0.9, "seed": 1}, {"presence_penalty": 0.3}, {"max_tokens": 3}]
     asked = [(prompt, option) for option in options for prompt in prompts]
     outputs, left, turns = {}, 0, 0
@@ -252,16 +252,17 @@ def longer(prompts):
 
 
 @pytest.fixture(scope="module")
-def unguessed(tiny, longer):
+def undrafted(tiny, longer):
     with running(tiny_assembly(tiny[0])) as engine:
         return arriving(engine, longer)
 
 
 @pytest.fixture
 def checked(monkeypatch):
-    """That every step's forward passes, recorded or not, write where the step's own tokens belong and nowhere else, and
-    that every row of padding is a sequence's. Gives the sizes of the steps so far, in rows and sequences."""
-    pack, forward, guess = engine_module.pack, runner.Runner._forward, drafter.Drafter.forward
+    """Check that the forward passes of every step, replayed or not, write the slots of the step's own tokens and no
+    others, and that every padding row belongs to a sequence. Returns the sizes of the steps so far, in rows and
+    sequences."""
+    pack, forward, draft_forward = engine_module.pack, runner.Runner._forward, drafter.Drafter.forward
     own, seen = set(), []
 
     def spied_pack(plan, *, block_size, **options):
@@ -284,60 +285,60 @@ def checked(monkeypatch):
 
     def spied(self, batch):
         written = addresses(batch.paging)
-        if written and own:  # neither while the model is loaded
+        if written and own:  # both are empty while the model is loaded
             assert written == own
             seen.append((len(batch.paging.slots), batch.paging.num_seqs))
         return forward(self, batch)
 
-    def spied_guess(self, batch):
+    def spied_draft(self, batch):
         assert addresses(batch.paging) <= own or not own
-        return guess(self, batch)
+        return draft_forward(self, batch)
 
     monkeypatch.setattr(engine_module, "pack", spied_pack)
     monkeypatch.setattr(runner.Runner, "_forward", spied)
-    monkeypatch.setattr(drafter.Drafter, "forward", spied_guess)
+    monkeypatch.setattr(drafter.Drafter, "forward", spied_draft)
     return seen
 
 
-@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-@pytest.mark.parametrize(("few_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool runs dry
+@pytest.mark.parametrize("proposer", ["lookup", "itself", "draft"])
+@pytest.mark.parametrize(("memory_bound_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool is exhausted
 def test_replayed_verification_of_drafts_gives_the_same_tokens(
-    tiny, draft, longer, unguessed, graph_capture, checked, monkeypatch, guesser, few_rows, blocks
+    tiny, draft, longer, undrafted, capture, checked, monkeypatch, proposer, memory_bound_rows, blocks
 ):
-    monkeypatch.setattr(graphs, "FEW_ROWS", few_rows)
-    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+    monkeypatch.setattr(graphs, "MEMORY_BOUND_ROWS", memory_bound_rows)
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[proposer]
     options = {"num_speculative_tokens": 4, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
-        assert arriving(engine, longer) == unguessed
+        assert arriving(engine, longer) == undrafted
         stats = engine.assembly.scheduler.stats
     assert stats.draft_tokens and bool(stats.preemptions) == (blocks < 64)
-    if guesser == "itself":
+    if proposer == "itself":
         assert stats.accepted_tokens == stats.draft_tokens
-    assert any(rows == 5 * seqs > 10 for rows, seqs in checked) == (few_rows == 192)
-    assert (32, 32) in checked or few_rows == 192  # what is more than two sequences
+    assert any(rows == 5 * seqs > 10 for rows, seqs in checked) == (memory_bound_rows == 192)
+    assert (32, 32) in checked or memory_bound_rows == 192  # steps of more than two sequences
 
 
-def test_replayed_shapes_with_a_draft_model(tiny, graph_capture):
-    """All but the prompt: a token of the model that guesses four times, then a check of five rows; and at the end a
-    decode step, for which there is nothing left to guess."""
+def test_replayed_shapes_with_a_draft_model(tiny, capture):
+    """All steps but the prompt: four tokens of the draft model, then a verification of five rows; at the end a decode
+    step, for which no token is left to draft."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5, 6, 7, 8, 9, 10]], max_tokens=12)
-    assert graph_capture.replays == [*[1, 1, 1, 1, 5] * 2, 1]
+    assert capture.replays == [*[1, 1, 1, 1, 5] * 2, 1]
 
 
-def test_sequence_shorter_than_a_verification_is_not_widened(tiny, graph_capture, checked):
-    """There is nothing to fill five rows with: of the 32 that are recorded, those beside its own are padding."""
+def test_sequence_shorter_than_a_verification_is_not_widened(tiny, capture, checked):
+    """It has no five rows to pad to, so the captured step of 32 rows is used, filled up with padding."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5]], max_tokens=4)
-    assert graph_capture.replays == [1, 1, 1, 32]  # the prompt, two guesses, and three rows
+    assert capture.replays == [1, 1, 1, 32]  # the prompt, two draft tokens, and three rows
     assert checked == [(1, 1), (32, 32)]
 
 
-def test_draft_model_also_runs_steps_without_drafts(tiny, graph_capture):
-    """A replay without its keys and values of these tokens would make its later guesses wrong."""
+def test_draft_model_also_runs_steps_without_drafts(tiny, capture):
+    """A replay that left out the draft model's keys and values would make its later draft tokens wrong."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
-        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # under a penalty nothing is
-        assert graph_capture.replays == [32, *[1] * 17]
+        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # which disables drafting
+        assert capture.replays == [32, *[1] * 17]
         engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
         stats = engine.assembly.scheduler.stats
     assert stats.draft_tokens and stats.accepted_tokens == stats.draft_tokens
@@ -346,26 +347,26 @@ def test_draft_model_also_runs_steps_without_drafts(tiny, graph_capture):
 @pytest.mark.parametrize("queries", [1, 2, 5, 33])
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 64), (8, 16), (64, 512), (512, 4096)])
 def test_graph_shapes_cover_every_step_up_to_their_bounds(max_num_seqs, budget, queries):
-    """In the order that their memory wants, and each with as many sequences of padding as rows of padding need."""
+    """Ordered from the largest, and each with enough padding sequences for its padding rows."""
     graph_shapes = graphs.graph_shapes(max_num_seqs, budget, queries=queries)
-    assert [kind.rows for kind in graph_shapes] == sorted((kind.rows for kind in graph_shapes), reverse=True)
+    assert [shape.rows for shape in graph_shapes] == sorted((shape.rows for shape in graph_shapes), reverse=True)
     assert len(set(graph_shapes)) == len(graph_shapes)
     held = SimpleNamespace(shared=None)
     for held.num_seqs in range(1, max_num_seqs + 1):
         for held.max_query_len in {1, queries}:
             rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
             for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
-                if len(held.slots) <= min(budget, graphs.MOST_ROWS):
-                    assert any(kind.fits(held) for kind in graph_shapes), held
+                if len(held.slots) <= min(budget, graphs.MAX_ROWS):
+                    assert any(shape.fits(held) for shape in graph_shapes), held
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
 def test_batch_sizes_end_with_the_largest_and_limit_padding(most):
-    capture_batch_sizes = graphs.capture_batch_sizes(most)
-    assert capture_batch_sizes == sorted(set(capture_batch_sizes))
-    assert capture_batch_sizes[-1] == min(most, 512)
-    for count in range(1, capture_batch_sizes[-1] + 1):
-        size = next(size for size in capture_batch_sizes if size >= count)
+    sizes = graphs.capture_batch_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, 512)
+    for count in range(1, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= count)
         assert size - count < max(8, count / 8 if count > 8 else 4)
 
 

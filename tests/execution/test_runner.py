@@ -1,4 +1,4 @@
-"""Steps are launched without looking at a value: on the meta device there are none, and whoever looks is told."""
+"""Steps are launched without reading a value on the host: on the meta device, reading one raises."""
 
 import pytest
 import torch
@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution import graphs
-from paged_backend.execution.batch import _map, pack
+from paged_backend.execution.batch import pack
 from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.runner import Runner
+from paged_backend.execution.upload import map_tensors
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec
@@ -36,8 +37,8 @@ SAMPLINGS = [
 
 @pytest.fixture
 def kernels_without_values(monkeypatch):
-    """The shapes of what the GPU's kernels give."""
-    gives = {
+    """Kernels that return tensors of the right shapes without computing."""
+    results = {
         "paged_attention": lambda query, *_, **__: torch.empty_like(query),
         "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
         "kv_write": lambda *_: None,
@@ -45,7 +46,7 @@ def kernels_without_values(monkeypatch):
         "swiglu": between_attentions.swiglu,
         "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
     }
-    monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: gives[function])
+    monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: results[function])
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "unmodified"])
@@ -63,10 +64,10 @@ def model(request):
 
 
 def drawn(plan):
-    """Anything, as if it had come to the host."""
+    """Return arbitrary results, as if they had been copied to the host."""
     beams = [Candidate(token, -float(token)) for token in range(8)]
     draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
-    candidates = {index: beams for index, one in enumerate(draws) if one.request.sampling.beam_width > 1}
+    candidates = {index: beams for index, sequence in enumerate(draws) if sequence.request.sampling.beam_width > 1}
     return StepResult([[1] for _ in draws], candidates=candidates)
 
 
@@ -75,39 +76,39 @@ def drawn(plan):
 def test_launch_does_not_synchronize(model, sampling):
     kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_draws=8)
-    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     scheduler = Scheduler(BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=8)
     stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
     for key in range(2):
         params = SamplingParams(max_tokens=6, **sampling)
         request = GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids, logprobs=params.logprobs)
         scheduler.add(request)
-    flights = []
-    for _ in range(5):  # prompts in chunks, then decode, each before it is known what the one before gave
-        flights.append(scheduler.schedule())
-        launched = runner.launch(pack(flights[-1], block_size=4))
+    plans = []
+    for _ in range(5):  # chunked prefill, then decode, each step launched before the previous result is known
+        plans.append(scheduler.schedule())
+        launched = runner.launch(pack(plans[-1], block_size=4))
         assert launched.tokens.device == META
         assert (launched.scores is not None) == ("logprobs" in sampling and bool(len(launched.tokens)))
-        while len(flights) > (not scheduler.needs_results):
-            done = flights.pop(0)
+        while len(plans) > (not scheduler.needs_results):
+            done = plans.pop(0)
             scheduler.commit(done, drawn(done))
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.usefixtures("kernels_without_values")
-def test_drafting_and_verification_do_not_synchronize(model, recorded):
+def test_drafting_and_verification_do_not_synchronize(model, captured):
     kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
-    runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.part(2, 4)))
-    runner._stage = lambda tree, head=None: _map(tree, lambda tensor: tensor.to(META))
+    runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.layer_range(2, 4)))
+    runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     replays = []
 
-    def record(step):
+    def capture(step):
         logits = step()
         return lambda: replays.append(len(logits)) or logits
 
-    if recorded:
-        kinds = graphs.graph_shapes(8, 64, queries=4)
-        runner.record(record, kinds, max_blocks=16, max_context_len=64)
+    if captured:
+        shapes = graphs.graph_shapes(8, 64, queries=4)
+        runner.capture_graphs(capture, shapes, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
         BlockManager(32, 4, caching=True),
         max_num_seqs=8,
@@ -122,8 +123,8 @@ def test_drafting_and_verification_do_not_synchronize(model, recorded):
         launched = runner.launch(pack(plan, block_size=4, draft=True, uniform=runner.uniform))
         assert launched.tokens.device == META
         scheduler.commit(plan, StepResult([[1, *chunk.draft_tokens] for chunk in plan.chunks]))
-    prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # what is left to guess is nothing, one token and two
-    assert replays == ([*prompts, *check, *last] if recorded else [])
+    prompts, check, last = [16], [4, 4, 4, 16], [2, 1, 16]  # in the end 0, 1 and 2 tokens are left to draft
+    assert replays == ([*prompts, *check, *last] if captured else [])
 
 
 def test_reading_a_meta_value_raises():

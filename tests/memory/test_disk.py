@@ -1,4 +1,4 @@
-"""Cached blocks outlive the process, and a disk that misbehaves costs hits, never a token."""
+"""The disk tier: cached blocks survive a restart, and disk errors cost cache hits but never change a token."""
 
 import errno
 import json
@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from paged_backend.api.config import ConfigError
 from paged_backend.api.request import Origin
-from paged_backend.memory import disk
-from paged_backend.memory.disk import TOKENS, DiskTier
+from paged_backend.memory import block_file
+from paged_backend.memory.block_file import TOKENS
+from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.content import Entry
 from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
 from tests.support.pool_machine import truncated_keys
@@ -47,7 +48,7 @@ def files(tmp_path):
 
 
 def ask(assembly, prompt=PROMPT):
-    """Its tokens, and the stats after; the engine has stopped then, and the disk is at rest."""
+    """Return the tokens of a prompt and the stats after it. The engine has stopped then, and the disk is idle."""
     with running(assembly) as engine:
         tokens = engine.generate([prompt], max_tokens=MAX_TOKENS)[0]
         stats = engine.history[-1].stats
@@ -65,7 +66,7 @@ def test_restarted_server_finds_prefixes_on_disk(assembly, tmp_path, alone):
 
 
 def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
-    """2,000 prompts of few beginnings and two tenants, and again after a restart: the names of files are of 8 bits."""
+    """2,000 prompts with few different prefixes and two tenants, then again after a restart, with keys of 8 bits."""
     rnd = random.Random(0)
     pieces = [[rnd.randrange(256) for _ in range(4)] for _ in range(2)]
     asks = [
@@ -95,7 +96,7 @@ def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
 
 
 def test_idle_engine_spills_its_cache_to_disk(assembly, tmp_path):
-    """A server that is killed later loses nothing."""
+    """A server that is killed later loses no cached block."""
     with running(assembly()) as engine:
         engine.generate([PROMPT], max_tokens=MAX_TOKENS)
         while engine.step().stats.disk_blocks < 13:
@@ -126,58 +127,58 @@ def test_disk_cache_requires_a_host_pool(tiny, tmp_path):
             tiny_assembly(tiny[0], disk_cache_dir=str(tmp_path), **options)
 
 
-def damage_truncated(path):
+def corrupt_truncated(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def damage_no_safetensors(path):
-    path.write_bytes(b"not what it was")
+def corrupt_no_safetensors(path):
+    path.write_bytes(b"something else")
 
 
-def damage_changed(path):
+def corrupt_changed(path):
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
     path.write_bytes(data)
 
 
-def damage_tokens(path):
+def corrupt_tokens(path):
     held = load_file(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file(held | {TOKENS: held[TOKENS] + 1}, path, metadata)
 
 
-def damage_huge(path):
-    os.truncate(path, 1 << 40)  # of holes
+def corrupt_huge(path):
+    os.truncate(path, 1 << 40)  # a sparse file
 
 
-def damage_foreign(path):
+def corrupt_foreign(path):
     save_file({"0": torch.zeros(1), TOKENS: torch.zeros(4)}, path, {"salt": "", "adapter": "", "digest": ""})
 
 
-def damage_no_metadata(path):
+def corrupt_no_metadata(path):
     save_file(load_file(path), path)
 
 
-def damage_stalls(path):
-    """A read of it never ends."""
+def corrupt_stalls(path):
+    """Reading it never returns."""
     path.unlink()
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [value for name, value in sorted(globals().items()) if name.startswith("damage")])
-def test_corrupt_file_disables_the_tier_and_changes_no_token(assembly, tmp_path, alone, damage, caplog, monkeypatch):
-    monkeypatch.setattr(disk, "READ_SECONDS", 0.5)
+@pytest.mark.parametrize("corrupt", [value for name, value in sorted(globals().items()) if name.startswith("corrupt")])
+def test_corrupt_file_disables_the_tier_and_changes_no_token(assembly, tmp_path, alone, corrupt, caplog, monkeypatch):
+    monkeypatch.setattr(block_file, "READ_SECONDS", 0.5)
     ask(assembly())
     made = assembly()
     for path in files(tmp_path):
-        damage(path)
+        corrupt(path)
     tokens, stats = ask(made)
     assert tokens == alone
     assert stats.cached_tokens == 0
     assert not stats.disk_up
     assert "disk_cache_dir: " in caplog.text
-    assert "the tier is off" in caplog.text
+    assert "the disk cache is disabled" in caplog.text
 
 
 def test_block_under_a_wrong_file_name_is_not_used(assembly, tmp_path, alone):
@@ -220,20 +221,20 @@ def test_disk_budget_is_respected(assembly, tmp_path, alone):
 
 
 def test_hanging_disk_does_not_delay_engine_stop(assembly, monkeypatch):
-    begun, over, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
+    started, release, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
     engine = made.engine(steps.put)
-    monkeypatch.setattr(engine._disk, "get", lambda entry: (begun.set(), over.wait(), None)[-1])
+    monkeypatch.setattr(made.disk, "get", lambda entry: (started.set(), release.wait(), None)[-1])
     engine.start()
     engine.abort(EngineHarness(made, engine, steps).submit(PROMPT))
-    assert begun.wait(WAIT)
+    assert started.wait(WAIT)
     stopping = threading.Thread(target=engine.stop, args=[0.1], daemon=True)
     stopping.start()
     stopping.join(WAIT)
     assert not stopping.is_alive()
-    over.set()
+    release.set()
 
 
-# --- the tier by itself ------------------------------------------------------------------------------------------
+# --- the tier without an engine ----------------------------------------------------------------------------------
 
 
 def entry(*tokens, before=ORIGIN):
@@ -277,7 +278,7 @@ def test_stale_partial_files_are_removed_at_startup(tmp_path):
     folder = tmp_path / "ab12" / "ab"
     folder.mkdir(parents=True)
     for name in ("old.part", "new.part", "notes.safetensors"):
-        (folder / name).write_text("half, or not ours")
+        (folder / name).write_text("partial, or not a block file")
     os.utime(folder / "old.part", (0, 0))
     tier = DiskTier(tmp_path, "ab12", 100, LAYOUT)
     assert tier.stats.blocks == 0
@@ -320,7 +321,7 @@ def test_missing_directory_disables_the_tier(tmp_path, caplog):
 
 
 def test_read_error_disables_the_tier(tmp_path, monkeypatch, caplog):
-    """Files are read, since one that is mapped would end the process."""
+    """Files are read rather than mapped, since an I/O error in mapped memory would end the process."""
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)
     tier.put(entry(1, 2), content(1))
     tier.settle(60)
@@ -389,7 +390,7 @@ def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatc
 
 def test_block_evicted_while_being_read_is_a_miss(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
-    one, load = entry(1, 2), tier._load
+    one, read = entry(1, 2), tier._format.read
     tier.put(one, content(0))
     tier.settle(60)
 
@@ -397,9 +398,9 @@ def test_block_evicted_while_being_read_is_a_miss(tmp_path, monkeypatch):
         for number in range(3, 9):
             tier.put(entry(number), content(number))
         tier.settle(60)
-        return load(wanted, path)
+        return read(wanted, path)
 
-    monkeypatch.setattr(tier, "_load", late)
+    monkeypatch.setattr(tier._format, "read", late)
     assert tier.get(one) is None
     assert tier.should_write(one)
     assert tier.up
@@ -407,14 +408,14 @@ def test_block_evicted_while_being_read_is_a_miss(tmp_path, monkeypatch):
 
 
 def test_any_write_error_disables_the_tier(tmp_path, monkeypatch, caplog):
-    """A writer that died would leave a queue that nobody empties."""
+    """If the writer died, its queue would fill up."""
 
-    def refuse(*args):
-        raise ValueError("not today")
+    def fail(*args):
+        raise ValueError("no reason")
 
-    monkeypatch.setattr("paged_backend.memory.disk.save", refuse)
+    monkeypatch.setattr(block_file, "save", fail)
     tier = DiskTier(tmp_path, "ab12", 1000, LAYOUT)
     tier.put(entry(1, 2), content(0))
     tier.close()
     assert not tier.up
-    assert "ValueError: not today" in caplog.text
+    assert "ValueError: no reason" in caplog.text

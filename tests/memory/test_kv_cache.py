@@ -1,4 +1,4 @@
-"""Quantized keys and values in the engine: whatever happens to their blocks, the tokens stay those of that pool."""
+"""The KV cache, quantized or not: copies, swaps and cache hits of its blocks do not change the tokens."""
 
 import random
 
@@ -26,7 +26,7 @@ def prompts():
 
 @pytest.fixture(scope="module", params=CACHES)
 def kv(request, tiny, prompts):
-    """(kv_cache_dtype, the tokens of each prompt when it is alone and its blocks are nobody else's)."""
+    """(kv_cache_dtype, the tokens of each prompt when it runs alone, without prefix caching)."""
     options = {"kv_cache_dtype": request.param, "enable_prefix_caching": False, "max_num_batched_tokens": 256}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         yield request.param, [engine.generate([prompt], max_tokens=MAX_TOKENS)[0] for prompt in prompts]
@@ -51,10 +51,10 @@ def test_chunks_and_preemption(tiny, prompts, kv, swap_space):
 
 
 def test_prefix_hits_and_copy_on_write(tiny, prompts, kv):
-    """Every prompt again, and one that leaves another in the middle of a block: its scales are copied with it."""
+    """Repeat every prompt, and fork one in the middle of a block, whose scales are copied with it."""
     with running(tiny_assembly(tiny[0], kv_cache_dtype=kv[0], num_gpu_blocks_override=256)) as engine:
         for _ in range(2):
-            assert [engine.generate([one], max_tokens=MAX_TOKENS)[0] for one in prompts] == kv[1]
+            assert [engine.generate([prompt], max_tokens=MAX_TOKENS)[0] for prompt in prompts] == kv[1]
         assert engine.history[-1].stats.cached_tokens > sum(map(len, prompts)) / 2
         copies = engine.history[-1].stats.copies
         assert copies > 0
@@ -67,10 +67,10 @@ def test_prefix_hits_and_copy_on_write(tiny, prompts, kv):
 
 
 def test_copy_without_scales_changes_tokens(tiny, prompts, kv, monkeypatch):
-    """That the test above would see it."""
+    """Shows that the test above would notice a missing scale."""
     monkeypatch.setattr(KVCache, "tensors", property(lambda self: tuple(t for t in whole(self) if t.dim() == 4)))
     with running(tiny_assembly(tiny[0], kv_cache_dtype=kv[0], num_gpu_blocks_override=256)) as engine:
-        again = [[engine.generate([one], max_tokens=MAX_TOKENS)[0] for one in prompts] for _ in range(2)]
+        again = [[engine.generate([prompt], max_tokens=MAX_TOKENS)[0] for prompt in prompts] for _ in range(2)]
     assert again[1] != kv[1]
 
 
@@ -99,7 +99,7 @@ def test_quantized_pool_holds_more_tokens(tiny):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *CACHES])
 def test_bfloat16_tokens_are_likely_in_float32(tiny, prompts, kv_cache_dtype, monkeypatch):
-    """With `dtype: auto` on a CPU that has bfloat16: greedy, with penalties (which make logits float32) and sampled."""
+    """With `dtype: auto` on a CPU with bfloat16: greedy, with penalties (which make logits float32), and sampled."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assembly = tiny_assembly(tiny[0], dtype="auto", device="cpu", kv_cache_dtype=kv_cache_dtype)
     assert assembly.loaded.spec.dtype == torch.bfloat16
@@ -117,13 +117,15 @@ def test_bfloat16_tokens_are_likely_in_float32(tiny, prompts, kv_cache_dtype, mo
 
 @pytest.mark.parametrize("dtype", [*FORMATS, torch.bfloat16], ids=str)
 def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
-    asked = []
-    monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: asked.append(n) or torch.zeros(n, dtype=torch.uint8))
+    sizes = []
+    monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: sizes.append(n) or torch.zeros(n, dtype=torch.uint8))
     layers = [LayerShape(2, 8), LayerShape(1, 16)]
     options = dict(num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     pool, plain = KVCache.allocate(layers, pinned=True, **options), KVCache.allocate(layers, **options)
-    assert asked == [3 * kv_cache.bytes_per_block(layers, 4, dtype)]
-    assert [(one.shape, one.dtype) for one in pool.tensors] == [(one.shape, one.dtype) for one in plain.tensors]
+    assert sizes == [3 * kv_cache.bytes_per_block(layers, 4, dtype)]
+    assert [(tensor.shape, tensor.dtype) for tensor in pool.tensors] == [
+        (tensor.shape, tensor.dtype) for tensor in plain.tensors
+    ]
     for value, tensor in enumerate(pool.tensors, 1):
         assert not tensor.any()
         assert tensor.is_contiguous()
@@ -133,7 +135,7 @@ def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
 def test_every_pool_tensor_can_be_copied_by_block(dtype):
-    """On a CPU PyTorch lacks such operations for fp8 itself."""
+    """On a CPU PyTorch has no such operations for fp8."""
     shape = LayerShape(num_kv_heads=2, head_dim=8)
     pool = KVCache.allocate([shape] * 2, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     for layer in pool.layers:
@@ -153,12 +155,12 @@ def test_every_pool_tensor_can_be_copied_by_block(dtype):
 
 @pytest.mark.parametrize("kv_cache_dtype", CACHES)
 def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cache_dtype):
-    """The proof looks at the quantized pool, too, after the one that proves the paging."""
+    """The load-time check runs with the quantized pool, too."""
 
     def coarse(write):
         def spoil(*arguments, **named):
             result = write(*arguments, **named)
-            cache = next(one for one in arguments if isinstance(one, LayerCache))
+            cache = next(argument for argument in arguments if isinstance(argument, LayerCache))
             for scales in filter(torch.is_tensor, (cache.key_scales, cache.value_scales)):
                 scales.mul_(3)
             return result

@@ -1,4 +1,4 @@
-"""Blocks that move: what ends up where, and what waits for what."""
+"""Block transfers: which content ends up where, and which queue waits for which."""
 
 from dataclasses import dataclass, field
 
@@ -20,11 +20,11 @@ def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
 
 
 def write(cache: KVCache, block: int, number: int) -> None:
-    cache.fill(block, [torch.full_like(tensor[0], number) for tensor in cache.tensors])
+    cache.write_block(block, [torch.full_like(tensor[0], number) for tensor in cache.tensors])
 
 
 def read(cache: KVCache) -> list[int]:
-    """The number that all tensors of each block hold."""
+    """Return the number that every tensor of each block holds."""
     found = [{int(x) for tensor in cache.tensors for x in tensor[block].unique()} for block in range(num_blocks(cache))]
     assert all(len(numbers) == 1 for numbers in found), found
     return [number for numbers in found for number in numbers]
@@ -35,8 +35,8 @@ def num_blocks(cache: KVCache) -> int:
 
 
 @dataclass
-class Recorded:
-    """Queues that only write down what they are told. An event is the length of its queue."""
+class FakeQueues:
+    """Queues that only record their calls. An event is the name and the length of its queue."""
 
     queues: dict[str, list] = field(default_factory=lambda: {"compute": [], "swap": []})
     blocked: list = field(default_factory=list)
@@ -54,11 +54,11 @@ class Recorded:
         self.blocked.append(event)
 
     def step(self, name):
-        """Somebody's work on the compute queue."""
+        """Enqueue a step on the compute queue."""
         self.queues["compute"].append(name)
 
     def before(self, queue, item) -> list:
-        """All that is certainly done before something in a queue begins."""
+        """Return everything that is certainly done before an item of a queue begins."""
         return self._until(queue, self.queues[queue].index(item))
 
     def until(self, event) -> list:
@@ -73,7 +73,7 @@ class Recorded:
 
 @pytest.fixture
 def queues():
-    return Recorded()
+    return FakeQueues()
 
 
 @pytest.fixture
@@ -83,7 +83,8 @@ def transfers(queues):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_swap_out_then_swap_in_then_copy(dtype):
-    """An in that takes the place of an out and comes from where another goes; a copy of what has just come in."""
+    """With a swap-in to the block that a swap-out left, from the host block that another swap-out takes, and a copy of
+    a block that was just swapped in."""
     pool, host = make_cache(5, dtype), make_cache(3, dtype)
     for block in range(5):
         write(pool, block, 8 + block)
@@ -94,7 +95,7 @@ def test_swap_out_then_swap_in_then_copy(dtype):
     transfers.move(outs, (Move(2, 1, None), Move(0, 3, None)), (Copy(3, 4), Copy(1, 0)))
     transfers.settle()
     wanted = [18, 18, 10, 9, 9], [9, 10, 18]
-    rounded = [torch.tensor(one).to(dtype).float().int().tolist() for one in wanted]  # fp8 holds no 17
+    rounded = [torch.tensor(numbers).to(dtype).float().int().tolist() for numbers in wanted]  # fp8 cannot represent 17
     assert [read(pool), read(host)] == rounded
 
 
@@ -102,7 +103,7 @@ def test_empty_transfer_enqueues_nothing(queues, transfers):
     transfers.move((), (), ())
     transfers.arrive()
     transfers.settle()
-    assert queues == Recorded()
+    assert queues == FakeQueues()
 
 
 def test_copy_without_a_host_pool():
@@ -113,43 +114,43 @@ def test_copy_without_a_host_pool():
 
 
 def test_swap_out_is_ordered_between_writes(queues, transfers):
-    queues.step("writes what goes out")
+    queues.step("writes the sources of outs")
     transfers.move(OUTS, (), ())
-    queues.step("writes where it was")
-    assert queues.before("swap", OUTS) == ["writes what goes out"]
-    assert OUTS in queues.before("compute", "writes where it was")
+    queues.step("overwrites the sources of outs")
+    assert queues.before("swap", OUTS) == ["writes the sources of outs"]
+    assert OUTS in queues.before("compute", "overwrites the sources of outs")
 
 
 def test_swap_in_waits_for_swap_out_and_earlier_reads(queues, transfers):
-    queues.step("reads where ins go")
+    queues.step("reads the targets of ins")
     transfers.move(OUTS, INS, COPIES)
-    queues.step("reads them")
-    assert queues.before("swap", INS) == ["reads where ins go", OUTS]
+    queues.step("reads the ins")
+    assert queues.before("swap", INS) == ["reads the targets of ins", OUTS]
     assert {OUTS, INS} <= set(queues.before("compute", COPIES))
-    assert {OUTS, INS, COPIES} <= set(queues.before("compute", "reads them"))
+    assert {OUTS, INS, COPIES} <= set(queues.before("compute", "reads the ins"))
 
 
 def test_swap_in_delays_only_the_step_that_reads_it(queues, transfers):
     transfers.swap(OUTS, INS)
-    queues.step("reads others")
+    queues.step("reads other blocks")
     transfers.arrive()
-    queues.step("reads them")
+    queues.step("reads the ins")
     transfers.arrive()
-    assert queues.before("compute", "reads others") == [OUTS]
-    assert INS in queues.before("compute", "reads them")
-    assert len(queues.queues["compute"]) == 4, "each is waited for once"
+    assert queues.before("compute", "reads other blocks") == [OUTS]
+    assert INS in queues.before("compute", "reads the ins")
+    assert len(queues.queues["compute"]) == 4, "each swap-in is waited for once"
 
 
 @pytest.mark.parametrize("first", [((), INS), (OUTS, ())], ids=["ins", "outs"])
 def test_swaps_run_in_order(queues, transfers, first):
-    """A host block that goes in may be the target of the next out, and the other way around."""
+    """A host block that is swapped in may be the target of the next swap-out, and the other way around."""
     transfers.swap(*first)
     second = (Move(5, 1, None),), (Move(3, 2, None),)
     transfers.swap(*second)
     transfers.arrive()
-    queues.step("reads them")
+    queues.step("reads the ins")
     assert set(filter(None, first)) <= set(queues.before("swap", second[0]))
-    assert {second[1], *filter(None, first)} <= set(queues.before("compute", "reads them"))
+    assert {second[1], *filter(None, first)} <= set(queues.before("compute", "reads the ins"))
 
 
 def test_copy_waits_for_pending_swap_in(queues, transfers):
@@ -166,5 +167,5 @@ def test_settle_waits_for_all_swaps(queues, transfers, moves_out, moves_in):
     transfers.settle()
     transfers.settle()
     assert len(queues.blocked) == 1
-    assert {one for one in (moves_out, moves_in) if one} <= set(queues.until(queues.blocked[0]))
-    assert COPIES not in queues.until(queues.blocked[0]), "a swap does not wait for the step beside it"
+    assert {moves for moves in (moves_out, moves_in) if moves} <= set(queues.until(queues.blocked[0]))
+    assert COPIES not in queues.until(queues.blocked[0]), "settle does not wait for the compute queue"

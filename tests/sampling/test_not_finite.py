@@ -26,7 +26,7 @@ def expected(tiny):
 def check_broken(output):
     assert output.finish is None
     assert output.error.code is ErrorCode.INTERNAL
-    assert "numbers for this request are not finite" in str(output.error)
+    assert "outputs for this request are not finite" in str(output.error)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)

@@ -79,7 +79,7 @@ def ask_all(calls):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("nan_row", "INTERNAL: the model's numbers for this request are not finite"),
+        ("nan_row", "INTERNAL: the model's outputs for this request are not finite"),
         ("out_of_memory", "INTERNAL: the step failed: OutOfMemoryError: on purpose"),
     ],
 )

@@ -31,7 +31,7 @@ BLOCKS, CONTENT, SCHEDULER, TABLES, SEQUENCE, BEAMS, PINS, PLAN, WAITING, ACCOUN
 )
 SESSIONS = "server/sessions.py"
 RESULT = "scheduling/step_result.py"
-REQUEST, DISK = "api/request.py", "memory/disk.py"
+REQUEST, DISK = "api/request.py", "memory/block_file.py"
 
 MUTANTS = {  # (file, what is right, what is not)
     "a released block is not let go": (BLOCKS, "        self._references[block] -= 1\n", ""),

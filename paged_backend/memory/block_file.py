@@ -1,0 +1,138 @@
+"""The file format of a cached block on disk.
+
+A block is one safetensors file: its tensors, numbered; all tokens of its prefix up to the block's end; and as metadata
+the origin (cache salt and adapter) and a digest of the tensors' bytes. Origin and tokens are compared with those that
+are looked up, so a colliding key is a miss, never a wrong block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+import transformers
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import Origin
+from paged_backend.scheduling.content import Chain, Contents, Entry, Key
+
+READ_SECONDS = 5.0  # for one block; every request that prefetches from disk waits for it
+MAX_HEADER_BYTES = 1 << 20  # of a file, besides its tensors
+MAX_PREFIX_BYTES = 1 << 26  # of tokens, four bytes each
+TOKENS = "tokens"  # name of the tensor that holds the prefix
+TOKEN_TYPE = torch.int32
+FORMAT_VERSION = "2"  # part of the fingerprint; to be changed with the format
+MODEL_FILES = ("*.json", "*.safetensors", "*.py")
+
+
+class DiskStalled(Exception):
+    """The disk does not answer; the message says for how long."""
+
+
+class CorruptFile(Exception):
+    """A file does not hold what it should; the message says what is wrong."""
+
+
+class BlockFormat:
+    """Encodes and decodes blocks of one layout."""
+
+    def __init__(self, layout: Sequence[Tensor]):
+        """layout: tensors with the shapes and types of a block's."""
+        self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
+        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + sum(tensor.nbytes for tensor in layout)
+
+    def encode(self, entry: Entry, tensors: Sequence[Tensor]) -> bytes:
+        """Return the content of a block's file."""
+        origin, tokens = entry.prefix
+        metadata = {"salt": origin.salt, "adapter": origin.adapter.hex(), "digest": _digest(tensors)}
+        held = {str(index): tensor for index, tensor in enumerate(tensors)}
+        return save(held | {TOKENS: torch.tensor(tokens, dtype=TOKEN_TYPE)}, metadata)
+
+    def read(self, entry: Entry, path: Path) -> list[Tensor] | None:
+        """Return the block in a file, or None if it is another block with the same key.
+
+        Raises DiskStalled, CorruptFile, OSError, and whatever safetensors raises for files that it cannot read.
+        """
+        data = _read_bytes(path, self._max_bytes + 1)
+        if len(data) > self._max_bytes:
+            raise CorruptFile("is larger than a block")
+        metadata, held = _metadata(data), load(data)
+        tensors = [held[str(index)] for index in range(len(self._layout))]
+        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held[TOKENS].tolist()
+        if (origin, tokens) != entry.prefix:
+            if _key(origin, tokens, len(entry.tokens)) != entry.key:
+                raise CorruptFile("holds other tokens than its name says")
+            return None
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._layout:
+            raise CorruptFile("holds tensors of other shapes or types")
+        if _digest(tensors) != metadata["digest"]:
+            raise CorruptFile("its bytes have changed")
+        return tensors
+
+
+def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
+    """Return the key of the last block of a prefix."""
+    return Contents().extend(Chain(origin), tokens, len(tokens) // block_size, block_size).key
+
+
+def _read_bytes(path: Path, limit: int) -> bytes:
+    """Return up to `limit` bytes of a file, and update its time, which keeps the LRU order across restarts. Raises
+    DiskStalled if the disk does not answer."""
+    answer: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            with path.open("rb") as file:  # not mapped: an I/O error in mapped memory would end the process
+                data = file.read(limit)
+            os.utime(path)
+            answer.put(data)
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=read, name="disk-read", daemon=True).start()  # if it hangs, it is left behind
+    try:
+        found = answer.get(timeout=READ_SECONDS)
+    except Empty:
+        raise DiskStalled(f"a read takes more than {READ_SECONDS:g} s") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Return a safetensors file's metadata, which the library reads from mapped files only."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8:end]).get("__metadata__", {}))
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
+
+
+def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """Return a digest of everything that keys and values depend on besides the tokens. A model counts by the names,
+    sizes and modification times of its files, so touching one of them invalidates the cache."""
+    files = [file for model in models for file in _files(model)]
+    facts = {
+        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "transformers": transformers.__version__,
+        "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
+        "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size],
+        "code": FORMAT_VERSION,
+    }
+    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
