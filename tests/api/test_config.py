@@ -96,7 +96,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_every_option_explains_itself_in_the_documents():
-    document = (ROOT / "docs/options.md").read_text()
+    document = (ROOT / "docs/reference/options.md").read_text()
     for spec in fields(EngineConfig):
         default = "" if spec.default in (MISSING, None) else f"`{json.dumps(spec.default)}`"
         assert f"| `{spec.name}` | {default} | {spec.metadata['help']} |" in document

@@ -1,7 +1,8 @@
-"""What the README claims of us names tests, and what the documents point to: all of it is there."""
+"""What the documentation says about this repository: tests, links, names, terms, options and commands that exist."""
 
 import ast
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -11,42 +12,90 @@ from paged_backend.api.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "SECURITY.md",
-    ROOT / "kernels/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
-COMPARISON = "## Beside other backends"
-LINK = re.compile(r"\[`(test_\w+)`\]\((tests/[\w/]+\.py)\)")
+ELSEWHERE = ("CHANGELOG.md", "comparison.md")  # which name files of earlier versions, and of other projects
+COMPARISONS = {"README.md": "## Beside other backends", "docs/comparison.md": "# Comparison with other backends"}
+HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "NVIDIA Dynamo"]
+TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
+NAME_LINK = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
+SOURCE = re.compile(r" \[([VTSD]\d+)\]$")
 
 
-def _rows() -> list[list[str]]:
-    """The comparison's lines, cell by cell."""
-    section = (ROOT / "README.md").read_text().partition(COMPARISON)[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def _name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def _table(text: str) -> list[list[str]]:
+    """The lines of the first table, cell by cell; its head is the first of them."""
+    lines = re.search(r"(?m)(?:^\|.*\n)+", text).group().splitlines()
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in rows if not re.fullmatch(r"-+", "".join(row))]
+
+
+def _rows(document: str) -> list[list[str]]:
+    return _table((ROOT / document).read_text().partition(COMPARISONS[document])[2])
+
+
+def _comparison_rows() -> list[tuple[str, list[str]]]:
+    return [(document, row) for document in COMPARISONS for row in _rows(document)[1:]]
 
 
 @cache
-def _tests(file: str) -> set[str]:
-    tree = ast.parse((ROOT / file).read_text())
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+def _definitions(file: Path) -> set[str]:
+    """Functions, classes, methods (as `Class.method`) and constants of a module."""
+    found = set()
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found |= {f"{node.name}.{one.name}" for one in methods}
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
 
 
-def test_there_is_a_comparison():
-    heads, *rows = _rows()
-    assert heads == ["", "here", "vllm_backend", "tensorrtllm_backend", "TGI"]
-    assert len(rows) > 30
+# --- comparison with other backends --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", _rows()[1:], ids=lambda row: row[0])
-def test_each_cell_of_ours_names_a_test_that_is_there(row):
+@pytest.mark.parametrize(("document", "least"), [("README.md", 10), ("docs/comparison.md", 30)])
+def test_there_is_a_comparison(document, least):
+    heads, *rows = _rows(document)
+    assert heads == HEADS
+    assert len(rows) > least
+
+
+@pytest.mark.parametrize(
+    ("document", "row"), _comparison_rows(), ids=lambda value: value if isinstance(value, str) else value[0]
+)
+def test_each_cell_of_ours_names_an_existing_test(document, row):
     ours = row[1]
-    assert len(row) == 5 and all(row)
-    assert ours == "no" or LINK.search(ours), "neither a test nor a no"
-    for name, file in LINK.findall(ours):
-        assert name in _tests(file), f"{file} has no {name}"
+    assert len(row) == len(HEADS) and all(row)
+    assert ours == "no" or TEST_LINK.search(ours), "neither a test nor a no"
+    for name, file in TEST_LINK.findall(ours):
+        assert name in _definitions(ROOT / file), f"{file} has no {name}"
+
+
+def test_readme_comparison_is_a_part_of_the_full_one():
+    full = [[SOURCE.sub("", cell.replace("](../", "](")) for cell in row] for row in _rows("docs/comparison.md")]
+    assert [row[0] for row in _rows("README.md") if row not in full] == []
+
+
+def test_each_foreign_cell_of_the_comparison_has_a_source():
+    text = (ROOT / "docs/comparison.md").read_text()
+    cited = set()
+    for row in _rows("docs/comparison.md")[1:]:
+        for cell in row[2:]:
+            assert SOURCE.search(cell), f"{row[0]}: {cell}"
+            cited.add(SOURCE.search(cell).group(1))
+    assert cited == set(re.findall(r"(?m)^\[(\w+)\]: https://", text)), "sources without an address, or without a use"
+    assert cited == set(re.findall(r"(?m)^\| \[(\w+)\] \|", text)), "sources that no table describes"
+
+
+# --- links and names -----------------------------------------------------------------------------------------------
 
 
 def _headings(document: Path) -> set[str]:
@@ -55,7 +104,7 @@ def _headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_lead_somewhere(document):
     for path, heading in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
         target = document.parent / path if path else document
@@ -63,17 +112,84 @@ def test_links_lead_somewhere(document):
         assert not heading or heading in _headings(target), f"{path}#{heading}"
 
 
-def test_every_document_is_pointed_to():
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_linked_names_are_defined_in_the_file(document):
+    for name, path in NAME_LINK.findall(document.read_text()):
+        assert name in _definitions(document.parent / path), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("document", [one for one in DOCUMENTS if one.name not in ELSEWHERE], ids=_name)
+def test_paths_in_the_text_exist(document):
+    folders = "paged_backend|paged_bench|client|tests|kernels|model_repository|docs|docker"
+    for path in re.findall(rf"`((?:{folders})/[\w/.-]*)`", document.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_document_is_linked():
+    linked = {
+        (document.parent / path).resolve()
+        for document in DOCUMENTS
+        for path in re.findall(r"\]\((?!https?://)([^)#\s]+)", document.read_text())
+    }
+    assert [_name(document) for document in DOCUMENTS if document not in linked and document.name != "README.md"] == []
     readme = (ROOT / "README.md").read_text()
-    assert [path.name for path in DOCUMENTS if path.name != "README.md" and f"{path.name})" not in readme] == []
+    for folder in ("docs", "docs/guides", "docs/design"):
+        for document in (ROOT / folder).glob("*.md"):
+            assert f"({_name(document)})" in readme, f"README.md does not link {_name(document)}"
+
+
+# --- README --------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_preemption_metric_in_the_readme_exists():
+    readme = (ROOT / "README.md").read_text()
+    sources = "".join(file.read_text() for file in (ROOT / "paged_backend/server").glob("*.py"))
+    for name in ("paged_preemptions_total", "vllm:num_preemptions_total"):
+        assert name in readme and f'"{name}"' in sources
+
+
+# --- glossary ------------------------------------------------------------------------------------------------------
+
+
+def _terms() -> list[list[str]]:
+    sections = (ROOT / "docs/glossary.md").read_text().split("\n## ")[1:]
+    return [row for section in sections for row in _table(section)[1:]]
+
+
+def test_glossary_has_at_most_60_terms_with_their_equivalents():
+    terms = _terms()
+    assert 40 <= len(terms) <= 60
+    assert all(len(row) == 4 and all(row) for row in terms)
+    assert len({row[0].lower() for row in terms}) == len(terms)
+
+
+def test_terms_of_the_glossary_are_used():
+    texts = [file.read_text() for file in DOCUMENTS if file.name != "glossary.md"]
+    texts += [file.read_text() for file in (ROOT / "paged_backend").rglob("*.py")]
+    text = " ".join(" ".join(texts).lower().replace("-", " ").split())
+    assert [term for term, *_ in _terms() if term.lower().replace("-", " ") not in text] == []
+
+
+# --- options and linters -------------------------------------------------------------------------------------------
 
 
 def test_options_that_matter_for_security_are_options_with_these_defaults():
-    table = (ROOT / "SECURITY.md").read_text().partition("## What to set")[2].partition("\n\nThe limits")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
-    ]
+    table = (ROOT / "docs/guides/secure.md").read_text().partition("## What to set")[2]
+    rows = _table(table)
     options = {name: row[1] for row in rows[1:] for name in re.findall(r"`([a-z_]+)`", row[0])}
     defaults = {name: getattr(EngineConfig, name) for name in options if name != "cache_salt"}
     for name in ("trust_remote_code", "max_queue_size", "structured_outputs_timeout", "max_sessions", "max_loras"):
         assert str(defaults[name]).lower() in options[name]
+
+
+def test_pre_commit_runs_the_linters_of_make_lint():
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "--old-file=setup", "lint"], cwd=ROOT, capture_output=True, text=True
+    )
+    linters = [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/")]
+    hooks = re.findall(r"(?m)^ +entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert hooks == linters and len(linters) == 3

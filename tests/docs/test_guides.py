@@ -1,0 +1,159 @@
+"""The commands in the documentation run as they are written, apart from ports, paths and the server's address.
+
+A code block says in its first line whether it is run: `sh test` and `python test` run, `sh test background` is started
+and stays until the end of the page, `sh skip: reason` does not run. The blocks of a page run in their order, against
+the server with the demo model, or against the one that the page itself starts.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from client.serving.tritonserver import choose_ports
+from tests.support.triton import listens
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\S*)[ ]?(.*)\n((?:.*\n)*?)^```$", re.M)
+SECONDS = 300  # limit of a block
+
+
+class Block(NamedTuple):
+    language: str
+    mark: str  # what follows the language
+    text: str
+
+    @property
+    def runs(self) -> bool:
+        return self.mark in ("test", "test background")
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(page.read_text())]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the commands of a page run: addresses in place of the default ones, and directories."""
+
+    http: str
+    grpc: str
+    metrics: str
+    gateway: int
+    model: Path
+    scratch: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With `paged` on the PATH, as in an activated environment; curl fails where the server answers an error."""
+        (self.scratch / ".curlrc").write_text("fail\nmax-time = 120\n")
+        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        return os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "CURL_HOME": str(self.scratch),
+        }
+
+    def adapt(self, text: str) -> str:
+        """The text of a block for this place."""
+        http, grpc, metrics = (address.rpartition(":")[2] for address in (self.http, self.grpc, self.metrics))
+        text = re.sub(r"paged (generate|chat|probe|map)\b(?!.*--url)", r"paged \1 --url localhost:8001", text)
+        text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
+        text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
+        text = text.replace("--port 9000", f"--port {self.gateway}")
+        ports = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
+        text = text.replace("paged serve ", f"paged serve {ports} ")
+        text = text.replace(".venv/bin/", f"{Path(sys.executable).parent}/").replace("/path/to/model", str(self.model))
+        return re.sub(r"(?<![\w.])/tmp/", f"{self.scratch}/", text)
+
+    def command(self, block: Block) -> list[str]:
+        if block.language == "python":
+            return [sys.executable, "-c", self.adapt(block.text)]
+        return ["bash", "-euo", "pipefail", "-c", self.adapt(block.text)]
+
+
+def run(block: Block, place: Place) -> None:
+    done = subprocess.run(
+        place.command(block),
+        cwd=ROOT,
+        env=place.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"{block.text}\nexited with {done.returncode}:\n{done.stdout}"
+
+
+@contextmanager
+def running(block: Block, place: Place) -> Iterator[None]:
+    """A server or gateway, from when it answers until Ctrl-C."""
+    language, script = place.command(block)[:-1], place.command(block)[-1]
+    assert len(script.strip().splitlines()) == 1, "a block in the background is one command"
+    log = place.scratch / "background.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*language, f"exec {script}"], cwd=ROOT, env=place.environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        port = place.gateway if "paged openai" in script else int(place.http.rpartition(":")[2])
+        deadline = time.monotonic() + SECONDS
+        while not listens(port) or not _answers(script, place):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=120)
+
+
+def _answers(script: str, place: Place) -> bool:
+    """Whether it serves: tritonserver listens before its models are loaded."""
+    if "paged serve" not in script:
+        return True
+    probe = ["paged", "probe", "--url", place.grpc, "--timeout", "20"]
+    return subprocess.run(probe, env=place.environment, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_runs_or_says_why_not(page):
+    for block in blocks(page):
+        if block.language in ("sh", "python"):
+            assert block.runs or re.fullmatch(r"skip: \w.+", block.mark), f"neither test nor skip: {block}"
+        else:
+            assert block.language in ("", "text") and not block.mark, block
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.runs for block in blocks(page))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_commands_of_a_page(page, request, tiny, tmp_path):
+    own = any(block.runs and "paged serve" in block.text for block in blocks(page))
+    ports = choose_ports(http=0, grpc=0, metrics=0)
+    addresses = [f"localhost:{port}" for port in ports]
+    if not own and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs):
+        server = request.getfixturevalue("server")
+        addresses = [server.http_url, server.grpc_url, server.metrics_url]
+    (gateway,) = choose_ports(gateway=0)
+    place = Place(*addresses, gateway=gateway, model=tiny[0], scratch=tmp_path)
+    with ExitStack() as stack:
+        for number, block in enumerate(one for one in blocks(page) if one.runs):
+            scratch = tmp_path / str(number)
+            scratch.mkdir()
+            if block.mark == "test background":
+                stack.enter_context(running(block, replace(place, scratch=scratch)))
+            else:
+                run(block, place)
