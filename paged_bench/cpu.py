@@ -241,7 +241,7 @@ def agreement(name: str, ours: Sequence[Run], theirs: Sequence[Run], exact: bool
 def in_vllm(options: Mapping[str, Any], threads: int, at: ExitStack) -> Mapping[str, Contestant]:
     """As its documentation on CPUs advises: the threads of its one worker bound to all cores that we use, Intel's
     OpenMP preloaded, and tcmalloc where the machine has it."""
-    VLLM.make()
+    VLLM.ensure()
     preloaded = [VLLM.directory / "lib" / "libiomp5.so", find_library("tcmalloc_minimal")]
     variables = {
         "LD_PRELOAD": ":".join(str(library) for library in preloaded if library),
@@ -262,7 +262,7 @@ def in_llama_cpp(model: str, kinds: Mapping[str, str], threads: int, at: ExitSta
     """By contestant, with weights of a kind. Keys and values in its default type, but in float32 where weights are."""
     if model != model_options("demo")["model"]:
         raise ValueError("only the demo model is there as a GGUF file")
-    LLAMA_CPP.make()
+    LLAMA_CPP.ensure()
     found = {}
     for who, kind in kinds.items():
         child = _child(LLAMA_CPP, "llama_cpp_child.py", {}, at)

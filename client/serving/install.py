@@ -1,4 +1,4 @@
-"""`paged install-backend`: makes the engine a backend of Triton's, which a config.pbtxt names, needing little else."""
+"""Installs the engine as a Triton backend, which a config.pbtxt selects with `backend: "paged"`."""
 
 import os
 import re
@@ -20,20 +20,20 @@ from paged_backend.server.triton_model import TritonPythonModel  # noqa: E402, F
 
 
 def install(directory: Path, name: str = NAMES[0]) -> list[Path]:
-    """Make `directory` a tritonserver's backend directory with a backend `name` in it; what was written.
+    """Install the backend `name` in a backend directory of a tritonserver, and return the files written.
 
-    A server's own directory has Triton's Python backend, which this one needs. Into one that lacks it the one of the
-    server in the wheel is copied, where that is the server at hand. Writing again renews what was written.
+    The engine needs Triton's Python backend. If the directory does not have it, it is copied from the server in the
+    nvidia-pytriton wheel. Installing again replaces the files.
 
-    Raises ValueError for a name that Triton would not take or that is another backend's, ServerNotFoundError where
-    there is no Python backend to copy, OSError.
+    Raises ValueError for a name that is not valid or belongs to another backend, ServerNotFoundError if there is no
+    Python backend to copy, OSError.
     """
     if not re.fullmatch(r"[A-Za-z0-9_]+", name) or name == "python":
         raise ValueError(f"name={name!r}: must be letters, digits and underscores, and not python")
     file = directory / name / "model.py"
     others = [file] if file.exists() and _MARK not in file.read_text(errors="replace") else []
     if others := [*others, *(directory / name).glob("*.so")]:
-        raise ValueError(f"{others[0]}: is another backend's; move {directory / name} away first")
+        raise ValueError(f"{others[0]}: belongs to another backend; move {directory / name} away first")
     written = [] if (directory / "python").is_dir() else [_copy_python_backend(directory)]
     file.parent.mkdir(parents=True, exist_ok=True)
     _replace(file, _text(name))
@@ -41,14 +41,17 @@ def install(directory: Path, name: str = NAMES[0]) -> list[Path]:
 
 
 def _text(name: str) -> str:
-    """A checkout goes before what is installed; an installed package's directory after all else, for in it are others'
-    packages too."""
+    """Return the source of the backend's model.py.
+
+    A checkout goes to the front of sys.path. An installed package's directory goes to the end, because it also has
+    other packages.
+    """
     position = "0" if (REPOSITORY_ROOT / "pyproject.toml").is_file() else "len(sys.path)"
     return _TEXT.format(mark=_MARK, name=name, position=position, root=str(REPOSITORY_ROOT))
 
 
 def _replace(file: Path, text: str) -> None:
-    """At one stroke: a server may be reading it."""
+    """Replace a file atomically: a server may be reading it."""
     new = file.with_name(f".{file.name}.{os.getpid()}")
     new.write_text(text)
     new.replace(file)
@@ -57,5 +60,5 @@ def _replace(file: Path, text: str) -> None:
 def _copy_python_backend(directory: Path) -> Path:
     source = find_server().backend_directory
     if source is None:
-        raise ServerNotFoundError(f"{directory}: has no Python backend; give the server's own backend directory")
+        raise ServerNotFoundError(f"{directory}: has no Python backend; use the server's own backend directory")
     return Path(shutil.copytree(source / "python", directory / "python"))

@@ -1,4 +1,4 @@
-"""`paged serve`: a model on a real Triton server, in the foreground, until Ctrl-C."""
+"""Runs `paged serve`: a Triton server in the foreground, until Ctrl-C."""
 
 import contextlib
 import json
@@ -29,11 +29,11 @@ def serve(
     multi_lora: Path | None = None,
     verbose: bool = False,
 ) -> int:
-    """Serve `model` until Ctrl-C, SIGTERM or SIGHUP; the exit code, 0 after a clean stop.
+    """Serve `model` until Ctrl-C, SIGTERM or SIGHUP, and return the exit code: 0 after a clean stop, 1 for an error.
 
-    The first signal lets open streams end, for 30 s at most; the second stops the server at once. The
-    server's warnings and errors go to standard error, all of its log where `verbose`. What goes wrong before
-    it is ready is told in one message there, and gives 1.
+    The first signal lets open streams finish, for at most 30 s. The second one kills the server. Warnings and errors of
+    the server go to standard error; with `verbose`, the whole log does. An error before the server is ready is printed
+    as a single message.
     """
     console = Console(verbose)
     try:
@@ -67,18 +67,18 @@ def _run(server: TritonServer, console: "Console") -> int:
         except ServerError:
             if not stopping.is_set():
                 raise
-            code = 0  # asked to stop while it was loading
+            code = 0  # stopped by a signal while it was loading
         finally:
             server.stop()
     if stopping.is_set():
         console.say("Stopped.")
         return 0
-    console.say(f"error: tritonserver ended with code {code}; its last lines:\n{server.log_tail()}")
+    console.say(f"error: tritonserver exited with code {code}; the last lines of its log:\n{server.log_tail()}")
     return code if code > 0 else 1
 
 
 def _wait(server: TritonServer, stopping: threading.Event) -> int:
-    """Wait until the server ends by itself (its exit code) or is asked to (0)."""
+    """Wait until the server exits and return its exit code, or until `stopping` is set and return 0."""
     while not stopping.is_set():
         with contextlib.suppress(subprocess.TimeoutExpired):
             return server.wait(0.2)
@@ -87,7 +87,7 @@ def _wait(server: TritonServer, stopping: threading.Event) -> int:
 
 @contextlib.contextmanager
 def _signals_forwarded(server: TritonServer, console: "Console", stopping: threading.Event) -> Iterator[None]:
-    """Inside it the first signal asks the server to stop and sets `stopping`; the next one kills it."""
+    """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server."""
 
     def handle(number: int, frame: object) -> None:
         if stopping.is_set():
@@ -95,18 +95,18 @@ def _signals_forwarded(server: TritonServer, console: "Console", stopping: threa
         else:
             stopping.set()
             server.terminate()
-            console.say("Stopping: open streams may end, Ctrl-C again stops at once.")
+            console.say("Stopping: waiting for open streams to finish. Press Ctrl-C again to stop immediately.")
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def ready_message(server: TritonServer) -> str:
-    """Where the server is, and what to try."""
+    """Return the endpoints of the server and two commands to try."""
     ports = "" if server.grpc_port == 8001 else f" --url {server.grpc_url}"
     body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
     return "\n".join(
@@ -115,13 +115,13 @@ def ready_message(server: TritonServer) -> str:
             "Try:",
             f"  curl -N {server.http_url}/v2/models/{MODEL_NAME}/generate_stream -d '{body}'",
             f"  {_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
-            "Ctrl-C stops the server.",
+            "Press Ctrl-C to stop the server.",
         ]
     )
 
 
 def _paged() -> str:
-    """How to call the command line: by its name where that is on PATH."""
+    """Return how to call the command line: "paged" if it is on PATH, otherwise its path."""
     beside = Path(sys.executable).with_name("paged")
     if shutil.which("paged") or not beside.exists():
         return "paged"
@@ -129,27 +129,29 @@ def _paged() -> str:
 
 
 class Console:
-    """What a person sees on standard error: progress while the model loads, then only what matters."""
+    """Writes to standard error: progress while the model loads, then the server's warnings and errors."""
 
-    # Triton's own lines begin like I1231 (information), W1231 or E1231; anything else is a program's output.
-    _INFORMATION = re.compile(r"I\d{4} |[+|\n]|Signal \(")
-    _COMPLAINT = re.compile(r" (WARNING|ERROR) paged_llm: ")
-    _INTERVAL = 10.0  # seconds between progress lines where they cannot be drawn over each other
+    # Log lines of Triton start with I1231 (info), W1231 or E1231. All others are output of other code.
+    _INFO = re.compile(r"I\d{4} |[+|\n]|Signal \(")
+    _ENGINE_PROBLEM = re.compile(r" (WARNING|ERROR) paged_llm: ")
+    _INTERVAL = 10.0  # seconds between progress lines if standard error is not a terminal
 
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
-        self._draws = sys.stderr.isatty() and not verbose
+        self._redraws = sys.stderr.isatty() and not verbose
         self._is_ready = False
         self._next_line = 0.0
 
     def log_line(self, line: str) -> None:
-        """One line of the server's log. While it loads all but our own complaints is kept back: a failure is told in
-        one message."""
-        if self._verbose or self._COMPLAINT.search(line) or (self._is_ready and not self._INFORMATION.match(line)):
+        """Print a line of the server's log if it is relevant.
+
+        While the model loads, only warnings and errors of the engine are: a failure to load is reported as one message.
+        """
+        if self._verbose or self._ENGINE_PROBLEM.search(line) or (self._is_ready and not self._INFO.match(line)):
             sys.stderr.write(line)
 
     def loading(self, seconds: float) -> None:
-        if self._draws:
+        if self._redraws:
             spinner = "|/-\\"[int(seconds * 10) % 4]
             sys.stderr.write(f"\r\033[K{spinner} Loading the model, {seconds:.0f} s")
             sys.stderr.flush()
@@ -163,11 +165,11 @@ class Console:
         print(message, flush=True)
 
     def say(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # standard error was closed
             self._clear()
             print(message, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
-        if self._draws:
+        if self._redraws:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()

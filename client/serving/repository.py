@@ -13,13 +13,17 @@ MODEL_NAME = "paged_llm"
 
 
 def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
-    """Engine options with `resolve_model` applied to those that name a model."""
-    named = {name: options.get(name) for name in ("model", "speculative_model")}
-    return {**options, **{name: resolve_model(one, name) for name, one in named.items() if isinstance(one, str | Path)}}
+    """Return engine options with `resolve_model` applied to the options that name a model."""
+    models = {name: options.get(name) for name in ("model", "speculative_model")}
+    resolved = {name: resolve_model(one, name) for name, one in models.items() if isinstance(one, str | Path)}
+    return {**options, **resolved}
 
 
 def resolve_model(model: str | Path, option: str = "model") -> str:
-    """The value of the engine's option `option`. Raises ConfigError for files that do not exist."""
+    """Return the value of an engine option that names a model: an absolute path or a name on the hub.
+
+    "demo" is the demo model, which is downloaded if it is missing. Raises ConfigError for files that do not exist.
+    """
     if model == "demo":
         return str(demo_model.prepare())
     if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
@@ -27,14 +31,19 @@ def resolve_model(model: str | Path, option: str = "model") -> str:
     if isinstance(model, str) and HUB_NAME.fullmatch(model):
         return model
     raise ConfigError(
-        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists or a name on the hub"
+        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists, or a name on the hub"
         " (owner/model)"
     )
 
 
 def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
-    """Copy the model repository `source` into `target`, with `options` laid over its model.json and a link to
-    `multi_lora`, or else to its own list of adapters, also where there is none yet."""
+    """Copy the model repository `source` to `target`.
+
+    Args:
+        options: engine options, which override those in model.json.
+        multi_lora: file that lists LoRA adapters. The copy gets a link to it or, without one, to the list in `source`,
+            which may be created later.
+    """
     if not (source / MODEL_NAME).is_dir():
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,6 +55,6 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object], 
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigError for an engine option that is unknown or out of range, laid over the project's model.json."""
+    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json."""
     settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
     EngineConfig.from_options({**json.loads(settings.read_text()), **options})

@@ -1,7 +1,7 @@
-"""Finds tritonserver, its Python backend and the shared libraries that they and perf_analyzer need.
+"""Finds tritonserver, its Python backend, and the shared libraries that they and perf_analyzer need.
 
-An installed server (an NGC container's) is used as it is. Otherwise the one inside the nvidia-pytriton
-wheel is: it needs a backend directory put together for the running interpreter, and its libraries named.
+An installed server, as in an NGC container, is used as it is. Otherwise the server inside the nvidia-pytriton wheel is
+used, which needs a backend directory for the running Python interpreter and a library path.
 """
 
 import os
@@ -21,27 +21,27 @@ LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 
 
 class ServerNotFoundError(RuntimeError):
-    """No tritonserver that could run, or a part of it is missing; the message says what to install."""
+    """There is no usable tritonserver, or a part of it is missing. The message says what to install."""
 
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """What it takes to start a tritonserver."""
+    """The files of a tritonserver."""
 
     binary: Path
-    backend_directory: Path | None = None  # None: the server's own
-    library_path: tuple[Path, ...] = ()  # goes in front of LD_LIBRARY_PATH
+    backend_directory: Path | None = None  # None is the server's default
+    library_path: tuple[Path, ...] = ()  # to prepend to LD_LIBRARY_PATH
 
 
 def cache_directory() -> Path:
-    """Where prepared files are kept: $PAGED_CACHE_DIR, or .cache in the repository."""
+    """Return the directory for generated files: $PAGED_CACHE_DIR, or .cache in the repository."""
     return Path(os.environ.get("PAGED_CACHE_DIR") or REPOSITORY_ROOT / ".cache").absolute()
 
 
 def find_server() -> ServerFiles:
-    """The installed tritonserver if there is one, else the wheel's.
+    """Return the installed tritonserver if there is one, else the one in the wheel.
 
-    Raises ServerNotFoundError where there is neither, or no libpython for the wheel's Python stub.
+    Raises ServerNotFoundError if there is neither, or no libpython for the Python stub of the wheel.
     """
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/opt/tritonserver/bin"])
     installed = shutil.which("tritonserver", path=search)
@@ -59,10 +59,10 @@ def find_server() -> ServerFiles:
 
 
 def perf_analyzer() -> tuple[Path, dict[str, str]] | None:
-    """perf_analyzer's path and the environment it runs in, or None where it cannot run.
+    """Return the path of perf_analyzer and the environment to run it in, or None if it cannot run.
 
-    tritonclient's binary asks for libb64.so.0d and libcudart.so.12, which few machines have. The server's
-    wheel carries both under names of its own, so links with the wanted names are enough.
+    The binary in tritonclient needs libb64.so.0d and libcudart.so.12, which few machines have. The nvidia-pytriton
+    wheel has both under other names, so links with the expected names are enough.
     """
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     binary = shutil.which("perf_analyzer", path=search)
@@ -76,7 +76,7 @@ def perf_analyzer() -> tuple[Path, dict[str, str]] | None:
 
 
 def prepend(environment: dict[str, str], name: str, directories: list[Path]) -> None:
-    """Put directories in front of a search path variable, in place."""
+    """Prepend directories to a search path variable of `environment`, in place."""
     parts = [str(directory) for directory in directories]
     if environment.get(name):
         parts.append(environment[name])
@@ -84,7 +84,7 @@ def prepend(environment: dict[str, str], name: str, directories: list[Path]) -> 
 
 
 def _wheel() -> Path | None:
-    """The package directory of nvidia-pytriton. It is not imported: that would pull in all of PyTriton."""
+    """Return the package directory of nvidia-pytriton, without importing the package."""
     spec = util.find_spec("pytriton")
     return Path(spec.origin).parent if spec and spec.origin else None
 
@@ -94,9 +94,9 @@ def _version() -> str:
 
 
 def _backend_directory(wheel: Path) -> Path:
-    """A backend directory with the stub of this interpreter.
+    """Return a backend directory with the Python stub for this interpreter.
 
-    Real copies: the server refuses links that lead out of the backend directory.
+    Its files are copies, because the server rejects links that point outside of the backend directory.
     """
     backends = cache_directory() / f"tritonserver-{_version()}-python{PYTHON}"
     stub = wheel / "tritonserver/python_backend_stubs" / PYTHON / "triton_python_backend_stub"
@@ -111,9 +111,9 @@ def _backend_directory(wheel: Path) -> Path:
 
 def _perf_analyzer_libraries(wheel: Path) -> Path:
     libraries = wheel.parent / "nvidia_pytriton.libs"
-    wanted = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
-    links = {name: next(libraries.glob(pattern), None) for name, pattern in wanted.items()}
-    # The links name files inside the virtual environment, so each environment has its own.
+    patterns = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+    links = {name: next(libraries.glob(pattern), None) for name, pattern in patterns.items()}
+    # The links point into the virtual environment, so each environment has its own.
     directory = Path(sys.prefix) / "lib" / f"perf_analyzer-{_version()}"
     if not directory.exists():
         _fill(directory, {name: file for name, file in links.items() if file}, _link)
@@ -125,7 +125,12 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _fill(directory: Path, files: dict[str, Path], place: Callable[[Path, Path], object]) -> None:
-    """Make `directory` with `files` (path inside it -> source) at one stroke, whoever else does the same."""
+    """Create `directory` atomically, also if other processes do the same.
+
+    Args:
+        files: source by path inside of the directory.
+        place: copies or links a source to a target.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         for name, source in files.items():
@@ -140,28 +145,28 @@ def _fill(directory: Path, files: dict[str, Path], place: Callable[[Path, Path],
 
 
 def _libpython_directory() -> list[Path]:
-    """Where the stub finds libpython: empty where the loader finds it by itself.
+    """Return the directory of libpython for the stub; an empty list if the loader finds it already.
 
-    Distributions link python3 statically and put the library in a package of its own. Where that is not
-    installed it is fetched without root, on the systems that have apt-get.
+    Debian and Ubuntu link python3 statically and have the library in another package. If that is not installed, it is
+    downloaded without root on systems with apt-get.
     """
-    for place in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix, "lib"), *_fetched_directories()):
-        if place and Path(place, LIBPYTHON).exists():
-            return [Path(place)]
-    if _loads(LIBPYTHON):
+    for directory in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix, "lib"), *_fetched_directories()):
+        if directory and Path(directory, LIBPYTHON).exists():
+            return [Path(directory)]
+    if _is_loadable(LIBPYTHON):
         return []
     _fetch_debian_package(f"libpython{PYTHON}")
-    for place in _fetched_directories():
-        if Path(place, LIBPYTHON).exists():
-            return [place]
+    for directory in _fetched_directories():
+        if Path(directory, LIBPYTHON).exists():
+            return [directory]
     raise ServerNotFoundError(
         f"the server's Python stub needs {LIBPYTHON}: {sys.executable} has none, and none is installed"
         f" (Debian and Ubuntu: apt install libpython{PYTHON})"
     )
 
 
-def _loads(library: str) -> bool:
-    """Whether the loader finds a library. Asked in a process of its own: loading cannot be undone."""
+def _is_loadable(library: str) -> bool:
+    """Return whether the loader finds a library. Tried in another process, because a library cannot be unloaded."""
     code = f"import ctypes; ctypes.CDLL({library!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
@@ -175,14 +180,14 @@ def _fetched_directories() -> list[Path]:
 
 
 def _fetch_debian_package(name: str) -> None:
-    """Download a Debian package and unpack it below the cache, without root. Does nothing elsewhere."""
+    """Download a Debian package and unpack it in the cache, without root. Does nothing on other systems."""
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         return
     with tempfile.TemporaryDirectory() as scratch:
-        print(f"Fetching {name}, which the server needs and this machine lacks", flush=True)
+        print(f"Downloading {name}, which the server needs and is not installed", flush=True)
         download = ["apt-get", "-qq", "download", name]
         if subprocess.run(download, cwd=scratch, check=False).returncode and os.geteuid() == 0:
-            # A fresh machine's package lists are empty; only root may fill them.
+            # The package lists of a new machine are empty; only root can update them.
             subprocess.run(["apt-get", "-qq", "update"], check=False)
             subprocess.run(download, cwd=scratch, check=False)
         for package in Path(scratch).glob("*.deb"):
@@ -191,7 +196,7 @@ def _fetch_debian_package(name: str) -> None:
 
 
 def main() -> int:
-    """Prepare everything, and say what will be used."""
+    """Prepare the server and print what will be used."""
     try:
         files = find_server()
     except ServerNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Reads a tritonserver's log, and finds in it why a model did not load."""
+"""Reads the log of a tritonserver, and finds out from it why a model did not load."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class ServerLog:
-    """Reads a server's output on a thread: the lines up to a bound are kept, each is echoed as it comes."""
+    """Reads a server's output on a thread. It keeps the last LIMIT lines and passes each line to `echo`."""
 
     LIMIT = 20_000  # lines
 
@@ -28,11 +28,11 @@ class ServerLog:
             if len(self._lines) > self.LIMIT:
                 del self._lines[: self.LIMIT // 2]
             if self._echo:
-                with suppress(OSError):  # nobody reads it any more, but the server must go on writing
+                with suppress(OSError):  # standard error was closed; the server's output must still be read
                     self._echo(line)
 
     def join(self) -> None:
-        """Wait for the last lines of a server that has ended."""
+        """Wait for the last lines of a server that has exited."""
         if self._thread:
             self._thread.join(timeout=5)
 
@@ -43,23 +43,23 @@ class ServerLog:
         return "".join(self._lines[-lines:]).rstrip()
 
     def unloading_started(self) -> bool:
-        """Whether the server was asked to stop, and lets in no more requests."""
+        """Return whether the server is stopping and accepts no more requests."""
         return any("All models are stopped" in line for line in self._lines[-100:])
 
     def failure(self, code: int) -> str:
-        """Why a server ended before it was ready: the model's own words, or else the log's last lines."""
+        """Return why the server exited before it was ready: the error of the model, or else the end of the log."""
         if reason := load_failure(self.text()):
             return f"the model did not load: {reason}"
-        # For a flag that it does not know it prints the reason, then pages of usage.
-        complaint, usage, _ = self.text().partition("\nUsage:")
-        return f"tritonserver ended with code {code}: {complaint if usage else self.tail()}"
+        # After an unknown option the server prints the error, and then its whole usage text.
+        error, usage, _ = self.text().partition("\nUsage:")
+        return f"tritonserver exited with code {code}: {error if usage else self.tail()}"
 
 
 def load_failure(log: str) -> str | None:
-    """Why a model did not load, from a server's log, without Python's trace; None if it does not say."""
+    """Return why a model did not load, without the Python traceback; None if the log has no such error."""
     entry = re.search(r"failed to load '[^']+' version \d+: (.*)", log)
     if entry is None:
         return None
-    # Newer servers put a message on one line, in quotes, with its own quotes and line ends escaped.
+    # Newer servers write a message as one line in quotes, with escaped quotes and newlines.
     reason = entry.group(1).strip().removesuffix('"').replace("\\n", "\n").replace('\\"', '"')
     return reason.removeprefix("Internal: ").split("\n\nAt:")[0].strip()

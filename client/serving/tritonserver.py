@@ -1,4 +1,4 @@
-"""A tritonserver with the engine in it, as an object: `paged serve` runs one, and so do the tests."""
+"""Runs a tritonserver that serves one model. Used by `paged serve`, the benchmarks and the tests."""
 
 import contextlib
 import http.client
@@ -20,13 +20,13 @@ from client.serving.repository import MODEL_NAME, resolve_models, write_reposito
 from client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from client.serving.server_log import ServerLog
 
-LOAD_TIMEOUT = 3600.0  # seconds; loading ends by itself, so this only bounds a hang
-UNLOAD_TIMEOUT = 5  # seconds that a server without open requests gets to begin to unload its model, and to end that
-EXIT_TIMEOUT = 30  # seconds that open streams get to end in, tritonserver's own default
+LOAD_TIMEOUT = 3600.0  # seconds; loading has its own limits, this one only bounds a hang
+UNLOAD_TIMEOUT = 5  # seconds for an idle server to start unloading its model, and again to finish
+EXIT_TIMEOUT = 30  # seconds for open streams to finish; tritonserver's default
 
-# PR_SET_PDEATHSIG (prctl 1): the server gets SIGTERM when the launcher dies of anything, SIGKILL included.
-# A process of its own does that before it becomes the server, since a preexec_fn is unsafe under threads;
-# the comparison catches a launcher that died before the call.
+# prctl(PR_SET_PDEATHSIG, SIGTERM): the server gets SIGTERM when the launcher dies, even of SIGKILL. A small program
+# does this and then executes the server, because a preexec_fn is unsafe in a process with threads. Its comparison of
+# process ids handles a launcher that dies before the call.
 _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -40,27 +40,27 @@ _OWN_FLAGS = (
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or ended; the message holds its own reason."""
+    """The server did not start or has exited. The message has the server's reason."""
 
 
 class TritonServer:
-    """A tritonserver that serves one model, with a model repository, ports and shared memory of its own.
+    """A tritonserver that serves one model, with its own model repository, ports and shared memory.
 
-    Use it as a context manager: entering starts it and waits until it is ready. It must be entered from a
-    thread that outlives the server, because Linux ties the server's life to that thread.
+    It is a context manager: entering it starts the server and waits until it is ready. Enter it from a thread that
+    outlives the server, because Linux ends the server with the thread that started it.
 
     Args:
-        model: a Hugging Face directory, a GGUF file, a name on the hub, or "demo" for the demo model, prepared if it is
-            missing.
-        options: engine options, laid over those of the repository's model.json.
-        http_port, grpc_port, metrics_port: 0 takes a free one; the attributes hold the real ones.
-        server_args: more flags for tritonserver.
-        echo: gets each line of the server's log as it comes.
-        repository: a directory like model_repository/ in place of the project's own.
-        multi_lora: the file that lists adapters, in place of the repository's own. It stays where it is, so that
-            what is written to it is served; the option `enable_lora` is set with it.
+        model: Hugging Face directory, GGUF file, name on the hub, or "demo" for the demo model, which is downloaded if
+            it is missing.
+        options: engine options, which override those in the repository's model.json.
+        http_port, grpc_port, metrics_port: 0 chooses a free port. The attributes have the chosen ports.
+        server_args: further options for tritonserver.
+        echo: called with each line of the server's log.
+        repository: model repository to use instead of the project's model_repository/.
+        multi_lora: JSON file that lists LoRA adapters, instead of the repository's. The server reads this file itself,
+            so that later changes take effect. Sets the option `enable_lora`.
 
-    Raises ValueError for a model that does not exist or a port in use, ServerNotFoundError, ServerError.
+    Raises ValueError for a model that does not exist or a port that is in use, ServerNotFoundError, ServerError.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TritonServer:
         self._server_args = list(server_args)
         self._repository = repository
         self._files = find_server()
-        # Two servers on one host must not share a name prefix in /dev/shm.
+        # Servers on the same host need different name prefixes in /dev/shm.
         self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
         self._log = ServerLog(echo)
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,11 +123,11 @@ class TritonServer:
         return self._process.pid
 
     def log(self) -> str:
-        """What the server has printed so far: all of it while it loads, then the newest part."""
+        """Return the log so far. Once it exceeds ServerLog.LIMIT lines, the oldest part is dropped."""
         return self._log.text()
 
     def log_tail(self) -> str:
-        """The log's last lines."""
+        """Return the last lines of the log."""
         return self._log.tail()
 
     def start(self) -> None:
@@ -143,7 +143,7 @@ class TritonServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A terminal's Ctrl-C then reaches the launcher only, which passes it on once.
+            # In a new session, Ctrl-C reaches only the launcher, which then terminates the server.
             start_new_session=True,
         )
         self._log.follow(self._process)
@@ -157,7 +157,7 @@ class TritonServer:
             f"--metrics-port={self.metrics_port}",
             f"--exit-timeout-secs={EXIT_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            # Starting at 16 MiB saves most prompts the growing; a container's default /dev/shm has 64.
+            # 16 MiB are enough for most requests without growing; the default /dev/shm of a container has 64 MiB.
             f"--backend-config=python,shm-default-byte-size={16 << 20}",
         ]
         if self._files.backend_directory:
@@ -165,10 +165,13 @@ class TritonServer:
         return command + self._server_args
 
     def wait_ready(self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None) -> None:
-        """Wait until the server and its model are ready, for `timeout` seconds at most.
+        """Wait until the server and its model are ready.
 
-        `progress` is called with the seconds waited, about ten times a second. Raises ServerError with the
-        server's own reason where it ends instead, or with its last lines after the timeout.
+        Args:
+            timeout: maximum time to wait, in seconds.
+            progress: called about ten times per second with the seconds waited.
+
+        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout.
         """
         begin = time.monotonic()
         while not self._is_ready():
@@ -182,61 +185,64 @@ class TritonServer:
                 raise ServerError(self._log.failure(code))
 
     def _is_ready(self) -> bool:
-        """Whether the model answers ready. A server that has another model repository is not ours."""
+        """Return whether the model is ready. Another server on the port does not have the model and is not ready."""
         reply = _get(self.http_port, f"/v2/models/{MODEL_NAME}/ready")
         return reply is not None and reply[0] == 200
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the server ends; its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait until the server exits and return its exit code. Raises subprocess.TimeoutExpired."""
         assert self._process is not None, "the server was not started"
         code = self._process.wait(timeout)
         self._log.join()
         return code
 
     def terminate(self) -> None:
-        """Ask the server to end its open streams and stop. Returns at once."""
+        """Send SIGTERM, after which the server finishes its open streams and exits. Returns immediately."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Stop the server at once, with its stubs."""
+        """Kill the server and the stub processes of its Python backend."""
         if self._process is not None:
-            # The session is the server's own, so its group holds the server and its stubs alone.
+            # The server has its own session, so its process group has only the server and its stubs.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def stop(self, timeout: float = EXIT_TIMEOUT + 5) -> int | None:
-        """Stop the server, by force after `timeout` seconds, and remove what it left; its exit code.
+        """Stop the server, remove its files and shared memory, and return its exit code.
 
-        Does nothing (and returns None) where it was not started, and may be called again.
+        After `timeout` seconds the server is killed. Returns None if it was not started. May be called repeatedly.
         """
         if self._process is None:
             return None
         self.terminate()
-        self._wait_for_the_end(timeout)
+        self._wait_until_exited_or_idle(timeout)
         self.kill()
         code = self.wait()
         self._clean()
         return code
 
-    def _wait_for_the_end(self, timeout: float) -> None:
-        """Wait until the server has ended or has nothing left to do: by itself it does not end while a client keeps
-        an idle gRPC stream open, and unloads nothing while one keeps an HTTP connection."""
+    def _wait_until_exited_or_idle(self, timeout: float) -> None:
+        """Wait until the server has exited, or has no open requests and does not finish unloading.
+
+        A server does not exit while a client keeps an idle gRPC stream open, and does not unload its models while one
+        keeps an HTTP connection open.
+        """
         assert self._process is not None
-        busy, unloads = time.monotonic(), False
-        deadline = busy + timeout
+        last_busy, unloading = time.monotonic(), False
+        deadline = last_busy + timeout
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
             if self._has_open_requests():
-                busy = time.monotonic()
-            elif not unloads and self._log.unloading_started():
-                busy, unloads = time.monotonic(), True  # all of the time is the models' own
-            elif time.monotonic() >= busy + UNLOAD_TIMEOUT:
+                last_busy = time.monotonic()
+            elif not unloading and self._log.unloading_started():
+                last_busy, unloading = time.monotonic(), True  # unloading gets the full UNLOAD_TIMEOUT
+            elif time.monotonic() >= last_busy + UNLOAD_TIMEOUT:
                 return
 
     def _has_open_requests(self) -> bool:
-        """By the engine's own metrics: the server itself does not count a stream as in flight."""
+        """Return whether the engine's metrics show requests: the server does not count open streams itself."""
         if self._options.get("disable_log_stats"):
             return True
         reply = _get(self.metrics_port, "/metrics")
@@ -252,7 +258,7 @@ class TritonServer:
 
 
 def _get(port: int, path: str) -> tuple[int, str] | None:
-    """Status and text of what this machine's server answers; None where it does not."""
+    """Return the status and the body of a GET request to localhost; None without a reply."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
@@ -265,20 +271,20 @@ def _get(port: int, path: str) -> tuple[int, str] | None:
 
 
 def check_server_args(arguments: Sequence[str]) -> None:
-    """Raises ValueError for a flag of tritonserver that would contradict what is set here."""
+    """Raises ValueError for an option of tritonserver that TritonServer sets itself or relies on."""
     for argument in arguments:
         if argument.partition("=")[0] in _OWN_FLAGS:
-            raise ValueError(f"{argument}: is not for tritonserver alone; paged serve sets it, or needs it as it is")
+            raise ValueError(f"{argument}: cannot be set; paged serve sets it or relies on its default")
 
 
 def server_environment(files: ServerFiles) -> dict[str, str]:
-    """The environment in which the server's Python stub finds this interpreter, its packages and us."""
+    """Return an environment in which the server's Python stub finds this interpreter, its packages and this project."""
     environment = dict(os.environ)
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     prepend(environment, "PYTHONPATH", [REPOSITORY_ROOT, REPOSITORY_ROOT / "kernels", *map(Path, sorted(packages))])
     prepend(environment, "LD_LIBRARY_PATH", list(files.library_path))
     prepend(environment, "PATH", [Path(sys.executable).parent])
     if files.backend_directory:
-        # libpython looks for its standard library where it was built; it may have been moved since.
+        # libpython looks for the standard library where it was built, which may not exist on this machine.
         environment["PYTHONHOME"] = sys.base_prefix
     return environment

@@ -28,16 +28,16 @@ def put(wheels):
 
 
 def test_one_is_made_once_and_what_is_in_the_way_is_told(wheels, capsys):
-    environment = PackageEnvironment("engine", "an-engine", "1.2", without=("torch",))
+    environment = PackageEnvironment("engine", "an-engine", "1.2", exclude=("torch",))
     with pytest.raises(EnvironmentSetupError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
-        environment.make()
+        environment.ensure()
     assert not environment.ready
     put(wheels)
-    environment.make()
+    environment.ensure()
     assert environment.ready
     subprocess.run([environment.python, "-c", "import an_engine"], check=True)
     assert "an-engine 1.2: set up in " in capsys.readouterr().err
-    environment.make()
+    environment.ensure()
     assert capsys.readouterr().err == ""
 
 
@@ -46,7 +46,7 @@ def test_one_that_is_locked_has_what_its_file_lists_and_no_more(wheels, tmp_path
     file = tmp_path / "pinned.txt"
     file.write_text("# Its requirements would not be found.\nan-engine==1.2\n")
     environment = LockedEnvironment("clients", file)
-    environment.make()
+    environment.ensure()
     subprocess.run([environment.python, "-c", "import an_engine"], check=True)
     file.write_text("an-engine==1.3\n")
     assert not environment.ready  # another list, another environment

@@ -62,7 +62,7 @@ def test_another_backend_is_left_alone(directory, name, capsys):
     (directory / "vllm").mkdir()
     (directory / "vllm" / name).write_text("theirs")
     assert main(["install-backend", str(directory), "--name", "vllm"]) == 1
-    assert f"{directory / 'vllm' / name}: is another backend's; move" in capsys.readouterr().err
+    assert f"{directory / 'vllm' / name}: belongs to another backend; move" in capsys.readouterr().err
     assert (directory / "vllm" / name).read_text() == "theirs"
 
 
@@ -74,7 +74,7 @@ def test_a_name_that_triton_would_not_take_is_refused(directory, name):
 
 def test_without_a_python_backend_to_copy_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "find_server", lambda: install_server(backend_directory=None))
-    with pytest.raises(install.ServerNotFoundError, match="has no Python backend; give the server's own"):
+    with pytest.raises(install.ServerNotFoundError, match="has no Python backend; use the server's own"):
         install.install(tmp_path)
 
 

@@ -28,7 +28,7 @@ def clients():
         pytest.skip("the clients' packages are pinned for CPython 3.11 and later, which aiperf needs")
     environment = LockedEnvironment("clients", HERE / "clients.txt")
     try:
-        environment.make()
+        environment.ensure()
     except EnvironmentSetupError as error:  # a machine without a network
         pytest.skip(f"the clients cannot be installed: {error}")
     return environment.python.parent
