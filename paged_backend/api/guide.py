@@ -1,4 +1,4 @@
-"""The interface of a guide: which tokens may come next in one output, and what to raise where none may."""
+"""The interface of a guide, which restricts the tokens of one output."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 
 class GuideError(Exception):
-    """No token can follow, or the guide cannot tell which; the message says why, and names the parameter."""
+    """No token can follow, or the guide failed to compute which. The message gives the reason and the parameter."""
 
 
 class Guide(Protocol):
-    """What may follow in one output. Used by the engine's thread alone, once its request is queued."""
+    """Computes which tokens may follow in one output. Only the engine thread uses it once the request is queued."""
 
     num_words: int
-    seen: int  # tokens of the output that it has been told
+    seen: int  # output tokens consumed so far
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Those that follow. Raises GuideError."""
+        """Consume the next output tokens. Raises GuideError."""
 
     def fill(self, words: np.ndarray) -> None:  # [num_words] int32
-        """Set the bits of the tokens that may come next, and no others. Raises GuideError."""
+        """Set the bits of exactly the tokens that may come next. Raises GuideError."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import llguidance
 
 # White space between two JSON tokens is bounded: otherwise some models generate it up to max_tokens.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # Limits for the mask of one step. With the library's defaults a mask took up to 0.7 s.
 STEP_ITEMS, STEP_FUEL = 5_000, 100_000
 LEXER_STATES = 50_000  # per output; one or two kilobytes each
@@ -49,8 +49,9 @@ def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     """
     if kind == "json_schema":
         # An unsupported keyword is an error even if the schema itself asks for leniency.
-        whitespace = {"whitespace_pattern": WHITE_SPACE} if any_whitespace else {"whitespace_flexible": False}
-        defaults: Any = whitespace
+        defaults: Any = {"whitespace_flexible": False}
+        if any_whitespace:
+            defaults = {"whitespace_pattern": WHITESPACE}
         overrides: Any = {"lenient": False, "coerce_one_of": False}
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides=overrides)
     if kind == "choice":

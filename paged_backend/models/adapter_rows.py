@@ -1,4 +1,4 @@
-"""Through which LoRA adapter each row of a batch goes."""
+"""The assignment of a batch's rows to LoRA adapter slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AdapterRows:
-    """Through which adapter each row of a batch goes."""
+    """The adapter slots that a step uses, and the rows that belong to each."""
 
-    used: tuple[int, ...]  # slots of adapters, in order
-    slots: Tensor  # [num_used] int64: the same
-    others: Tensor  # [num_tokens, num_used, 1] bool: whether the row is another's, or nobody's
+    used: tuple[int, ...]  # slots in ascending order
+    slots: Tensor  # [num_used] int64: the same on the device
+    masked: Tensor  # [num_tokens, num_used, 1] bool: True if the row does not use the slot
 
 
 def adapter_rows(slots: np.ndarray) -> AdapterRows:
-    """slots: [num_tokens] int64, of each row; -1: none."""
+    """Build the assignment from the slot of each row, [num_tokens] int64, with -1 for no adapter."""
     used = np.unique(slots[slots >= 0])
-    others = torch.from_numpy(slots[:, None, None] != used[None, :, None])
-    return AdapterRows(tuple(used.tolist()), torch.from_numpy(used), others)
+    masked = torch.from_numpy(slots[:, None, None] != used[None, :, None])
+    return AdapterRows(tuple(used.tolist()), torch.from_numpy(used), masked)

@@ -21,7 +21,7 @@ from paged_backend.scheduling.sequence import Sequence as Sample
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """Values to add to logits, each applied only if the row's latest token equals `wanted`.
+    """Values to add to logits, each applied only if the row's latest token equals `condition`.
 
     The condition is evaluated on the device because the host may not know the latest token yet.
     """
@@ -30,7 +30,7 @@ class Bias:
     tokens: Tensor  # [num_values] int64; a token may occur several times
     values: Tensor  # [num_values] float32; -infinity: the token cannot be sampled
     latest: Tensor  # [num_values] int64; the row's latest token or its placeholder
-    wanted: Tensor  # [num_values] int64; equal to `latest` for an unconditional value
+    condition: Tensor  # [num_values] int64; equal to `latest` for an unconditional value
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +41,16 @@ class Constraints:
     bias: Bias | None
 
 
-Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, wanted), the last two as in Bias
+Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, condition), the last two as in Bias
 
 
 def prepare(draws: Sequence[Draw]) -> Constraints | None:
     """Collect the constraints of these draws on the host. Returns None if no draw has any."""
-    asking = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.constrains_logits]
-    if not asking:
+    rows = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.constrains_logits]
+    if not rows:
         return None
-    bans = [(row, *ban) for row, sequence, position in asking for ban in _bans(sequence, position)]
-    mask, bias = build_mask(asking, _forbidden(asking, bans)), _bias(asking, bans)
+    bans = [(row, *ban) for row, sequence, position in rows for ban in _bans(sequence, position)]
+    mask, bias = build_mask(rows, _forbidden(rows, bans)), _bias(rows, bans)
     return Constraints(mask, bias) if mask or bias else None
 
 
@@ -70,13 +70,13 @@ def apply_constraints(logits: Tensor, constraints: Constraints) -> Tensor:
         logits = apply_mask(logits, constraints.mask)
     if constraints.bias is not None:
         bias = constraints.bias
-        values = bias.values.where(bias.latest == bias.wanted, 0.0)
+        values = bias.values.where(bias.latest == bias.condition, 0.0)
         logits = logits.index_put((bias.rows, bias.tokens), values, accumulate=True)
     return logits
 
 
 def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (token, latest, wanted) for the bans that depend on the output's length and tokens.
+    """Yield (token, latest, condition) for the bans that depend on the output's length and tokens.
 
     These are stop tokens before min_tokens and the last token of a bad word whose beginning has been generated.
     """
@@ -87,18 +87,18 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
     if not request.bad_word_endings or position == sequence.num_prompt:
         return
     latest = tokens[position - 1]
-    for wanted in request.bad_word_endings if latest < 0 else (latest,):
-        for before, last in request.bad_word_endings.get(wanted, ()):
+    for condition in request.bad_word_endings if latest < 0 else (latest,):
+        for before, last in request.bad_word_endings.get(condition, ()):
             start = position - 1 - len(before)
             if start >= sequence.num_prompt and tokens[start : position - 1] == before:
-                yield last, latest, wanted
+                yield last, latest, condition
 
 
-def _forbidden(asking: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
+def _forbidden(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
     """Return, by row with a guide, the tokens that other constraints exclude."""
     found = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
-        for row, sequence, _ in asking
+        for row, sequence, _ in rows
         if sequence.request.guides
     }
     for row, token, *_ in bans if found else ():
@@ -107,8 +107,8 @@ def _forbidden(asking: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[i
     return found
 
 
-def _bias(asking: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:
-    unconditional = [(row, *sequence.request.biases) for row, sequence, _ in asking if sequence.request.biases[0]]
+def _bias(rows: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:
+    unconditional = [(row, *sequence.request.biases) for row, sequence, _ in rows if sequence.request.biases[0]]
     if not unconditional and not bans:
         return None
     counts = [len(tokens) for _, tokens, _ in unconditional]

@@ -81,9 +81,9 @@ class LogprobsTensors:
 
 def compute_prompt_logprobs(logits: Tensor, prompts: PromptLogprobRows) -> tuple[LogprobsTensors, ...]:
     """Compute prompt log probabilities from logits [num_samples, vocab], `MAX_PROMPT_ROWS` rows at a time."""
-    wanted, parts = prompts.logprob_rows, []
-    for start in range(0, len(wanted.counts), MAX_PROMPT_ROWS):
+    requested, parts = prompts.logprob_rows, []
+    for start in range(0, len(requested.counts), MAX_PROMPT_ROWS):
         part = slice(start, start + MAX_PROMPT_ROWS)
-        rows = LogprobRows(wanted.rows[part], wanted.counts[part])
+        rows = LogprobRows(requested.rows[part], requested.counts[part])
         parts.append(LogprobsTensors.of(logits[rows.rows], prompts.tokens[part, None], rows))
     return tuple(parts)

@@ -38,13 +38,13 @@ class Mask:
 ConstrainedRows = Sequence[tuple[int, Sample, int]]  # (row, sequence, position of the token to sample)
 
 
-def build_mask(asking: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
+def build_mask(constrained: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
     """Return the bitmasks of the rows that have a guide or allowed_token_ids, or None if there are none.
 
     `forbidden` lists, by row, tokens to exclude from a guide's mask as well. Excluding them here and not only in the
     logits detects the case that the guide allows nothing else.
     """
-    masked = [entry for entry in asking if entry[1].request.guides or entry[1].request.allowed is not None]
+    masked = [entry for entry in constrained if entry[1].request.guides or entry[1].request.allowed is not None]
     if not masked:
         return None
     rows, failed_rows = [], []

@@ -42,7 +42,7 @@ class Penalties:
 
 
 @dataclass(frozen=True, eq=False)
-class Beams:
+class BeamRows:
     """The rows of live beams, which take the top tokens instead of sampling one."""
 
     rows: Tensor  # [num_rows] int64
@@ -79,8 +79,8 @@ class SamplingBatch:
 
     constraints: Constraints | None = None
     penalties: Penalties | None = None
-    draws: SamplingMetadata | None = None  # None: all rows sample greedily
-    beams: Beams | None = None
+    metadata: SamplingMetadata | None = None  # None: all rows sample greedily
+    beams: BeamRows | None = None
     logprob_rows: LogprobRows | None = None
     prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the draws
 
@@ -88,7 +88,7 @@ class SamplingBatch:
 def prepare(draws: Rows[Draw]) -> SamplingBatch:
     """Build the sampling inputs of these draws on the host. Row i of the logits belongs to draw i."""
     return SamplingBatch(
-        constraints.prepare(draws), _penalties(draws), _draws(draws), _beams(draws), _sampled_logprob_rows(draws)
+        constraints.prepare(draws), _penalties(draws), _metadata(draws), _beams(draws), _sampled_logprob_rows(draws)
     )
 
 
@@ -104,7 +104,7 @@ def resolve_tokens(batch: SamplingBatch, resolve: Callable[[Tensor], Tensor]) ->
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample token ids [num_rows] int64 from logits [num_rows, vocab] of any float dtype."""
-    return ops.sample(process_logits(logits, batch), batch.draws)
+    return ops.sample(process_logits(logits, batch), batch.metadata)
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -156,7 +156,7 @@ def _column(values: Rows[float], dtype: torch.dtype) -> Tensor:
     return _array(values, dtype)[:, None]
 
 
-def _draws(draws: Rows[Draw]) -> SamplingMetadata | None:
+def _metadata(draws: Rows[Draw]) -> SamplingMetadata | None:
     params = [seq.request.sampling for seq, _ in draws]
     if not any(map(_is_random, params)):
         return None
@@ -181,13 +181,13 @@ def _is_random(params: SamplingParams) -> bool:
     return params.temperature > 0 and params.beam_width == 1
 
 
-def _beams(draws: Rows[Draw]) -> Beams | None:
+def _beams(draws: Rows[Draw]) -> BeamRows | None:
     rows = [row for row, (seq, _) in enumerate(draws) if seq.request.sampling.beam_width > 1]
     if not rows:
         return None
     requests = [draws[row][0].request for row in rows]
     candidates = max(num_candidates(request.sampling, request.stop_ids) for request in requests)
-    return Beams(_array(rows, torch.int64), candidates, _logprob_rows([request.logprobs for request in requests]))
+    return BeamRows(_array(rows, torch.int64), candidates, _logprob_rows([request.logprobs for request in requests]))
 
 
 def _sampled_logprob_rows(draws: Rows[Draw]) -> LogprobRows | None:
