@@ -1,4 +1,4 @@
-"""torch.compile between the attentions, in two processes, one after the other, that share a cache on disk."""
+"""torch.compile of fused layers, in two successive processes that share a disk cache."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
-# One process: what was compiled while the model was loaded, and what batches of many sizes added.
+# Reports what was compiled while the model was loaded, and what batches of many sizes added.
 PROCESS = """
 import json, sys
 from pathlib import Path
@@ -44,7 +44,7 @@ print(json.dumps(dict(loaded=loaded, served=compiled(), from_disk=from_disk(), a
 
 @pytest.fixture(scope="module")
 def processes(tiny, tmp_path_factory):
-    """What each of the two processes found; their cache is where a user's is."""
+    """Return the reports of the two processes. Their cache is in the user's cache directory."""
     kept = {name: value for name, value in os.environ.items() if name != compilation.CACHE_VARIABLE}
     cache = tmp_path_factory.mktemp("cache")
     environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "OMP_NUM_THREADS": "1"}
@@ -58,25 +58,25 @@ def processes(tiny, tmp_path_factory):
     return found
 
 
-def test_a_second_process_finds_what_the_first_compiled(processes):
+def test_second_process_reuses_compilation_cache(processes):
     first, second = processes
     assert first["from_disk"] == 0
     assert second["from_disk"] == second["loaded"] == first["loaded"]
 
 
-def test_nothing_is_compiled_while_serving_and_layers_share_what_was(processes):
-    """`pre` and `post`, for one token and for more: three layers and batches of many sizes add none."""
+def test_layers_share_compiled_code_and_serving_compiles_nothing(processes):
+    """`pre` and `post` are compiled for one token and for more; three layers and many batch sizes add nothing."""
     for found in processes:
         assert found["served"] == found["loaded"] == 4
 
 
-def test_the_tokens_are_those_of_generate(processes, tiny):
+def test_compiled_tokens_match_generate(processes, tiny):
     expected = [generate_with_transformers(tiny[1], prompt, 12) for prompt in PROMPTS]
     for found in processes:
         assert found["alone"] == found["together"] == expected
 
 
-def test_a_model_that_cannot_be_compiled_runs_without(tiny, monkeypatch, tmp_path, caplog):
+def test_failed_compilation_falls_back_to_eager(tiny, monkeypatch, tmp_path, caplog):
     def broken(function, **options):
         def call(*arguments):
             raise RuntimeError("no compiler here\nand a page of text")
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_compiled_runs_without(tiny, monkeypatch, tmp_pat
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(tiny[1], PROMPTS[0], 12)]
 
 
-def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, caplog):
+def test_wrong_compiled_code_is_not_used(tiny, monkeypatch, tmp_path, caplog):
     def wrong(function, **options):
         return lambda *arguments: tuple(2 * one for one in function(*arguments))
 
@@ -104,15 +104,15 @@ def test_compiled_code_that_is_wrong_is_not_used(tiny, monkeypatch, tmp_path, ca
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(tiny[1], PROMPTS[0], 12)]
 
 
-def test_a_model_that_is_not_fused_says_so_when_asked_to_compile(tmp_path, caplog):
+def test_compile_level_without_fusion_logs_warning(tmp_path, caplog):
     save_tiny(FAMILIES["olmo2"](), tmp_path)
     with caplog.at_level(logging.WARNING):
         tiny_assembly(tmp_path, compile_level=1)
     assert "Olmo2ForCausalLM is neither fused nor compiled: Olmo2Model is not a supported family" in caplog.text
 
 
-def test_the_environment_says_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, default_cache_dir())  # as torch leaves it
+def test_cache_directory_follows_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, default_cache_dir())  # as torch sets it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compilation.cache_directory() == tmp_path / "paged_llm/inductor"
     monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path / "own"))

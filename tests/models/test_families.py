@@ -1,4 +1,4 @@
-"""Any decoder of transformers: tiny random models of many families give `generate`'s tokens through pages."""
+"""Tiny random models of many transformers families generate the same tokens with paged attention."""
 
 import random
 
@@ -9,7 +9,7 @@ from tests.support.in_process import generate_with_transformers, running, save_t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_as_generate(family, tmp_path):
+def test_tokens_match_generate(family, tmp_path):
     model = save_tiny(FAMILIES[family](), tmp_path)
     rnd = random.Random(family)
     prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 33, 40)]

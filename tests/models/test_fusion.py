@@ -1,4 +1,4 @@
-"""Fused layers: which models get them, that the proof looks at them, and what they cost in memory."""
+"""Fused layers: which models are fused, their verification at load, and their memory use."""
 
 import logging
 import re
@@ -18,8 +18,8 @@ from tests.support.in_process import generate_with_transformers, running, save_t
 FUSED = ["llama", "llama_mha_odd_head", "llama_mqa", "qwen2", "qwen2_window", "qwen3", "mistral_window", "smollm3"]
 
 
-def made(config):
-    """A model of random weights, biases and norms, all different."""
+def create_model(config):
+    """Create a model with random weights, biases and norms, all of them different."""
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in model.parameters():
@@ -38,8 +38,8 @@ CONFIGS = {name: FAMILIES[name] for name in FUSED} | {"biases": lambda: hf.Llama
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layers_of_a_plain_shape_are_fused_and_give_the_models_own_logits(name, caplog):
-    model = made(CONFIGS[name]())
+def test_supported_families_are_fused(name, caplog):
+    model = create_model(CONFIGS[name]())
     prove(model)
     assert is_fused(model)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -47,12 +47,10 @@ def test_layers_of_a_plain_shape_are_fused_and_give_the_models_own_logits(name, 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layers_whose_weights_our_kernel_multiplies_are_one_call_and_give_the_models_own_logits(
-    name, monkeypatch, caplog
-):
+def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, caplog):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
-    model = made(CONFIGS[name]())
+    model = create_model(CONFIGS[name]())
     prove(model)
     assert is_fused(model)
     assert all(vars(layer)["forward"]._native_layer for layer in model.model.layers)
@@ -60,20 +58,20 @@ def test_layers_whose_weights_our_kernel_multiplies_are_one_call_and_give_the_mo
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "mixtral", "cohere2"])
-def test_other_models_keep_their_layers(family):
-    model = made(FAMILIES[family]())
+def test_other_families_are_not_fused(family):
+    model = create_model(FAMILIES[family]())
     prove(model)
     assert not is_fused(model)
 
 
 def storage(model):
-    """Bytes of the model's parameters, each storage counted once and whole."""
+    """Return the bytes of all parameter storages, each counted once."""
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
     return sum(storages.values())
 
 
-def test_memory_does_not_double_and_the_parameters_keep_their_values():
-    model = made(hf.LlamaConfig(**COMMON, **BIASES))
+def test_fusing_keeps_memory_and_parameter_values():
+    model = create_model(hf.LlamaConfig(**COMMON, **BIASES))
     held, before = storage(model), {name: value.clone() for name, value in model.state_dict().items()}
     prove(model)
     assert is_fused(model)
@@ -91,7 +89,7 @@ def test_memory_does_not_double_and_the_parameters_keep_their_values():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_fused_model_that_fails_the_proof_goes_back_to_its_own_layers(tmp_path, monkeypatch, caplog):
+def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch, caplog):
     model = save_tiny(FAMILIES["llama"](), tmp_path)
     right = fusion.swiglu
     monkeypatch.setattr(fusion, "swiglu", lambda gate_up: right(gate_up) * 1.5)
@@ -103,23 +101,23 @@ def test_a_fused_model_that_fails_the_proof_goes_back_to_its_own_layers(tmp_path
 
 
 class Quantized(nn.Linear):
-    """Stands for any layer that is more than its weight."""
+    """Stands for any subclass of Linear that computes something else."""
 
 
 def hook(model):
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, arguments: None)
 
 
-def another_class(model):
+def other_class(model):
     model.model.layers[2].self_attn.k_proj.__class__ = Quantized
 
 
-def another_forward(model):
+def other_forward(model):
     layer = model.model.layers[0]
     layer.input_layernorm.forward = layer.input_layernorm.forward
 
 
-def another_type(model):
+def other_type(model):
     model.model.layers[0].mlp.up_proj.to(torch.float64)
 
 
@@ -128,19 +126,19 @@ def one_bias(model):
     linear.bias = nn.Parameter(torch.zeros(linear.out_features))
 
 
-def another_module(model):
+def other_module(model):
     model.model.layers[0].self_attn.adapter = nn.Identity()
 
 
-def another_activation(model):
+def other_activation(model):
     model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
-def another_last_norm(model):
+def other_last_norm(model):
     model.model.norm = nn.LayerNorm(64)
 
 
-def another_order(model):
+def other_order(model):
     model.model.layers[0].self_attn.layer_idx = 1
 
 
@@ -148,18 +146,18 @@ def another_order(model):
     ("change", "reason"),
     [
         (hook, "layer 1: mlp is a modified LlamaMLP, or has hooks"),
-        (another_class, "layer 2: self_attn.k_proj is a modified Quantized"),
-        (another_forward, "layer 0: input_layernorm is a modified LlamaRMSNorm, or has hooks"),
-        (another_type, "layer 0: mlp.up_proj.weight is not a plain parameter in torch.float32 on cpu"),
+        (other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
+        (other_forward, "layer 0: input_layernorm is a modified LlamaRMSNorm, or has hooks"),
+        (other_type, "layer 0: mlp.up_proj.weight is not a plain parameter in torch.float32 on cpu"),
         (one_bias, "layer 0: only some of the projections to be joined have a bias"),
-        (another_module, "layer 0: its modules are .*adapter"),
-        (another_activation, "layer 0: mlp.act_fn is a modified GELU"),
-        (another_last_norm, "its final norm differs"),
-        (another_order, "layer 0: its layer_idx is 1"),
+        (other_module, "layer 0: its modules are .*adapter"),
+        (other_activation, "layer 0: mlp.act_fn is a modified GELU"),
+        (other_last_norm, "its final norm differs"),
+        (other_order, "layer 0: its layer_idx is 1"),
     ],
 )
-def test_a_model_that_is_not_as_its_class_made_it_is_left_alone(change, reason):
-    model = made(FAMILIES["llama"]())
+def test_modified_model_is_not_fused(change, reason):
+    model = create_model(FAMILIES["llama"]())
     change(model)
     pointers = [one.data_ptr() for one in model.parameters()]
     answer = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
@@ -169,9 +167,9 @@ def test_a_model_that_is_not_as_its_class_made_it_is_left_alone(change, reason):
     assert [one.data_ptr() for one in model.parameters()] == pointers
 
 
-def test_what_a_fused_layer_does_not_honour_is_refused():
-    """As `attend` refuses it: a mask, or a keyword that would change the result."""
-    model = made(FAMILIES["llama"]())
+def test_fused_layer_rejects_unsupported_arguments():
+    """`attend` rejects the same arguments: a mask, or a keyword that would change the result."""
+    model = create_model(FAMILIES["llama"]())
     prove(model)
     layer, row = model.model.layers[0], torch.zeros(1, 1, 64)
     with pytest.raises(UnsupportedModel, match="builds its own attention mask"):

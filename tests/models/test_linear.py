@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: every way gives the same, the fastest is chosen, copies leave room; weights of 8 bits."""
+"""Packed and int8 weights of linear layers on a CPU: results, selection by measurement, memory."""
 
 import logging
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from paged_kernels.cpu import native
-from transformers import LlamaConfig, LongcatFlashConfig
+from transformers import LongcatFlashConfig
 
-from paged_backend.api.config import ConfigError, EngineConfig
-from paged_backend.loading.model_options import check_quantization
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.linear import ROWS, MixedWeight, WeightQuantizer, project
@@ -25,7 +23,7 @@ compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled ke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", linear.COPIES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_every_copy_gives_the_product(name, dtype, biased):
+def test_every_copy_matches_linear(name, dtype, biased):
     made = linear.COPIES[name]
     if not made.supports(dtype):
         pytest.skip(f"{name} does not multiply {dtype} here")
@@ -44,19 +42,19 @@ def test_every_copy_gives_the_product(name, dtype, biased):
 @pytest.mark.parametrize(
     ("rows", "index"), [(1, 0), (2, 1), (7, 1), (8, 2), (31, 2), (32, 3), (127, 3), (128, 4), (5000, 4)]
 )
-def test_a_number_of_rows_goes_as_the_nearest_that_was_measured(rows, index):
+def test_number_of_rows_uses_nearest_measurement(rows, index):
     copied = tuple(one == index for one in range(len(ROWS)))
     assert MixedWeight(torch.ones(2, 2), lambda *arguments: "copy", copied)(torch.ones(1, rows, 2), None) == "copy"
 
 
-def test_a_copy_has_to_be_clearly_faster_than_the_weight_and_the_best_one_is_kept():
+def test_clearly_faster_copy_is_chosen():
     times = [{"plain": 1.0, "onednn": 0.9, "groups": 0.5}, {"plain": 1.0, "onednn": 0.8, "groups": 0.99}]
     assert linear.choose(times) == ("groups", (True, False))
     assert linear.choose([{"plain": 1.0, "onednn": 0.99}]) is None
     assert linear.choose([{"plain": 1.0}]) is None
 
 
-def test_the_ways_that_a_type_has_are_measured_once():
+def test_supported_methods_are_measured_once():
     found = linear.measure((64, 64), torch.float32, 1)
     assert [set(one) for one in found] == [{"plain", "onednn"} | ({"groups"} if native.levels() else set())] * len(ROWS)
     assert all(seconds > 0 for one in found for seconds in one.values())
@@ -66,7 +64,7 @@ def test_the_ways_that_a_type_has_are_measured_once():
 
 @pytest.fixture
 def faster(monkeypatch):
-    """A machine on which copies are faster, for up to 15 rows, in tiny models, too."""
+    """Simulate a machine on which packed copies are faster for up to 15 rows, even in tiny models."""
     times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: times)
@@ -79,7 +77,7 @@ def lines(caplog):
 
 
 @pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tmp_path, faster, lines):
+def test_packed_weights_match_generate(family, form, tmp_path, faster, lines):
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     served = assembly.loaded.model
@@ -100,7 +98,7 @@ def test_a_model_of_packed_weights_gives_the_tokens_of_generate(family, form, tm
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family, tied, tmp_path, monkeypatch):
+def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = FAMILIES[family]()
@@ -117,7 +115,7 @@ def test_weights_that_copies_stand_for_at_every_number_of_rows_are_let_go(family
 
 @compiled
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp_path, monkeypatch, lines):
+def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
     model = save_tiny(FAMILIES[family](), tmp_path)
@@ -130,8 +128,8 @@ def test_every_family_gives_the_tokens_of_generate_over_copies_alone(family, tmp
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path, monkeypatch, lines):
-    """A router of LongCat's is a linear layer that is never called: its weight is read."""
+def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeypatch, lines):
+    """The router of LongCat is a linear layer that is never called; the model reads its weight."""
     if quantized and not native.levels():
         pytest.skip("needs the compiled kernels")
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
@@ -151,7 +149,7 @@ def test_weights_that_the_model_reads_beside_the_layers_stay(quantized, tmp_path
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faster, monkeypatch, lines):
+def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, faster, monkeypatch, lines):
     right = linear.OneDnnCopy.__call__
     monkeypatch.setattr(linear.OneDnnCopy, "__call__", lambda *arguments: right(*arguments) * 1.5)
     model = save_tiny(FAMILIES[family](), tmp_path)
@@ -161,7 +159,7 @@ def test_packed_weights_that_fail_the_proof_are_not_used(family, tmp_path, faste
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(model, PROMPTS[0], 12)]
 
 
-def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monkeypatch, lines):
+def test_copies_stay_within_memory_budget(tiny, faster, monkeypatch, lines):
     head = 320 * 64 * 4
     monkeypatch.setattr(linear, "available_memory", lambda: 2 * head - 4)
     model = tiny_assembly(tiny[0]).loaded.model
@@ -177,7 +175,7 @@ def test_copies_that_the_memory_has_no_room_for_are_not_made(tiny, faster, monke
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_in_8_bits_is_at_most_half_a_step_of_its_output_away(dtype):
+def test_int8_rounding_error_is_at_most_half_a_step(dtype):
     torch.manual_seed(0)
     weight = torch.randn(70, 48).to(dtype) * torch.logspace(-3, 3, 70)[:, None].to(dtype)
     weight[7] = 0
@@ -190,7 +188,7 @@ def test_a_weight_in_8_bits_is_at_most_half_a_step_of_its_output_away(dtype):
 
 @compiled
 @pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_a_model_in_8_bits_serves_without_its_own_weights(family, form, tmp_path, monkeypatch, lines):
+def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path, quantization="int8")
@@ -217,22 +215,3 @@ def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(native, "pack_linear", lambda weight, scales: right(weight, 3 * scales))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0], quantization="int8")
-
-
-def test_8_bits_are_refused_where_they_cannot_be_had(tiny, tmp_path, monkeypatch):
-    config = EngineConfig.from_options({"model": str(tiny[0]), "quantization": "int8"})
-    plain, cpu = LlamaConfig(), torch.device("cpu")
-
-    def refused(reason, hf_config=plain, device=cpu):
-        with pytest.raises(ConfigError, match=f'quantization="int8": {reason}'):
-            check_quantization(config, hf_config, tmp_path, device)
-
-    monkeypatch.setattr(native, "levels", lambda: ("plain",))
-    check_quantization(config, plain, tmp_path, cpu)
-    refused("only supported on a CPU", device=torch.device("cuda", 0))
-    refused("the model's weights are quantized already", LlamaConfig(quantization_config={"quant_method": "awq"}))
-    check_quantization(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cpu)  # widened
-    monkeypatch.setattr(native, "levels", lambda: ())
-    refused("requires the CPU kernels, which have not been compiled")
-    with pytest.raises(ConfigError, match='quantization="int8": requires the CPU'):
-        tiny_assembly(tiny[0], quantization="int8", device="cpu")

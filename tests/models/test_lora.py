@@ -88,12 +88,12 @@ def check_all(engine, prompts, alone, **sampling):
 
 
 @pytest.mark.usefixtures("planning")
-def test_a_batch_of_all_adapters_and_none(tiny, listed, prompts, alone):
+def test_batch_of_all_adapters_and_base_model(tiny, listed, prompts, alone):
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA)) as engine:
         check_all(engine, prompts, alone)
 
 
-def test_more_adapters_than_slots_wait_for_one_another(tiny, listed, prompts, alone):
+def test_more_adapters_than_slots_run_in_turn(tiny, listed, prompts, alone):
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA | {"max_loras": 1})) as engine:
         check_all(engine, prompts, alone)
         used = {frozenset(one.adapters) for one in plans(engine)}
@@ -116,7 +116,7 @@ def moved(monkeypatch):
     monkeypatch.setattr(Runner, "move", move)
 
 
-def test_an_adapter_in_use_keeps_its_slot_and_the_least_recently_used_one_makes_way(tiny, listed, prompts):
+def test_least_recently_used_idle_adapter_is_evicted(tiny, listed, prompts):
     """While two run, a third waits, and who has none does not wait behind it."""
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA | {"max_loras": 2})) as engine:
         keys = [engine.submit(prompts[1], max_tokens=60, lora_name=name) for name in ("all", "wide")]
@@ -199,7 +199,7 @@ FORMS = {
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_of_layers(name, packed, tmp_path, prompts, monkeypatch, caplog):
+def test_every_model_form_matches_peft(name, packed, tmp_path, prompts, monkeypatch, caplog):
     if packed:
         monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
         monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
@@ -225,7 +225,7 @@ def check_model(place, model, files, prompts, caplog, form, **options):
             assert len(set(map(tuple, expected))) == len(expected)
 
 
-def test_layers_that_keep_their_weights_the_other_way_round(tmp_path, prompts, caplog):
+def test_conv1d_layers_match_peft(tmp_path, prompts, caplog):
     sizes = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
     model = save_tiny(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2), tmp_path / "model")
     named = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
@@ -233,7 +233,7 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path, prompts, c
     check_model(tmp_path, model, files, prompts, caplog, "unmodified")
 
 
-def test_over_weights_of_8_bits(tiny, listed, prompts, monkeypatch):
+def test_adapters_over_int8_weights(tiny, listed, prompts, monkeypatch):
     """Nobody else computes this, so an adapter alone is compared with it in a batch, and with its absence."""
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     with running(tiny_assembly(tiny[0], adapters=listed, quantization="int8", **LORA)) as engine:
@@ -247,7 +247,7 @@ def test_over_weights_of_8_bits(tiny, listed, prompts, monkeypatch):
         assert engine.generate([prompts[-1]], max_tokens=MAX_TOKENS) == [alone[-1]]
 
 
-def test_a_step_without_adapters_runs_as_if_there_were_none(tiny, listed, prompts, monkeypatch):
+def test_step_without_adapters_skips_lora(tiny, listed, prompts, monkeypatch):
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA)) as engine:
         engine.generate(prompts, max_tokens=4, lora_name="all")
         monkeypatch.setattr(Lora, "applied", None)
@@ -256,7 +256,7 @@ def test_a_step_without_adapters_runs_as_if_there_were_none(tiny, listed, prompt
     assert output.error is not None  # whoever asks needs it
 
 
-def test_in_16_bits(tiny, listed, prompts):
+def test_adapters_in_16_bits(tiny, listed, prompts):
     """Rounding decides some tokens there, so only that adapters change them, and nothing fails."""
     with running(tiny_assembly(tiny[0], adapters=listed, dtype="bfloat16", **LORA)) as engine:
         keys = [engine.submit(prompts[3], max_tokens=MAX_TOKENS, lora_name=name) for name in ("all", "wide", None)]
@@ -264,7 +264,7 @@ def test_in_16_bits(tiny, listed, prompts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_adds_what_its_rows_ask_for(dtype):
+def test_stacked_factors_add_each_rows_adapter(dtype):
     """Also where the slots that are used do not follow one another, and what is not asked for overflows."""
     generator = torch.Generator().manual_seed(0)
     stack = StackedFactors(torch.zeros(4, 3, 5), torch.zeros(4, 3, 6))
@@ -299,7 +299,7 @@ def hits(engine, prompt, name, **sampling):
     return engine.history[-1].stats.cached_tokens - before, tokens
 
 
-def test_blocks_are_found_within_one_adapter_and_never_across(tiny, listed, files, prompts, alone):
+def test_prefix_cache_is_separate_per_adapter(tiny, listed, files, prompts, alone):
     """Whether they lie on the device or were moved to the host."""
     small = {"num_gpu_blocks_override": 24, "swap_space": 0.01}
     for options in ({"num_gpu_blocks_override": 128}, small):
@@ -314,7 +314,7 @@ def test_blocks_are_found_within_one_adapter_and_never_across(tiny, listed, file
             assert (engine.history[-1].stats.host_tokens > 0) == (options is small)
 
 
-def test_a_changed_adapter_of_the_same_name_shares_nothing_with_the_old(tiny, tmp_path, files, prompts, alone):
+def test_changed_adapter_does_not_share_cached_blocks(tiny, tmp_path, files, prompts, alone):
     place = tmp_path / "adapter"
     shutil.copytree(files["all"], place)
     with running(tiny_assembly(tiny[0], adapters=listing(tmp_path, {"a": place}), **LORA)) as engine:
@@ -327,7 +327,7 @@ def test_a_changed_adapter_of_the_same_name_shares_nothing_with_the_old(tiny, tm
         assert hits(engine, prompts[3], "a") == (39, alone["all"][3])
 
 
-def test_equal_adapters_of_different_names_are_one(tiny, tmp_path, files, prompts, alone):
+def test_equal_adapters_share_cached_blocks(tiny, tmp_path, files, prompts, alone):
     names = {"a": files["all"], "b": files["all"]}
     with running(tiny_assembly(tiny[0], adapters=listing(tmp_path, names), **LORA | {"max_loras": 1})) as engine:
         assert hits(engine, prompts[3], "a") == (0, alone["all"][3])
@@ -335,7 +335,7 @@ def test_equal_adapters_of_different_names_are_one(tiny, tmp_path, files, prompt
         assert sum(len(plan.loads) for plan in plans(engine)) == 1
 
 
-def test_blocks_on_disk_are_found_by_their_own_adapter_after_a_restart(tiny, listed, tmp_path, prompts, alone):
+def test_disk_cache_is_separate_per_adapter_after_restart(tiny, listed, tmp_path, prompts, alone):
     options = LORA | {"num_gpu_blocks_override": 128, "swap_space": 0.01, "disk_cache_dir": str(tmp_path / "cache")}
     for read in (0, 9):
         with running(tiny_assembly(tiny[0], adapters=listed, **options)) as engine:
@@ -352,7 +352,7 @@ def test_blocks_on_disk_are_found_by_their_own_adapter_after_a_restart(tiny, lis
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-def test_guesses_change_no_token(tiny, draft, listed, prompts, alone, guesser):
+def test_draft_tokens_do_not_change_outputs(tiny, draft, listed, prompts, alone, guesser):
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     options = {"num_speculative_tokens": 3, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], adapters=listed, **LORA | options)) as engine:
@@ -363,7 +363,7 @@ def test_guesses_change_no_token(tiny, draft, listed, prompts, alone, guesser):
         assert 0 < stats.accepted_tokens < stats.draft_tokens  # the base model guesses, each adapter decides
 
 
-def test_recorded_steps_are_left_to_those_without(tiny, listed, prompts, alone, monkeypatch):
+def test_only_steps_without_adapters_are_replayed(tiny, listed, prompts, alone, monkeypatch):
     replays = []
 
     def record(step):
@@ -417,7 +417,7 @@ def every_sample(engine, prompt, **sampling):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_listing_that_changes_is_read_again(tiny, tmp_path, files, prompts, alone):
+def test_changed_adapter_list_is_read_again(tiny, tmp_path, files, prompts, alone):
     with running(tiny_assembly(tiny[0], adapters=tmp_path / "multi_lora.json", **LORA)) as engine:
         assert refusal(engine, prompts[1], "all") == ("LoRA all is not supported, we currently support []")
         listing(tmp_path, {"all": files["all"]})
@@ -524,7 +524,7 @@ BAD = {
 }
 
 
-def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, prompts, alone, caplog, monkeypatch):
+def test_invalid_adapter_fails_only_its_own_requests(tiny, tmp_path, files, prompts, alone, caplog, monkeypatch):
     monkeypatch.setattr(peft_files, "PATTERN_SECONDS", 0.05)
     places = {}
     for index, (reason, spoil) in enumerate(BAD.items()):
@@ -550,13 +550,13 @@ def test_a_bad_adapter_fails_its_own_requests_by_name(tiny, tmp_path, files, pro
 @pytest.mark.parametrize(
     ("text", "reason"), [("{", "Expecting"), ("[]", "must contain a JSON"), ('{"a": 1}', "must contain a JSON")]
 )
-def test_a_listing_that_cannot_be_read_stops_the_load(tiny, tmp_path, text, reason):
+def test_invalid_adapter_list_fails_the_load(tiny, tmp_path, text, reason):
     (tmp_path / "multi_lora.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"multi_lora\.json: {reason}"):
         tiny_assembly(tiny[0], adapters=tmp_path / "multi_lora.json", **LORA)
 
 
-def test_the_list_tells_rank_and_residency(tiny, tmp_path, files, prompts):
+def test_adapter_list_reports_rank_and_residency(tiny, tmp_path, files, prompts):
     names = {"all": files["all"], "wide": files["wide"], "bad": tmp_path}
     with running(tiny_assembly(tiny[0], adapters=listing(tmp_path, names), **LORA | {"max_loras": 1})) as engine:
         adapters, slots = engine.assembly.adapters, engine.assembly.scheduler.slots
@@ -571,7 +571,7 @@ def test_the_list_tells_rank_and_residency(tiny, tmp_path, files, prompts):
         assert told() == {"all": (4, False), "wide": (8, True), "bad": (None, False)}
 
 
-def test_a_request_that_is_aborted_while_its_adapter_is_read_never_runs(tiny, listed, prompts, monkeypatch):
+def test_aborted_request_does_not_run_after_adapter_load(tiny, listed, prompts, monkeypatch):
     reading, go_on = threading.Event(), threading.Event()
     inner = AdapterRegistry.get
 
@@ -591,19 +591,19 @@ def test_a_request_that_is_aborted_while_its_adapter_is_read_never_runs(tiny, li
         assert engine.outputs[key].tokens == []
 
 
-def test_a_model_without_linear_layers_to_adapt_is_refused(tiny, monkeypatch):
+def test_model_without_adaptable_layers_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr("paged_backend.models.lora._sizes", lambda module: None)
     with pytest.raises(ConfigError, match="enable_lora=true: LlamaForCausalLM has no linear layer that can be adapted"):
         tiny_assembly(tiny[0], **LORA)
 
 
-def test_experts_are_not_adapted_and_what_is_beside_them_is(tmp_path, prompts, caplog):
+def test_experts_are_not_adaptable_but_other_layers_are(tmp_path, prompts, caplog):
     model = save_tiny(hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), tmp_path / "model")
     files = {"one": make_adapter(model, tmp_path / "one", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])}
     check_model(tmp_path, model, files, prompts, caplog, "unmodified")
 
 
-def test_options(tiny):
+def test_incompatible_options_are_rejected(tiny):
     for options, reason in (
         ({"max_loras": 0}, "max_loras=0: must be"),
         ({"max_lora_rank": 513}, "max_lora_rank=513: must be"),

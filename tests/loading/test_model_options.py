@@ -1,0 +1,64 @@
+"""Engine options that depend on the model and the device."""
+
+import pytest
+import torch
+import transformers as hf
+from paged_kernels.cpu import native
+from transformers import LlamaConfig
+
+from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.loading import model_options
+from paged_backend.loading.model_options import check_quantization
+from tests.support.families import COMMON, DYNAMIC, LONGROPE
+from tests.support.in_process import tiny_assembly
+
+
+@pytest.mark.parametrize("model_dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_auto_dtype_on_gpu_and_cpu(model_dtype, monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=supported: answer)
+        assert model_options.pick_dtype("auto", model_dtype, cpu) == expected
+        assert model_options.pick_dtype("auto", model_dtype, cuda) == (model_dtype or torch.float32)
+        assert model_options.pick_dtype("half", model_dtype, cpu) == torch.float16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_missing_gpu_is_an_error(tiny):
+    with pytest.raises(ConfigError, match='device="cuda"'):
+        tiny_assembly(tiny[0], device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "config"),
+    [
+        ("longrope", hf.Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=dict(LONGROPE))),
+        ("dynamic", hf.LlamaConfig(**COMMON | {"max_position_embeddings": 64}, rope_parameters=dict(DYNAMIC))),
+    ],
+)
+def test_length_dependent_rope_limits_context_length(rope_type, config):
+    """For a longer sequence, `generate` recomputes every position or depends on the rest of the batch."""
+    assert model_options.pick_max_model_len(None, config) == 64
+    with pytest.raises(ConfigError, match=f'max_model_len=65: must be at most 64, .* rope type "{rope_type}"'):
+        model_options.pick_max_model_len(65, config)
+
+
+def test_unsupported_int8_quantization_is_rejected(tiny, tmp_path, monkeypatch):
+    config = EngineConfig.from_options({"model": str(tiny[0]), "quantization": "int8"})
+    plain, cpu = LlamaConfig(), torch.device("cpu")
+
+    def check_rejected(reason, hf_config=plain, device=cpu):
+        with pytest.raises(ConfigError, match=f'quantization="int8": {reason}'):
+            check_quantization(config, hf_config, tmp_path, device)
+
+    monkeypatch.setattr(native, "levels", lambda: ("plain",))
+    check_quantization(config, plain, tmp_path, cpu)
+    check_rejected("only supported on a CPU", device=torch.device("cuda", 0))
+    check_rejected(
+        "the model's weights are quantized already", LlamaConfig(quantization_config={"quant_method": "awq"})
+    )
+    check_quantization(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cpu)  # dequantized
+    monkeypatch.setattr(native, "levels", lambda: ())
+    check_rejected("requires the CPU kernels, which have not been compiled")
+    with pytest.raises(ConfigError, match='quantization="int8": requires the CPU'):
+        tiny_assembly(tiny[0], quantization="int8", device="cpu")

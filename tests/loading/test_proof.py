@@ -1,0 +1,86 @@
+"""The verification at load rejects models that paged attention does not compute correctly."""
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.loading import proof
+from paged_backend.loading.proof import prove
+from paged_backend.models.attention import UnsupportedModel
+from tests.support.families import COMMON
+from tests.support.gguf import CONFIG
+from tests.support.in_process import byte_tokenizer, save_tiny, tiny_assembly
+
+
+def save(config, directory):
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4), "0 of 2 layers call"),
+        (
+            hf.GPTNeoConfig(
+                vocab_size=320,
+                hidden_size=64,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+                window_size=4,
+                max_position_embeddings=256,
+            ),
+            "layers",
+        ),
+        (hf.StableLmConfig(**COMMON), "paged"),
+        (hf.JambaConfig(**COMMON, use_mamba_kernels=False, mamba_d_state=4, num_experts=1), "layers call"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_unsupported_model_is_rejected_by_name(tmp_path, config, reason):
+    save(config, tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"ForCausalLM cannot be served through pages: .*{reason}"):
+        tiny_assembly(tmp_path, max_model_len=64)
+
+
+def test_wrong_paged_logits_are_rejected(tiny, monkeypatch):
+    """An attention function with a wrong scale must not pass the verification."""
+    from paged_backend.models import attention
+
+    correct = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *a, scale, **k: correct(*a, scale=scale * 1.5, **k))
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
+        tiny_assembly(tiny[0])
+
+
+def test_window_missing_from_attention_is_rejected(tmp_path, monkeypatch):
+    """A short prompt cannot detect a long window, so the windows of masks and layers must agree."""
+    save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)
+    tiny_assembly(tmp_path)
+    attend = proof._Probe.attend
+
+    def attend_without_window(self, *args, sliding_window=None, **rest):
+        return attend(self, *args, **rest)
+
+    monkeypatch.setattr(proof._Probe, "attend", attend_without_window)
+    with pytest.raises(UnsupportedModel, match="windows 64, but its layers pass none"):
+        tiny_assembly(tmp_path)
+
+
+def test_quantized_activations_use_quantization_tolerance(tmp_path):
+    """torchao, bitsandbytes and compressed-tensors round activations like this; none of them is installed."""
+    model = save_tiny(CONFIG, tmp_path)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(round_activations)
+    with pytest.raises(UnsupportedModel, match="logits at position"):
+        prove(model, block_size=4, kv_dtype=torch.float32)
+    model.config.quantization_config = {"quant_method": "some"}
+    assert len(prove(model, block_size=4, kv_dtype=torch.float32)) == 2
+
+
+def round_activations(module, arguments):
+    scale = arguments[0].abs().amax() / 127  # over all rows, so that a row depends on the others
+    return ((arguments[0] / scale).round() * scale,)
