@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from paged_backend.api.config import ConfigError, EngineConfig
 from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.engine import Engine
-from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
+from paged_backend.engine.outputs import Emit
 from paged_backend.engine.rank import ROOT, Prepared, prepare
 from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import ParallelRunner, Workers
@@ -50,12 +49,12 @@ class Assembly:
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
 
-    def engine(self, emit: Callable[[StepOutput | PoolMap | EngineDied], None]) -> Engine:
+    def engine(self, emit: Emit) -> Engine:
         trim_memory()
         release_openmp_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
         engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
         if self.workers:
-            self.workers.on_rank_failure(engine.die)
+            self.workers.on_rank_failure(engine.fail)
         return engine
 
     def memory(self) -> MemoryUsage:

@@ -209,7 +209,7 @@ class Service:
         stop_request may end it."""
         stream = self._stream_of(arrival, GenerateRequest(arrival.key, (), arrival.sampling, 0, frozenset()))
         self._open(stream)
-        self._engine.show()
+        self._engine.emit_stats()
         self._long.append(stream)
         self._beside.submit(self._tokenize_long, arrival, stream)
 
@@ -255,7 +255,7 @@ class Service:
     def _answer(self, question: str, channel: Channel, request_id: str) -> None:
         if question == "pool_map":
             self._responder.look(channel)
-            self._engine.look()
+            self._engine.snapshot_pool()
         elif question == "adapters":
             self._tell_adapters(channel)
         elif not request_id:
@@ -288,7 +288,7 @@ class Service:
                 self._engine.deliver(replace(request, guides=guides))
 
         key, sampling = request.key, request.sampling
-        self._engine.show()
+        self._engine.emit_stats()
         self._grammars.compile(
             structure,
             sampling.num_samples,

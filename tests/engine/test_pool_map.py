@@ -132,7 +132,7 @@ def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
     assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
     engine = assembly.engine(steps.put)
     for _ in range(5):
-        engine.look()
+        engine.snapshot_pool()
     engine.start()
     assert isinstance(steps.get(timeout=WAIT), PoolMap)
     engine.stop()

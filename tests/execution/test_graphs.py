@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import engine as engine_module
-from paged_backend.engine import warm_up
+from paged_backend.engine import step_loop, warm_up
 from paged_backend.execution import drafter, graphs, runner
 from paged_backend.execution.batch import UniformBatch, pack
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -262,7 +261,7 @@ def checked(monkeypatch):
     """Check that the forward passes of every step, replayed or not, write the slots of the step's own tokens and no
     others, and that every padding row belongs to a sequence. Returns the sizes of the steps so far, in rows and
     sequences."""
-    pack, forward, draft_forward = engine_module.pack, runner.Runner._forward, drafter.Drafter.forward
+    pack, forward, draft_forward = step_loop.pack, runner.Runner._forward, drafter.Drafter.forward
     own, seen = set(), []
 
     def spied_pack(plan, *, block_size, **options):
@@ -294,7 +293,7 @@ def checked(monkeypatch):
         assert addresses(batch.paging) <= own or not own
         return draft_forward(self, batch)
 
-    monkeypatch.setattr(engine_module, "pack", spied_pack)
+    monkeypatch.setattr(step_loop, "pack", spied_pack)
     monkeypatch.setattr(runner.Runner, "_forward", spied)
     monkeypatch.setattr(drafter.Drafter, "forward", spied_draft)
     return seen

@@ -10,7 +10,7 @@ from threading import Event, Semaphore
 
 import pytest
 
-from paged_backend.engine import engine as engine_module
+from paged_backend.engine import step_loop
 from paged_backend.engine.engine import Engine
 from paged_backend.execution.runner import Runner
 from paged_backend.server import responder
@@ -542,7 +542,7 @@ def two_seconds_later(monkeypatch):
     """The clock stands, so long after what is under way began."""
     now = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module.time, "monotonic", lambda: now + 2)
+        patch.setattr(step_loop.time, "monotonic", lambda: now + 2)
         yield
 
 
@@ -616,7 +616,7 @@ def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch)
 
 def test_polling_takes_at_most_its_share_of_the_thread(tiny, monkeypatch):
     """The first map comes while the request runs; the second would have to wait for as long as that takes."""
-    monkeypatch.setattr(engine_module, "LOOK_SHARE", 1e-9)
+    monkeypatch.setattr(step_loop, "MAP_SHARE", 1e-9)
     with serving(tiny[0]) as calls:
         sampling = json.dumps({"max_tokens": 60, "ignore_eos": True})
         answer = calls.call(text_input="abc", stream=True, sampling_parameters=sampling)

@@ -1,0 +1,142 @@
+"""Messages to the engine's inbox. Other threads post them; the engine's thread applies them between two steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.engine.outputs import UnknownRequests
+from paged_backend.engine.prefix_disk import PrefetchedBlocks
+from paged_backend.engine.state import EngineState
+from paged_backend.execution.runner import RunnerDied
+
+
+class Message(ABC):
+    """A change to the engine's state, requested by another thread."""
+
+    @abstractmethod
+    def apply(self, state: EngineState) -> bool:
+        """Carry out the message on the engine's thread; return whether new statistics have to be emitted."""
+
+
+@dataclass(frozen=True)
+class AddRequest(Message):
+    """Hand a request to the scheduler, unless it was aborted after it was announced."""
+
+    request: GenerateRequest
+    prefetched: PrefetchedBlocks = ()  # blocks of its prompt that were on disk
+
+    def apply(self, state: EngineState) -> bool:
+        if self.prefetched and state.prefix_disk:
+            state.prefix_disk.store(self.request, self.prefetched)
+        if self.request.key not in state.announced:
+            return False
+        state.announced.remove(self.request.key)
+        state.scheduler.add(self.request)
+        return True
+
+
+@dataclass(frozen=True)
+class RejectRequest(Message):
+    """End an announced request with an error, before the scheduler has seen it."""
+
+    key: int
+    error: RequestError
+
+    def apply(self, state: EngineState) -> bool:
+        if self.key in state.announced:
+            state.announced.remove(self.key)
+            state.emit_step([TokenDelta(self.key, error=self.error)])
+        return False
+
+
+@dataclass(frozen=True)
+class AbortRequest(Message):
+    """Drop a request that was cancelled or could not be answered."""
+
+    key: int
+
+    def apply(self, state: EngineState) -> bool:
+        if self.key in state.announced:
+            state.announced.remove(self.key)
+            return True
+        return state.scheduler.abort(self.key)
+
+
+@dataclass(frozen=True)
+class EndSamples(Message):
+    """End one sample at a stop string, or all samples of a request that reached its deadline or was stopped."""
+
+    key: int
+    index: int | None  # None: all samples
+
+    def apply(self, state: EngineState) -> bool:
+        if self.key in state.announced:
+            state.announced.remove(self.key)
+            return True
+        if self.index is None:
+            return state.scheduler.end_all(self.key)
+        return state.scheduler.end(self.key, self.index)
+
+
+@dataclass(frozen=True)
+class EndBeamSearch(Message):
+    """End a beam search that reached its deadline or was stopped, and emit the hypotheses it has."""
+
+    key: int
+
+    def apply(self, state: EngineState) -> bool:
+        state.emit_step(state.scheduler.expire(self.key))
+        return False
+
+
+@dataclass(frozen=True)
+class UnpinSession(Message):
+    """Release the blocks that are pinned for a session."""
+
+    session: Hashable
+
+    def apply(self, state: EngineState) -> bool:
+        state.scheduler.pins.drop(self.session)
+        return True
+
+
+@dataclass(frozen=True)
+class EmitStats(Message):
+    """Emit the statistics while an announced request has not reached the scheduler."""
+
+    def apply(self, state: EngineState) -> bool:
+        return bool(state.announced)
+
+
+@dataclass(frozen=True)
+class ReportUnknown(Message):
+    """Emit which of these request keys the engine does not track."""
+
+    keys: tuple[int, ...]
+
+    def apply(self, state: EngineState) -> bool:
+        state.emit(UnknownRequests(tuple(key for key in self.keys if not state.has_request(key))))
+        return False
+
+
+@dataclass(frozen=True)
+class SnapshotPool(Message):
+    """Emit a map of the pool before the next step."""
+
+    def apply(self, state: EngineState) -> bool:
+        state.pool_map_requested = True
+        return False
+
+
+@dataclass(frozen=True)
+class FailEngine(Message):
+    """End the engine loop with an error."""
+
+    reason: str
+
+    def apply(self, state: EngineState) -> bool:
+        raise RunnerDied(self.reason)

@@ -1,0 +1,148 @@
+"""The disk tier's side of the engine: prefetches cached prefixes for new requests, and spills cached blocks.
+
+disk ── prefetch (own thread) ──▶ blocks in memory ── store (engine's thread) ──▶ host pool ──▶ device pool
+device pool ── swap-out, or spill while idle (engine's thread) ──▶ host pool ──▶ disk (the tier's thread)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from paged_backend.api.request import GenerateRequest
+from paged_backend.execution.runner import StepRunner
+from paged_backend.memory.disk import DiskTier
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.content import Chain, Entry, PrefixParent
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.utils.machine import use_single_thread
+from paged_backend.utils.worker import BackgroundWorker
+
+log = logging.getLogger("paged_llm")
+
+SPILL_BLOCKS = 4  # copied at a time while the engine is idle: a new request waits for no more than these
+SPILL_SECONDS = 0.05  # between two attempts while the disk's write queue is full
+
+PrefetchedBlocks: TypeAlias = tuple[tuple[int, list[Tensor]], ...]  # (index of the block in the prompt, its tensors)
+
+
+class PrefixDisk:
+    """Moves cached blocks between the pools and the disk tier. Only `can_prefetch` and `prefetch` may be called from
+    other threads than the engine's."""
+
+    def __init__(self, disk: DiskTier, blocks: BlockManager, runner: StepRunner):
+        """Start the prefetch thread. blocks: the device pool's, with a host pool behind it."""
+        assert blocks.host and runner.host
+        self._disk = disk
+        self._blocks = blocks
+        self._host_blocks = blocks.host
+        self._host_cache = runner.host
+        self._runner = runner
+        self._fetcher = BackgroundWorker("fetch", use_single_thread)
+        self._all_spilled = False  # whether every cached block is on disk, or does not fit there
+
+    def can_prefetch(self, request: GenerateRequest) -> bool:
+        """Return whether blocks of the prompt may be on disk; prompt log probabilities need all of it computed."""
+        return self._disk.up and request.sampling.prompt_logprobs is None
+
+    def prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
+        """Read the prompt's cached prefix on the prefetch thread, then call `deliver` there with what was found."""
+        self._fetcher.submit(self._prefetch, request, deliver)
+
+    def _prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
+        found: PrefetchedBlocks = ()
+        try:
+            found = self._read(request)
+        except Exception:  # the request is computed without them
+            log.exception("request %d: could not read its prefix from disk", request.key)
+        deliver(request, found)
+
+    def _read(self, request: GenerateRequest) -> PrefetchedBlocks:
+        """Read the blocks of the prompt's prefix that are on disk and in neither pool.
+
+        The pools' indexes belong to the engine's thread. A stale answer costs a read or a hit, never a wrong block,
+        because every block is looked up by its content.
+        """
+        blocks, size, tokens = self._blocks, self._blocks.block_size, request.prompt_token_ids
+        parent: PrefixParent = request.origin
+        indexed: PrefixParent | None = request.origin  # the same prefix, while it is in the index of contents
+        found: list[tuple[int, list[Tensor]]] = []
+        for index in range((len(tokens) - 1) // size):
+            content = tokens[index * size : (index + 1) * size]
+            parent = entry = Entry(parent, content)
+            indexed = known = None if indexed is None else blocks.contents.find(indexed, content)
+            if known is None or blocks.find(known) is None:
+                block = self._disk.get(entry) if len(found) < self._host_blocks.num_available else None
+                if block is None:
+                    break
+                found.append((index, block))
+        return tuple(found)
+
+    def store(self, request: GenerateRequest, prefetched: PrefetchedBlocks) -> None:
+        """Put prefetched blocks into the host pool, where the scheduler finds them as cache hits."""
+        chain = Chain(request.origin)
+        for index, content in prefetched:
+            block = self._host_blocks.keep(self._blocks.entry(chain, request.prompt_token_ids, index))
+            if block is not None:
+                self._host_cache.write_block(block, content)
+
+    def write_moved_out(self, plan: Plan) -> None:
+        """Have the blocks that a step moved to the host pool written to disk as well. After the step is done."""
+        for move in plan.moves_out:
+            if move.entry and self._disk.should_write(move.entry):
+                self._disk.put(move.entry, self._host_cache.read_block(move.target))
+
+    def mark_changed(self) -> None:
+        """Note that a step ran, so there may be cached blocks that are not on disk."""
+        self._all_spilled = False
+
+    @property
+    def all_spilled(self) -> bool:
+        """Whether every cached block is on disk, or does not fit there."""
+        return self._all_spilled
+
+    @property
+    def poll_timeout(self) -> float | None:
+        """Seconds that an idle engine may wait for a message before it calls `spill`; None: no limit."""
+        if self._all_spilled:
+            return None
+        return 0 if self._disk.free_queue_slots and self._blocks.has_unspilled else SPILL_SECONDS
+
+    def spill(self) -> bool:
+        """Write a few cached blocks that are not on disk, as far as the write queue has room. Only while no step is in
+        flight. Return whether this was the last of them."""
+        slots = self._disk.free_queue_slots
+        if not slots:
+            return False
+        plan = Plan((), moves_out=self._blocks.spill(self._disk.should_write, min(SPILL_BLOCKS, slots)))
+        self._runner.move(plan)
+        self._runner.transfers.settle()
+        self.write_moved_out(plan)
+        self._blocks.finish_moves_out(plan.moves_out)
+        self._all_spilled = not plan.moves_out and self._disk.is_idle
+        return self._all_spilled
+
+    def spill_rest(self, deadline: float) -> bool:
+        """Write cached blocks until all are on disk or `deadline` (time.monotonic()) has passed. After the engine's
+        thread has ended. Return whether the last of them was written here."""
+        while not self._all_spilled and (left := deadline - time.monotonic()) > 0:
+            self._disk.settle(left)
+            if self.spill():
+                return True
+        return False
+
+    def close(self, deadline: float) -> None:
+        """End the tier's writer and the prefetch thread, at the latest at `deadline` (time.monotonic())."""
+        self._disk.close(deadline - time.monotonic())
+        self._fetcher.stop(deadline - time.monotonic())
+
+    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
+        """Return the statistics with the disk tier's."""
+        disk = self._disk.stats
+        return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)

@@ -1,0 +1,64 @@
+"""What a request needs before the scheduler sees it: its LoRA adapter, and the part of its prefix that is on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import GenerateRequest
+from paged_backend.engine.messages import AddRequest, EmitStats, Message
+from paged_backend.engine.prefix_disk import PrefetchedBlocks, PrefixDisk
+from paged_backend.loading.adapters import AdapterRegistry
+
+log = logging.getLogger("paged_llm")
+
+
+class RequestPreparation:
+    """Loads adapters and prefetches prefixes, each on a thread of its own, then posts the request to the inbox."""
+
+    def __init__(
+        self,
+        post: Callable[[Message], None],
+        reject: Callable[[int, RequestError], None],
+        adapters: AdapterRegistry | None,
+        prefix_disk: PrefixDisk | None,
+    ):
+        """post: to the engine's inbox. reject: ends an announced request with an error."""
+        self._post = post
+        self._reject = reject
+        self._adapters = adapters
+        self._prefix_disk = prefix_disk
+
+    def deliver(self, request: GenerateRequest) -> None:
+        """Post the request once its adapter is loaded and its prefix is read. Does not block."""
+        if self._adapters and request.sampling.lora_name is not None:
+            self._post(EmitStats())
+            self._adapters.run(self._load_adapter, request)
+        else:
+            self._prefetch_or_post(request)
+
+    def _load_adapter(self, request: GenerateRequest) -> None:
+        """Load the request's adapter. On the adapters' thread."""
+        assert self._adapters and request.sampling.lora_name is not None
+        try:
+            request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))
+        except RequestError as error:
+            self._reject(request.key, error)
+        except Exception as error:
+            log.exception("request %d: could not load its adapter", request.key)
+            reason = f"its adapter could not be loaded: {type(error).__name__}: {error}"
+            self._reject(request.key, RequestError(ErrorCode.INTERNAL, reason))
+        else:
+            self._prefetch_or_post(request)
+
+    def _prefetch_or_post(self, request: GenerateRequest) -> None:
+        if self._prefix_disk and self._prefix_disk.can_prefetch(request):
+            self._post(EmitStats())
+            self._prefix_disk.prefetch(request, self._post_prefetched)
+        else:
+            self._post(AddRequest(request))
+
+    def _post_prefetched(self, request: GenerateRequest, blocks: PrefetchedBlocks) -> None:
+        self._post(AddRequest(request, blocks))

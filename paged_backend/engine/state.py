@@ -1,0 +1,49 @@
+"""The part of the engine's state that inbox messages read and change, on the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from paged_backend.api.request import TokenDelta
+from paged_backend.engine.outputs import Emit, PoolMap, StepOutput
+from paged_backend.engine.prefix_disk import PrefixDisk
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import SchedulerStats
+
+
+@dataclass(eq=False)
+class EngineState:
+    """The scheduler, the requests that have not reached it yet, and the way out for outputs."""
+
+    scheduler: Scheduler
+    emit: Emit
+    prefix_disk: PrefixDisk | None = None
+    # Keys of requests that are on their way to the scheduler. Requests are announced from another thread.
+    announced: set[int] = field(default_factory=set)
+    pool_map_requested: bool = False
+
+    def has_request(self, key: int) -> bool:
+        """Return whether a request is announced, waiting or running."""
+        return key in self.announced or self.scheduler.has_request(key)
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's statistics, with announced requests counted as waiting and the disk tier's added."""
+        stats = self.scheduler.stats
+        if self.announced:  # these wait for a grammar, an adapter or blocks on disk
+            stats = replace(stats, waiting=stats.waiting + len(self.announced))
+        return stats if self.prefix_disk is None else self.prefix_disk.add_stats(stats)
+
+    def emit_step(self, deltas: Iterable[TokenDelta] = (), plan: Plan | None = None) -> None:
+        """Emit deltas with the current statistics, and with the times of the step that produced them."""
+        if plan is None:
+            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic()))
+        else:
+            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic(), plan.began, plan.entered))
+
+    def emit_pool_map(self) -> None:
+        """Emit the requested pool map."""
+        self.pool_map_requested = False
+        self.emit(PoolMap.of(self.scheduler, self.stats()))

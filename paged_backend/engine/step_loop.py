@@ -1,0 +1,183 @@
+"""The engine loop: schedule, pack, launch, commit.
+
+One thread owns the scheduler, the block manager and the device. With overlap (`async_scheduling`) the device does not
+wait for the host: a step is launched before the tokens of the previous one have been read.
+
+    host    | schedule 1 | schedule 2 | commit 1, schedule 3 ...| commit 2, schedule 4 ...|
+    device               | step 1 ............... | step 2 ............... | step 3 ..... |
+                                                  '-- its tokens stay on the device, and are copied to the host as well
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from paged_backend.api.request import TokenDelta
+from paged_backend.engine.messages import Message
+from paged_backend.engine.outputs import EngineDied
+from paged_backend.engine.state import EngineState
+from paged_backend.execution.batch import pack
+from paged_backend.execution.runner import PendingStep, RunnerDied, StepRunner
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.step_result import StepResult
+
+log = logging.getLogger("paged_llm")
+
+MAP_SHARE = 0.1  # of the time at most for pool maps while there is work: one of a million blocks takes milliseconds
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A step that was launched, or the error that kept it from being launched."""
+
+    plan: Plan
+    launched: PendingStep | Exception
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the step's results. Raises what went wrong at launch or on the device."""
+        if isinstance(self.launched, Exception):
+            raise self.launched
+        return self.launched.result()
+
+
+class StepLoop:
+    """Runs steps until it is told to stop. Everything but `busy_seconds` belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        runner: StepRunner,
+        inbox: SimpleQueue[Message | None],
+        *,
+        queued: set[int],
+        failed: threading.Event,
+        overlap: bool,
+    ):
+        """inbox: None in it ends the loop. queued: keys of requests that no step has computed yet; those that a step
+        schedules are removed. failed: set when the loop ends with an error. overlap: launch a step while the previous
+        one runs; useful where the device is not the host's own."""
+        self._state = state
+        self._scheduler = state.scheduler
+        self._prefix_disk = state.prefix_disk
+        self._runner = runner
+        self._inbox = inbox
+        self._queued = queued
+        self._failed = failed
+        self._overlap = overlap
+        self._in_flight: deque[InFlightStep] = deque()  # at most one between two iterations
+        self._iteration_began: float | None = None  # time.monotonic(), while an iteration is under way
+        self._next_map = 0.0  # time.monotonic(), before which no pool map is made while there is work
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the current iteration has taken; 0 between two. For any thread."""
+        began = self._iteration_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def run(self) -> None:
+        """Run until the inbox says stop. Emits EngineDied at any error, so that no request is left unanswered."""
+        try:
+            while self._receive():
+                self._iteration_began = time.monotonic()
+                self._step()
+                self._iteration_began = None
+            self._commit_steps()
+        except BaseException as error:  # not only Exception: native libraries raise others, too
+            self._failed.set()
+            log.exception("the engine loop died")
+            self._state.emit(EngineDied(f"the engine died: {type(error).__name__}: {error}"))
+
+    def _receive(self) -> bool:
+        """Apply all messages in the inbox, blocking only if there is nothing else to do. False: stop."""
+        state, changed, stopped = self._state, False, False
+        while True:
+            timeout = self._poll_timeout()
+            idle = not (self._scheduler.has_work or self._in_flight or changed or state.pool_map_requested)
+            try:
+                message = self._inbox.get(block=idle and timeout != 0, timeout=timeout or None)
+            except Empty:
+                break
+            if message is None:
+                stopped = True
+                break
+            changed |= message.apply(state)
+        if changed:
+            state.emit_step()
+        if state.pool_map_requested and (time.monotonic() >= self._next_map or not self._scheduler.has_work):
+            self._commit_steps()
+            self._emit_pool_map()
+        return not stopped
+
+    def _poll_timeout(self) -> float | None:
+        """Return how many seconds to wait for a message while there is no work; None: without limit."""
+        return self._prefix_disk.poll_timeout if self._prefix_disk else None
+
+    def _emit_pool_map(self) -> None:
+        began = time.monotonic()
+        self._state.emit_pool_map()
+        now = time.monotonic()
+        self._next_map = now + (now - began) / MAP_SHARE
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        self._queued.difference_update(self._scheduler.entered)
+        if plan is not None:
+            if self._prefix_disk:
+                self._prefix_disk.mark_changed()
+            self._in_flight.append(InFlightStep(plan, self._launch(plan)))
+            self._commit_steps(keep=1)
+        elif self._prefix_disk and not (self._in_flight or self._prefix_disk.all_spilled) and self._prefix_disk.spill():
+            self._state.emit_step()
+        if plan is None or not self._overlap or self._scheduler.needs_results:
+            self._commit_steps()
+
+    def _launch(self, plan: Plan) -> PendingStep | Exception:
+        runner = self._runner
+        try:
+            runner.move(plan)
+            packed = pack(
+                plan,
+                block_size=self._scheduler.blocks.block_size,
+                draft=runner.drafter is not None,
+                gqa_group=runner.gqa_group,
+                uniform=runner.uniform,
+            )
+            return runner.launch(packed)
+        except Exception as error:
+            return error
+
+    def _commit_steps(self, keep: int = 0) -> None:
+        """Commit steps in flight, the oldest first, until `keep` are left; all of them if one could not be launched,
+        since no later step may build on it."""
+        steps = self._in_flight
+        while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
+            step = steps.popleft()
+            self._state.emit_step(self._commit(step), step.plan)
+
+    def _commit(self, step: InFlightStep) -> Sequence[TokenDelta]:
+        try:
+            results = step.result()
+            if self._prefix_disk:
+                self._prefix_disk.write_moved_out(step.plan)
+        except RunnerDied:
+            raise
+        except Exception as error:  # the device or the model failed: the step's requests end, the others go on
+            return self._fail(step, error)
+        return self._scheduler.commit(step.plan, results)
+
+    def _fail(self, step: InFlightStep, error: Exception) -> list[TokenDelta]:
+        """Fail the requests of a step, and of the steps launched after it, which have built on it."""
+        log.error("a step failed", exc_info=error)
+        with suppress(Exception):  # blocks may be reused only when no transfer reads or writes them
+            self._runner.transfers.settle()
+        message = f"the step failed: {type(error).__name__}: {error}"
+        plans = [step.plan, *(later.plan for later in self._in_flight)]
+        self._in_flight.clear()
+        return [delta for plan in plans for delta in self._scheduler.fail(plan, message)]
