@@ -47,7 +47,7 @@ def serve(args: argparse.Namespace) -> int:
         raise UsageError(f"-o model={model!r}: must be a string")
     from client.serving import launch
     from client.serving.repository import check_options
-    from paged_backend.api.config import ConfigError
+    from paged_backend.api.errors import ConfigError
 
     try:
         check_options({**options, "model": model})

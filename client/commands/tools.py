@@ -21,7 +21,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(args: argparse.Namespace) -> int:
     import importlib
 
-    from paged_backend.api.config import ConfigError
+    from paged_backend.api.errors import ConfigError
 
     names = _benchmarks()
     if args.name not in names:

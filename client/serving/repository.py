@@ -7,7 +7,9 @@ from pathlib import Path
 
 from client.serving import demo_model
 from client.serving.server_files import REPOSITORY_ROOT
-from paged_backend.api.config import HUB_NAME, ConfigError, EngineConfig
+from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_parsing import merge_options
 
 MODEL_NAME = "paged_llm"
 
@@ -48,7 +50,7 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object], 
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     settings = target / MODEL_NAME / "1" / "model.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **options}, indent=2))
+    settings.write_text(json.dumps(merge_options(json.loads(settings.read_text()), options), indent=2))
     listing = settings.with_name("multi_lora.json")
     listing.unlink(missing_ok=True)
     listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
@@ -57,4 +59,4 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object], 
 def check_options(options: Mapping[str, object]) -> None:
     """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json."""
     settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
-    EngineConfig.from_options({**json.loads(settings.read_text()), **options})
+    EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

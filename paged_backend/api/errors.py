@@ -1,4 +1,7 @@
-"""How a request fails: a class that stays the same, and what was wrong with which field."""
+"""Errors: a request fails with a RequestError, a model fails to load with a ConfigError.
+
+A message names the field or option, its value and the limit.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-SHOWN_CHARS = 80  # of a name or a value in an error
+SHOWN_CHARS = 80  # of a name or a value in a message
+
+
+class ConfigError(ValueError):
+    """An engine option, or a file that it names, cannot be used."""
 
 
 class ErrorCode(Enum):
-    """The stable classes that an error text starts with; the values are gRPC's names."""
+    """The stable error classes, named like gRPC status codes. An error text starts with one of them."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAVAILABLE = "UNAVAILABLE"
     CANCELLED = "CANCELLED"
-    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # the request's own time limit
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # the request's own timeout
     INTERNAL = "INTERNAL"
 
 
@@ -29,32 +36,39 @@ _OUTCOMES = {
 
 
 class RequestError(Exception):
-    """Ends one request. `str()` tells its class and what is wrong: `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`.
-    What of it UTF-8 cannot carry is written out: a parameter's name, which comes from JSON, may hold halves of
-    characters. A message that clients of other backends compare as a whole is `verbatim`, without a class."""
+    """Fails one request. `str()` is its class and message, like `INVALID_ARGUMENT: max_tokens=0: must be 1..8192`.
+
+    Args:
+        code: the class.
+        message: field, value and limit. Lone surrogates, which JSON may hold, are escaped.
+        verbatim: leave out the class, for a message that clients of other backends compare as a whole.
+
+    Attributes:
+        outcome: the label `reason` of the metric `paged_requests_finished_total`.
+    """
 
     def __init__(self, code: ErrorCode, message: str, *, verbatim: bool = False):
         text = message if verbatim else f"{code.value}: {message}"
         super().__init__(text.encode(errors="backslashreplace").decode())
         self.code = code
         self.verbatim = verbatim
-        self.outcome = _OUTCOMES.get(code, "refused")  # what the metrics count it as, in mid-answer, too
+        self.outcome = _OUTCOMES.get(code, "refused")
 
 
 class TenantLimitReached(RequestError):
-    """As many requests of the tenant are open as may."""
+    """The tenant has `max_tenant_requests` open requests."""
 
     def __init__(self, most: int):
         super().__init__(
             ErrorCode.UNAVAILABLE,
-            f"{most} requests of this cache_salt are open, which is max_tenant_requests; send it again when one has"
-            " ended",
+            f"{most} requests of this cache_salt are open, which is max_tenant_requests;"
+            " send it again when one has ended",
         )
         self.outcome = "tenant_full"
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may."""
+    """The waiting queue holds `max_queue_size` requests."""
 
     def __init__(self, waiting: int):
         super().__init__(
@@ -64,38 +78,38 @@ class QueueFull(RequestError):
 
 
 def internal_error(error: Exception) -> RequestError:
-    """Of what nobody expected."""
+    """Return the RequestError for an unexpected exception."""
     return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 def invalid_argument(field_name: str, value: Any, limit: str) -> RequestError:
-    """Of a name or a value that is long, its beginning."""
-    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_short(field_name)}={_short(_shown(value))}: {limit}")
+    """Return the RequestError for an invalid value. Long names and values are cut."""
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_cut(field_name)}={_cut(_format(value))}: {limit}")
 
 
-def _shown(value: Any) -> str:
-    """As JSON, as far as it is read."""
+def _format(value: Any) -> str:
+    """Return the value as JSON, or its type if JSON cannot represent it."""
     try:
         return json.dumps(value[:SHOWN_CHARS] if isinstance(value, str) else value, default=str)
-    except (ValueError, RecursionError):  # a number of too many digits, or brackets in brackets
+    except (ValueError, RecursionError):  # an integer with too many digits, or too deeply nested
         return f"({type(value).__name__})"
 
 
-def _short(text: str) -> str:
+def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Which of them was meant, if any. What is long was none, and would take long to compare."""
+    """Return the known name most similar to `name`, if any. Only its first characters are compared, which is fast."""
     return next(iter(difflib.get_close_matches(name[:SHOWN_CHARS], known, 1, cutoff)), None)
 
 
 def is_utf8_text(value: Any) -> bool:
-    """Whether it is a string that UTF-8 can carry: JSON may hold halves of characters (lone surrogates)."""
+    """Whether the value is a string that UTF-8 can encode. Strings from JSON may hold lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
-        value.encode()  # megabytes in milliseconds
+        value.encode()  # a few milliseconds for a megabyte
     except UnicodeEncodeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What bounds a request: the model's own limits, and the caps of every list and text that a client may send."""
+"""Limits of a request: those of the model and the pool, and those of every list and text that a client may send."""
 
 from __future__ import annotations
 
@@ -7,83 +7,104 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_backend.api.errors import invalid_argument
-from paged_backend.api.options import option, whole
+from paged_backend.api.options import integer, option, validate
+
+UNBOUNDED_MAX_TOKENS = 2**31 - 1  # as max_tokens: as many tokens as the context and the pool have room for
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """What embeddings a model gives."""
+    """The embeddings that a model supports."""
 
     size: int
-    dimensions: Sequence[int] = ()  # to which they may be cut: what the model was trained for (Matryoshka)
+    dimensions: Sequence[int] = ()  # sizes that they may be cut to (Matryoshka embeddings)
 
 
-def cap(default: int, help: str, low: int = 1) -> Any:
-    return option(whole(low, 2**31 - 1), help, default)
+def limit(default: int, help: str, low: int = 1) -> Any:
+    """Declare a limit as a dataclass field: an integer option of at least `low`."""
+    return option(integer(low, 2**31 - 1), help, default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputLimits:
-    """The most that clients may send of each kind, and of what is kept for them. All of them are engine options."""
+    """The engine option `limits`: how much a client may send, and how much of it is queued or remembered.
 
+    A value above its limit is rejected with an error that names the limit.
+    """
+
+    max_prompt_chars: int | None = option(
+        integer(1),
+        "Characters of a prompt before tokenization. Default: `max_model_len` times the length of the longest token,"
+        " which no prompt that fits can exceed.",
+        None,
+        optional=True,
+    )
     min_priority: int = option(
-        whole(-(2**31), 2**31 - 1),
-        "the lowest `priority` that a request may ask for; the lowest goes first, before those of other tenants too, so"
-        " with tenants that do not trust each other set 0",
+        integer(-(2**31), 2**31 - 1),
+        "Lowest `priority` that a request may ask for. The lowest value is served first, also before requests of other"
+        " tenants; set 0 if tenants do not trust each other.",
         -(2**31),
     )
-    max_logprobs: int = cap(20, "`logprobs` and `prompt_logprobs`, at the most", 0)
-    max_stop_strings: int = cap(16, "strings in `stop`")
-    max_stop_bytes: int = cap(256, "bytes of one of them")
-    max_stop_token_ids: int = cap(256, "ids in `stop_token_ids`")
-    max_bad_words: int = cap(128, "strings in `bad_words`")
-    max_biased_words: int = cap(128, "words in `word_bias`")
-    max_word_bytes: int = cap(256, "bytes of one word in `bad_words` or `word_bias`")
-    max_token_words: int = cap(1024, "words in `stop_words_token_ids` or `bad_words_token_ids`")
-    max_token_word_ids: int = cap(64, "token ids of one of them")
-    max_allowed_token_ids: int = cap(16384, "ids in `allowed_token_ids`")
-    max_logit_biases: int = cap(1024, "tokens in `logit_bias`, those of `word_bias` among them")
-    max_structure_bytes: int = cap(65536, "bytes of a schema, an expression, a grammar, or a list of choices as JSON")
-    max_choices: int = cap(1024, "strings in `choice`")
-    max_salt_bytes: int = cap(256, "bytes of `cache_salt`")
-    max_adapter_name_bytes: int = cap(256, "bytes of `lora_name`")
-    max_request_id_bytes: int = cap(256, "bytes of a request's id")
-    max_sequence_id_bytes: int = cap(128, "bytes of `sequence_id`")
-    max_json_chars: int = cap(8 << 20, "characters of JSON, of one input, or of the messages of a session")
-    max_messages: int = cap(
-        2048, "messages of a conversation, a session's earlier ones among them: templates may compare each with each"
+    max_logprobs: int = limit(20, "Highest value of `logprobs` and `prompt_logprobs`.", 0)
+    max_stop_strings: int = limit(16, "Strings in `stop`.")
+    max_stop_bytes: int = limit(256, "Bytes of one string in `stop`.")
+    max_stop_token_ids: int = limit(256, "Token ids in `stop_token_ids`.")
+    max_bad_words: int = limit(128, "Strings in `bad_words`.")
+    max_biased_words: int = limit(128, "Words in `word_bias`.")
+    max_word_bytes: int = limit(256, "Bytes of one word in `bad_words` or `word_bias`.")
+    max_token_words: int = limit(1024, "Words in `stop_words_token_ids` or `bad_words_token_ids`.")
+    max_token_word_ids: int = limit(64, "Token ids of one word in `stop_words_token_ids` or `bad_words_token_ids`.")
+    max_allowed_token_ids: int = limit(16384, "Token ids in `allowed_token_ids`.")
+    max_logit_biases: int = limit(1024, "Tokens in `logit_bias`, including the tokens of `word_bias`.")
+    max_structure_bytes: int = limit(
+        65536, "Bytes of a JSON schema, a regular expression, a grammar, or a list of choices written as JSON."
     )
-    max_tools: int = cap(128, "functions in `tools`")
-    max_tools_chars: int = cap(1 << 20, "characters of `tools`, without spaces between")
-    max_tool_calls: int = cap(128, "`tool_calls` of one message")
-    max_queued_structures: int = cap(
-        64, "schemas, expressions and grammars that may wait to be compiled; one more is refused, with `UNAVAILABLE`"
+    max_choices: int = limit(1024, "Strings in `choice`.")
+    max_salt_bytes: int = limit(256, "Bytes of `cache_salt`.")
+    max_adapter_name_bytes: int = limit(256, "Bytes of `lora_name`.")
+    max_request_id_bytes: int = limit(256, "Bytes of a request id.")
+    max_sequence_id_bytes: int = limit(128, "Bytes of a `sequence_id`.")
+    max_json_chars: int = limit(8 << 20, "Characters of one JSON input, and of the messages of one session.")
+    max_messages: int = limit(
+        2048,
+        "Messages of a conversation, including the earlier turns of a session. A chat template may take time quadratic"
+        " in this number.",
     )
-    max_remembered_structures: int = cap(256, "of those that were compiled, the latest asked for, which stay")
-    max_remembered_structure_bytes: int = cap(1 << 20, "bytes of their texts together")
-    max_frame_bytes: int = cap(
-        64 << 20, "bytes of one request or answer between this model and those of tensorrtllm_backend"
+    max_tools: int = limit(128, "Functions in `tools`.")
+    max_tools_chars: int = limit(1 << 20, "Characters of `tools`, written without white space.")
+    max_tool_calls: int = limit(128, "`tool_calls` of one message.")
+    max_queued_structures: int = limit(
+        64,
+        "Schemas, expressions and grammars that may wait for compilation. Further ones are rejected with"
+        " `UNAVAILABLE`.",
     )
-    max_local_connections: int = cap(64, "connections of such models, each of which needs one")
+    max_remembered_structures: int = limit(256, "Compiled schemas, expressions and grammars in the cache (LRU).")
+    max_remembered_structure_bytes: int = limit(1 << 20, "Bytes of the source texts of all cached structures.")
+    max_frame_bytes: int = limit(
+        64 << 20, "Bytes of one request or response between the TensorRT-LLM-compatible models and the engine."
+    )
+    max_local_connections: int = limit(
+        64, "Connections from TensorRT-LLM-compatible models to the engine; each model needs one."
+    )
 
-    def check(self, option: str, field: str, count: int, unit: str) -> None:
-        """Raises RequestError where that is more than the option allows."""
-        most = getattr(self, option)
+    def __post_init__(self) -> None:
+        validate(self, "limits.")
+
+    def check(self, name: str, field: str, count: int, unit: str) -> None:
+        """Raise RequestError if `count` is above the limit `name`. `field` is the request's field."""
+        most = getattr(self, name)
         if count > most:
-            raise invalid_argument(field, f"{count} {unit}", f"must be at most {most} {unit} ({option})")
+            raise invalid_argument(field, f"{count} {unit}", f"must be at most {most} {unit} ({name})")
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the loaded model, the pool and the operator allow."""
+    """What the loaded model, the block pool and the operator allow."""
 
     max_model_len: int
     vocab_size: int
-    num_blocks: int  # in the whole pool
+    num_blocks: int  # blocks of the whole pool
     block_size: int
     max_num_seqs: int
-    embedding: EmbeddingSpec | None = None  # None: the model gives none
+    embedding: EmbeddingSpec | None = None  # None: the model has no embeddings
     input_limits: InputLimits = InputLimits()
-
-
-UNBOUNDED_MAX_TOKENS = 2**31 - 1  # as max_tokens: as many as the model's context and the pool have room for

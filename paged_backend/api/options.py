@@ -1,23 +1,111 @@
-"""How a field of a dataclass is an engine option: what it must be, and what it does, stand with it."""
+"""Options as dataclass fields.
+
+`option()` declares a field together with its check and its description. `validate()` runs the checks, and
+`server/reference.py` writes the descriptions to `docs/reference/options.md`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import MISSING, field
+from dataclasses import MISSING, field, fields
 from typing import Any
 
-Check = Callable[[Any], str | None]  # None, or what the value must be
+from paged_backend.api.errors import ConfigError
+
+Check = Callable[[Any], str | None]  # returns None for a valid value, otherwise what the value must be
 
 
-def option(check: Check, help: str, default: Any = MISSING, *, optional: bool = False) -> Any:
-    return field(default=default, metadata={"check": check, "help": help, "optional": optional})
+def option(
+    check: Check, help: str, default: Any = MISSING, *, optional: bool = False, section: str | None = None
+) -> Any:
+    """Declare an option as a dataclass field.
+
+    Args:
+        check: validates a value that was given.
+        help: description for the reference, one or more sentences.
+        default: the default; without one the option is required.
+        optional: whether None is a valid value.
+        section: heading in the reference that starts with this option.
+    """
+    metadata = {"check": check, "help": help, "optional": optional, "section": section}
+    return field(default=default, metadata=metadata)
 
 
-def whole(low: int, high: int | None = None) -> Check:
-    limit = f"must be a whole number of at least {low}" if high is None else f"must be a whole number {low}..{high}"
+def validate(options: Any, prefix: str = "") -> None:
+    """Check every field of a dataclass of options. Raises ConfigError for the first invalid one."""
+    for spec in fields(options):
+        value = getattr(options, spec.name)
+        if value is None and spec.metadata["optional"]:
+            continue
+        if problem := spec.metadata["check"](value):
+            raise invalid_option(prefix + spec.name, value, problem)
+
+
+def invalid_option(name: str, value: Any, problem: str) -> ConfigError:
+    return ConfigError(f"{name}={json.dumps(value, default=str)}: {problem}")
+
+
+def parse_string(value: Any) -> Any:
+    """Return the boolean or number that a string spells, or else the value itself.
+
+    Triton's model directories often write "true", "2" or "0.5".
+    """
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return json.loads(value) if value[:1].isdecimal() else value
+    except ValueError:
+        return value
+
+
+def text(value: Any) -> str | None:
+    return None if isinstance(value, str) and value else "must be a non-empty string"
+
+
+def flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    """Return a check for an integer from `low` to `high`, both included."""
+    problem = f"must be a whole number of at least {low}" if high is None else f"must be a whole number {low}..{high}"
 
     def check(value: Any) -> str | None:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        return None if is_whole and value >= low and (high is None or value <= high) else limit
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return None if is_integer and value >= low and (high is None or value <= high) else problem
 
     return check
+
+
+def fraction(value: Any) -> str | None:
+    return None if _is_number(value) and 0 < value <= 1 else "must be a number above 0 and at most 1"
+
+
+def at_least_zero(value: Any) -> str | None:
+    return None if _is_number(value) and 0 <= value < float("inf") else "must be a number of at least 0"
+
+
+def above_zero(value: Any) -> str | None:
+    return None if at_least_zero(value) is None and value > 0 else "must be a number above 0"
+
+
+def one_of(*allowed: Any) -> Check:
+    """Return a check for one of these values, of the same type: True is not 1."""
+    problem = "must be " + " or ".join(json.dumps(value) for value in allowed)
+    return lambda value: None if any(value == one and type(value) is type(one) for one in allowed) else problem
+
+
+def instance_of(kind: type) -> Check:
+    return lambda value: None if isinstance(value, kind) else f"must be {kind.__name__}"
+
+
+def power_of_two(highest: int) -> Check:
+    sizes = [1 << shift for shift in range(highest.bit_length())]
+    return lambda value: None if type(value) is int and value in sizes else f"must be one of {sizes}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

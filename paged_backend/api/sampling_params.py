@@ -1,350 +1,323 @@
-"""How a client wants its tokens drawn: every parameter by name, with its range and its default."""
+"""Sampling parameters of a request.
+
+To add a parameter, declare a field of SamplingParams: its parser, which validates it, its default and its description.
+It is then accepted in `sampling_parameters`, as a request parameter and by the OpenAI gateway, and `make reference`
+adds it to docs/reference/sampling_parameters.md. The code that applies it reads it from `GenerateRequest.sampling`.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from paged_backend.api.errors import ErrorCode, RequestError, closest_match, invalid_argument, is_utf8_text
-from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
-from paged_backend.api.structures import READERS as STRUCTURES
-from paged_backend.api.structures import Structure, read_structure
+from paged_backend.api import parameter_parsers as parsers
+from paged_backend.api.errors import ErrorCode, RequestError, closest_match, invalid_argument
+from paged_backend.api.limits import EngineLimits
+from paged_backend.api.parameter_parsers import UNSUPPORTED, check_unsupported, parameter
+from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
 
-_REFUSED: dict[str, tuple[Any, ...]] = {  # vLLM's names that mean nothing here yet, and the values that ask for nothing
-    "use_beam_search": (False,),
-    "detokenize": (True,),
-    "spaces_between_special_tokens": (True,),
-    "flat_logprobs": (False,),
-    "skip_reading_prefix_cache": (False,),
-    "logits_processors": ([],),
-    "extra_args": ({},),
-}
-
-
-_NULL_IS_NO_LIMIT = ("max_tokens",)  # any other that is null has its default
-
-_NOT_WITH_BEAMS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-
-
-def _numeral(text: str) -> str:
-    """Of what Python reads as numbers not its `1_0`, nor other scripts' digits."""
-    if "_" in text or not text.isascii():
-        raise ValueError(text)
-    return text
-
-
-def _number(name: str, value: Any) -> float:
-    """A finite number; a numeric string counts, as request parameters may carry one."""
-    if isinstance(value, str):
-        try:
-            value = float(_numeral(value))
-        except ValueError:
-            raise invalid_argument(name, value, "must be a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise invalid_argument(name, value, "must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise invalid_argument(name, str(value), "must be a finite number") from None
-    if not math.isfinite(number):
-        raise invalid_argument(name, str(value), "must be a finite number")
-    return number
-
-
-def _whole(name: str, value: Any, low: int, high: int, why: str = "") -> int:
-    limit = f"must be {low}..{high}{why}"
-    if isinstance(value, str):
-        try:
-            value = int(_numeral(value))
-        except ValueError:
-            raise invalid_argument(name, value, limit) from None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid_argument(name, value, limit)
-    return value
-
-
-def _between(low: float, high: float, *, above: bool = False) -> Callable[[str, Any, EngineLimits], float]:
-    limit = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
-
-    def read(name: str, value: Any, limits: EngineLimits) -> float:
-        number = _number(name, value)
-        if not low <= number <= high or (above and number == low):
-            raise invalid_argument(name, value, limit)
-        return number
-
-    return read
-
-
-def _flag(name: str, value: Any, limits: EngineLimits) -> bool:
-    """0 and 1 count, and each as a string: request parameters may carry one."""
-    known = {"true": True, "1": True, "false": False, "0": False}
-    flag = known.get(str(value).lower()) if isinstance(value, str | int) else None
-    if flag is None:
-        raise invalid_argument(name, value, "must be true or false")
-    return flag
-
-
-def _top_k(name: str, value: Any, limits: EngineLimits) -> int:
-    """0 and -1 both mean off, as in vLLM."""
-    return max(0, _whole(name, value, -1, 2**31 - 1))
-
-
-def _seed(name: str, value: Any, limits: EngineLimits) -> int | None:
-    return None if value is None else _whole(name, value, -(2**63), 2**64 - 1)
-
-
-def _strings(most: str, most_bytes: str) -> Callable[[str, Any, EngineLimits], tuple[str, ...]]:
-    """A list of strings; one alone, or null for none, will do. most, most_bytes: the options that bound it."""
-
-    def read(name: str, value: Any, limits: EngineLimits) -> tuple[str, ...]:
-        strings = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(strings, list | tuple) or not all(is_utf8_text(text) and text for text in strings):
-            raise invalid_argument(name, value, "must be a non-empty string of whole characters, or a list of them")
-        limits.input_limits.check(most, name, len(strings), "strings")
-        for text in strings:
-            limits.input_limits.check(most_bytes, name, len(text.encode()), "bytes")
-        return tuple(strings)
-
-    return read
-
-
-def _token_ids(name: str, value: Any, most: str, limits: EngineLimits) -> frozenset[int]:
-    if not isinstance(value, list | tuple):
-        raise invalid_argument(name, value, "must be a list of token ids")
-    limits.input_limits.check(most, name, len(value), "ids")
-    return frozenset(_whole(name, one, 0, limits.vocab_size - 1) for one in value)
-
-
-def _stop_token_ids(name: str, value: Any, limits: EngineLimits) -> frozenset[int]:
-    return _token_ids(name, [] if value is None else value, "max_stop_token_ids", limits)
-
-
-def _words_of_tokens(name: str, value: Any, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
-    """Each a run of token ids."""
-    words = [] if value is None else value
-    if not isinstance(words, list | tuple) or not all(isinstance(word, list | tuple) for word in words):
-        raise invalid_argument(name, value, "must be a list of lists of token ids")
-    limits.input_limits.check("max_token_words", name, len(words), "words")
-    most = limits.input_limits.max_token_word_ids
-    for word in words:
-        if not 1 <= len(word) <= most:
-            raise invalid_argument(name, f"{len(word)} ids", f"must be 1..{most} ids a word (max_token_word_ids)")
-    return tuple(tuple(_whole(name, one, 0, limits.vocab_size - 1) for one in word) for word in words)
-
-
-def _allowed_token_ids(name: str, value: Any, limits: EngineLimits) -> frozenset[int] | None:
-    if value is None:
-        return None
-    ids = _token_ids(name, value, "max_allowed_token_ids", limits)
-    if not ids:
-        raise invalid_argument(name, value, "must have at least one id")
-    return ids
-
-
-_bias = _between(-100, 100)
-
-
-def _logit_bias(name: str, value: Any, limits: EngineLimits) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token id and what is added to its logit, by id. Keys are strings, where they come from JSON."""
-    biases = {} if value is None else value
-    if not isinstance(biases, Mapping):
-        raise invalid_argument(name, value, 'must be an object like {"42": -100}, from token ids to numbers')
-    limits.input_limits.check("max_logit_biases", name, len(biases), "tokens")
-    read: dict[int, float] = {}
-    for key, bias in biases.items():
-        token = _whole(name, key, 0, limits.vocab_size - 1)
-        if token in read:
-            raise invalid_argument(name, key, f"token {token} is there twice")
-        read[token] = _bias(f"{name}[{token}]", bias, limits)
-    return tuple(sorted(read.items()))
-
-
-def _word_bias(name: str, value: Any, limits: EngineLimits) -> tuple[tuple[str, float], ...]:
-    """Pairs of a word and what is added to the logits of its tokens."""
-    biases = {} if value is None else value
-    if not isinstance(biases, Mapping):
-        raise invalid_argument(name, value, 'must be an object like {"sea": 2.5}, from words to numbers')
-    words = _strings("max_biased_words", "max_word_bytes")(name, list(biases), limits)
-    return tuple((word, _bias(f"{name}[{json.dumps(word)}]", biases[word], limits)) for word in words)
-
-
-def _structure(name: str, value: Any, limits: EngineLimits) -> Structure | None:
-    try:
-        return read_structure(name, value, limits.input_limits)
-    except ValueError as error:
-        raise invalid_argument(name, value, str(error)) from None
-
-
-def _samples(name: str, value: Any, limits: EngineLimits) -> int:
-    return _whole(name, value, 1, limits.max_num_seqs)
-
-
-def _logprobs(name: str, value: Any, limits: EngineLimits) -> int | None:
-    return None if value is None else _whole(name, value, 0, limits.input_limits.max_logprobs, " (max_logprobs)")
-
-
-def _priority(name: str, value: Any, limits: EngineLimits) -> int:
-    return _whole(name, value, limits.input_limits.min_priority, 2**31 - 1, " (min_priority)")
-
-
-def _salt(name: str, value: Any, limits: EngineLimits) -> str:
-    if not is_utf8_text(value):
-        raise invalid_argument(name, value, "must be a string of whole characters")
-    limits.input_limits.check("max_salt_bytes", name, len(value.encode()), "bytes")
-    return value
-
-
-def _timeout_ms(name: str, value: Any, limits: EngineLimits) -> int | None:
-    return None if value is None else _whole(name, value, 1, 2**31 - 1)
-
-
-def _adapter_name(name: str, value: Any, limits: EngineLimits) -> str | None:
-    if value is None:
-        return None
-    if not is_utf8_text(value) or not value:
-        raise invalid_argument(name, value, "must be a string of whole characters, not empty")
-    limits.input_limits.check("max_adapter_name_bytes", name, len(value.encode()), "bytes")
-    return value
-
-
-def _early_stopping(name: str, value: Any, limits: EngineLimits) -> bool | str:
-    if value == "never":
-        return value
-    try:
-        return _flag(name, value, limits)
-    except RequestError:
-        raise invalid_argument(name, value, 'must be true, false or "never"') from None
-
-
-def _tokens_from(low: int) -> Callable[[str, Any, EngineLimits], int]:
-    return lambda name, value, limits: _whole(name, value, low, limits.max_model_len)
-
-
-def _max_tokens(name: str, value: Any, limits: EngineLimits) -> int:
-    if value is None:
-        return UNBOUNDED_MAX_TOKENS
-    none = value in (0, "0") and not isinstance(value, bool)  # whether that may be is for `parse` to say
-    return 0 if none else _whole(name, value, 1, limits.max_model_len)
-
-
-def _truncate(name: str, value: Any, limits: EngineLimits) -> int | None:
-    return None if value is None else _whole(name, value, 1, limits.max_model_len)
-
-
-def _param(read: Callable[[str, Any, EngineLimits], Any], default: Any) -> Any:
-    return field(default=default, metadata={"read": read})
+_NULL_IS_A_VALUE = ("max_tokens",)  # for any other parameter null selects the default
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens and when to stop; names, meanings and defaults are vLLM's."""
+    """Parameters of one request. Names, meanings and defaults are vLLM's, where vLLM has the parameter."""
 
-    max_tokens: int = _param(_max_tokens, 16)
-    min_tokens: int = _param(_tokens_from(0), 0)
-    temperature: float = _param(_between(0, 100), 1.0)  # 0: greedy
-    top_k: int = _param(_top_k, 0)
-    top_p: float = _param(_between(0, 1, above=True), 1.0)
-    min_p: float = _param(_between(0, 1), 0.0)
-    seed: int | None = _param(_seed, None)
-    stop: tuple[str, ...] = _param(_strings("max_stop_strings", "max_stop_bytes"), ())
-    stop_token_ids: frozenset[int] = _param(_stop_token_ids, frozenset())
-    stop_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())  # part of the output they end
-    ignore_eos: bool = _param(_flag, False)
-    repetition_penalty: float = _param(_between(0, 100, above=True), 1.0)
-    presence_penalty: float = _param(_between(-2, 2), 0.0)
-    frequency_penalty: float = _param(_between(-2, 2), 0.0)
-    logit_bias: tuple[tuple[int, float], ...] = _param(_logit_bias, ())
-    word_bias: tuple[tuple[str, float], ...] = _param(_word_bias, ())
-    bad_words: tuple[str, ...] = _param(_strings("max_bad_words", "max_word_bytes"), ())
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = _param(_words_of_tokens, ())
-    allowed_token_ids: frozenset[int] | None = _param(_allowed_token_ids, None)  # None: all
-    json_schema: Structure | None = _param(_structure, None)  # this and those below: what the output must look like
-    json_object: Structure | None = _param(_structure, None)
-    regex: Structure | None = _param(_structure, None)
-    choice: Structure | None = _param(_structure, None)
-    grammar: Structure | None = _param(_structure, None)
-    structured_outputs: Structure | None = _param(_structure, None)
-    guided_decoding: Structure | None = _param(_structure, None)
-    skip_special_tokens: bool = _param(_flag, True)
-    include_stop_str_in_output: bool = _param(_flag, False)
-    logprobs: int | None = _param(_logprobs, None)  # how many of the likeliest are told with each token
-    prompt_logprobs: int | None = _param(_logprobs, None)  # and with each of the prompt's, after the first
-    echo: bool = _param(_flag, False)  # whether the prompt's text comes before the output
-    n: int = _param(_samples, 1)  # samples of the prompt, or of beam_width outputs how many are returned
-    best_of: int | None = _param(_samples, None)  # samples that are drawn, the likeliest n of which are returned
-    beam_width: int = _param(_samples, 1)  # above 1: beam search
-    length_penalty: float = _param(_between(-10, 10), 1.0)  # a score is log-probability / length ** length_penalty
-    early_stopping: bool | str = _param(_early_stopping, False)
-    add_special_tokens: bool = _param(_flag, True)  # those that the tokenizer puts around text
-    truncate_prompt_tokens: int | None = _param(_truncate, None)  # how many of the prompt are kept, its last
-    priority: int = _param(_priority, 0)  # the lowest number goes first, as in vLLM
-    cache_salt: str = _param(_salt, "")  # requests of different salts share no blocks
-    lora_name: str | None = _param(_adapter_name, None)  # an adapter that the request goes through
-    timeout_ms: int | None = _param(_timeout_ms, None)  # from arrival; what there is then is the answer
+    max_tokens: int = parameter(
+        parsers.max_tokens,
+        16,
+        "Maximum number of output tokens, including the end-of-sequence token. `null`: as many as `max_model_len` and"
+        " the KV cache have room for. May be 0 with `prompt_logprobs` or `echo`.",
+        section="Length",
+    )
+    min_tokens: int = parameter(
+        parsers.tokens(0), 0, "Minimum number of output tokens before the end-of-sequence token or a stop token id."
+    )
+    temperature: float = parameter(
+        parsers.between(0, 100), 1.0, "Sampling temperature. 0: greedy.", section="Sampling", with_beams=False
+    )
+    top_k: int = parameter(
+        parsers.top_k, 0, "Sample from the `top_k` most likely tokens. 0 or -1: from all.", with_beams=False
+    )
+    top_p: float = parameter(
+        parsers.between(0, 1, above=True),
+        1.0,
+        "Sample from the most likely tokens whose probabilities add up to `top_p` (nucleus sampling).",
+        with_beams=False,
+    )
+    min_p: float = parameter(
+        parsers.between(0, 1),
+        0.0,
+        "Sample from tokens with at least `min_p` times the probability of the most likely token.",
+        with_beams=False,
+    )
+    seed: int | None = parameter(
+        parsers.integer(-(2**63), 2**64 - 1),
+        None,
+        "Seed of the request. In float32 the same seed and request give the same tokens, whatever else runs in the"
+        " batch. In 16 bits, or with 8-bit keys and values, rounding depends on the batch and on cache hits, which"
+        " often changes sampled tokens.",
+        with_beams=False,
+    )
+    repetition_penalty: float = parameter(
+        parsers.between(0, 100, above=True),
+        1.0,
+        "Penalty on tokens of the prompt and the output, as a factor. Above 1 makes them less likely.",
+        with_beams=False,
+    )
+    presence_penalty: float = parameter(
+        parsers.between(-2, 2), 0.0, "Subtracted once from the logits of tokens in the output.", with_beams=False
+    )
+    frequency_penalty: float = parameter(
+        parsers.between(-2, 2),
+        0.0,
+        "Subtracted from the logits of tokens in the output, for each occurrence.",
+        with_beams=False,
+    )
+    stop: tuple[str, ...] = parameter(
+        parsers.strings("max_stop_strings", "max_stop_bytes"),
+        (),
+        "String or list of strings that end the output, matched across token boundaries. At most 16"
+        " (`limits.max_stop_strings`) of 256 bytes (`limits.max_stop_bytes`).",
+        section="Stopping",
+    )
+    stop_token_ids: frozenset[int] = parameter(
+        parsers.stop_token_ids,
+        frozenset(),
+        "Token ids that end the output. At most 256 (`limits.max_stop_token_ids`).",
+    )
+    stop_words_token_ids: tuple[tuple[int, ...], ...] = parameter(
+        parsers.token_words,
+        (),
+        "Words that end the output and are part of it, each a list of token ids. At most 1,024"
+        " (`limits.max_token_words`) of 64 tokens (`limits.max_token_word_ids`).",
+    )
+    ignore_eos: bool = parameter(parsers.flag, False, "Continue after the end-of-sequence token.")
+    include_stop_str_in_output: bool = parameter(parsers.flag, False, "Keep the stop string at the end of the output.")
+    timeout_ms: int | None = parameter(
+        parsers.integer(1, 2**31 - 1),
+        None,
+        "Milliseconds after arrival at which the request ends with the output so far and the finish reason `timeout`.",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = parameter(
+        parsers.logit_bias,
+        (),
+        'Object from token ids to numbers from -100 to 100 that are added to their logits, like `{"42": -100}`. At'
+        " most 1,024 tokens (`limits.max_logit_biases`).",
+        section="Allowed tokens and biases",
+    )
+    word_bias: tuple[tuple[str, float], ...] = parameter(
+        parsers.word_bias,
+        (),
+        "Object from words to numbers from -100 to 100 that are added to the logits of each of their tokens, like"
+        ' `{"sea": 2.5}`. At most 128 words (`limits.max_biased_words`) of 256 bytes (`limits.max_word_bytes`).',
+    )
+    bad_words: tuple[str, ...] = parameter(
+        parsers.strings("max_bad_words", "max_word_bytes"),
+        (),
+        "Strings that the output must not contain, at its beginning or after a space, or inside other text. Like in"
+        " vLLM they are matched as tokens of the output, not as text. At most 128 (`limits.max_bad_words`) of 256 bytes"
+        " (`limits.max_word_bytes`).",
+    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = parameter(
+        parsers.token_words,
+        (),
+        "Words that the output must not contain, each a list of token ids. Same limits as `stop_words_token_ids`.",
+    )
+    allowed_token_ids: frozenset[int] | None = parameter(
+        parsers.allowed_token_ids,
+        None,
+        "Token ids that the output may contain. At most 16,384 (`limits.max_allowed_token_ids`). Rejected if"
+        " `bad_words` and `min_tokens` could forbid all of them.",
+    )
+    json_schema: Structure | None = parameter(
+        parsers.structure,
+        None,
+        "JSON that is valid for this schema: an object, or a string that holds one. Properties come in the schema's"
+        " order. Unsupported keywords such as `uniqueItems`, `not` or `if` are rejected by name.",
+        section="Structured outputs",
+    )
+    json_object: Structure | None = parameter(parsers.structure, None, "`true`: any JSON object.")
+    regex: Structure | None = parameter(
+        parsers.structure,
+        None,
+        "Text that matches this regular expression as a whole. Look-around and back-references are not supported.",
+    )
+    choice: Structure | None = parameter(
+        parsers.structure, None, "One of these strings, at most 1,024 (`limits.max_choices`)."
+    )
+    grammar: Structure | None = parameter(
+        parsers.structure,
+        None,
+        "Text of this grammar, in llama.cpp's EBNF (`root ::= ...`) or in"
+        " [Lark](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) (`start: ...`). A Lark grammar may"
+        " name special tokens (`<|im_start|>`) and token ids (`<[300]>`).",
+    )
+    structured_outputs: Structure | None = parameter(
+        parsers.structure,
+        None,
+        "Object with one of `json`, `json_object`, `regex`, `choice` and `grammar`, as vLLM's clients send it. Next to"
+        " `json` and `json_object` it may have `disable_any_whitespace` or `whitespace_pattern`.",
+    )
+    guided_decoding: Structure | None = parameter(
+        parsers.structure, None, "Same as `structured_outputs`, under the name of earlier versions of vLLM."
+    )
+    logprobs: int | None = parameter(
+        parsers.logprobs,
+        None,
+        "Number of most likely tokens that the output `logprobs` lists for each output token, next to that token"
+        " itself. At most 20 (`limits.max_logprobs`). Log probabilities are the `log_softmax` of the model's logits in"
+        " float32, before any other sampling parameter. A rank is 1 + the number of tokens with a higher logit.",
+        section="Log probabilities and text",
+    )
+    prompt_logprobs: int | None = parameter(
+        parsers.logprobs,
+        None,
+        "The same for the tokens of the prompt, except the first. The whole prompt is computed, even if it is in the"
+        " prefix cache, at most 256 tokens per step.",
+    )
+    echo: bool = parameter(
+        parsers.flag,
+        False,
+        "Put the prompt's text before the output, also when streaming and regardless of `exclude_input_in_output`. Not"
+        " with `messages`.",
+    )
+    skip_special_tokens: bool = parameter(parsers.flag, True, "Leave special tokens out of the text.")
+    n: int = parameter(
+        parsers.samples,
+        1,
+        "Number of outputs, at most `max_num_seqs`. Sample i of a request with seed s has the tokens of a request with"
+        " seed s + i.",
+        section="Several samples and beam search",
+    )
+    best_of: int | None = parameter(
+        parsers.samples,
+        None,
+        "Number of samples to generate, of which the `n` with the highest cumulative log probability are returned, best"
+        " first. Default: `n`. A value above `n` excludes `stream` and `beam_width`.",
+    )
+    beam_width: int = parameter(
+        parsers.samples,
+        1,
+        "Above 1: beam search with the outputs of transformers' `generate(num_beams=...)`, of which the best `n` are"
+        " returned. When streaming, text is sent as soon as all beams agree on it. Parameters under Sampling are"
+        " rejected, except `temperature` 0.",
+    )
+    length_penalty: float = parameter(
+        parsers.between(-10, 10),
+        1.0,
+        "Beam search: a beam's log probability is divided by its length to this power.",
+    )
+    early_stopping: bool | str = parameter(
+        parsers.early_stopping, False, 'Beam search: `true`, `false` or `"never"`, as in transformers.'
+    )
+    add_special_tokens: bool = parameter(
+        parsers.flag,
+        True,
+        "Let the tokenizer add its special tokens to `text_input`. It never adds them to other inputs.",
+        section="Prompt",
+    )
+    truncate_prompt_tokens: int | None = parameter(
+        parsers.tokens(1),
+        None,
+        "Keep only this many tokens of a longer prompt, the last ones. Not in a session.",
+    )
+    priority: int = parameter(
+        parsers.priority,
+        0,
+        "Requests with a lower value are admitted first, and preempt requests with a higher value if there are no free"
+        " blocks or adapter slots. Equal values are served in order of arrival, or by tenant with `fair_tenants`.",
+        section="Scheduling",
+    )
+    cache_salt: str = parameter(
+        parsers.string("max_salt_bytes", empty=True),
+        "",
+        "Name of the tenant. Requests with different salts share no cached blocks. At most 256 bytes"
+        " (`limits.max_salt_bytes`).",
+    )
+    lora_name: str | None = parameter(
+        parsers.string("max_adapter_name_bytes", empty=False),
+        None,
+        "Name of a LoRA adapter. At most 256 bytes (`limits.max_adapter_name_bytes`).",
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], limits: EngineLimits) -> SamplingParams:
-        """Raises RequestError that names the first parameter that is unknown, of a wrong type or out of range."""
-        readers = {spec.name: spec.metadata["read"] for spec in fields(cls)}
-        read = {}
+        """Build the parameters from JSON values by name.
+
+        Raises RequestError, which names the first parameter that is unknown, has a wrong type or is out of range.
+        """
+        known = {spec.name: spec.metadata["parse"] for spec in fields(cls)}
+        parsed = {}
         for name, value in values.items():
-            if name in _REFUSED:
-                if value is not None and not any(value == one and type(value) is type(one) for one in _REFUSED[name]):
-                    raise invalid_argument(name, value, "not supported yet; leave it out")
-            elif name in readers:
-                if value is not None or name in _NULL_IS_NO_LIMIT:
-                    read[name] = readers[name](name, value, limits)
-            else:
-                near = closest_match(name, readers)
-                hint = f"did you mean {near}?" if near else f"known are {', '.join(readers)}"
+            if name in UNSUPPORTED:
+                check_unsupported(name, value)
+            elif name not in known:
+                near = closest_match(name, known)
+                hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
                 raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
-        params = cls(**read)
-        if params.max_tokens == 0 and params.prompt_logprobs is None and not params.echo:
-            raise invalid_argument(
-                "max_tokens", 0, f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs or echo"
-            )
-        params.check_min_tokens()
-        if params.best_of is not None and params.best_of < params.n:
-            raise invalid_argument("best_of", params.best_of, f"must be n={params.n}..{limits.max_num_seqs}")
-        params._check_structure()
-        params._check_beams()
+            elif value is not None or name in _NULL_IS_A_VALUE:
+                parsed[name] = known[name](name, value, limits)
+        params = cls(**parsed)
+        params._check(limits)
         return params
 
+    def _check(self, limits: EngineLimits) -> None:
+        """Raise RequestError for parameters that do not go together."""
+        if self.max_tokens == 0 and self.prompt_logprobs is None and not self.echo:
+            problem = f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs or echo"
+            raise invalid_argument("max_tokens", 0, problem)
+        self.check_min_tokens()
+        if self.best_of is not None and self.best_of < self.n:
+            raise invalid_argument("best_of", self.best_of, f"must be n={self.n}..{limits.max_num_seqs}")
+        self._check_structure()
+        self._check_beams()
+
     def check_min_tokens(self) -> None:
-        """Raises RequestError for more than there may be at all."""
+        """Raise RequestError if `min_tokens` is above `max_tokens`."""
         if self.min_tokens > self.max_tokens:
             raise invalid_argument("min_tokens", self.min_tokens, f"must be 0..max_tokens={self.max_tokens}")
 
+    def _check_structure(self) -> None:
+        given = self._structures
+        if not given:
+            return
+        if len(given) > 1:
+            names = " and ".join(one.field for one in given)
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{names}: each sets the form of the output; give one")
+        name = given[0].field
+        if self.beam_width > 1:
+            raise invalid_argument("beam_width", self.beam_width, f"must be 1 with {name}")
+        if self.ignore_eos:
+            raise invalid_argument("ignore_eos", True, f"must be false with {name}, which needs the end of sequence")
+
+    def _check_beams(self) -> None:
+        """Raise RequestError for parameters without effect: of sampling with beams, of beams without."""
+        changed = [spec for spec in fields(self) if getattr(self, spec.name) != spec.default]
+        if self.beam_width == 1:
+            for spec in changed:
+                if spec.name in ("length_penalty", "early_stopping"):
+                    raise invalid_argument(spec.name, getattr(self, spec.name), "needs a beam_width above 1")
+            return
+        if self.selects_best_of:
+            raise invalid_argument("best_of", self.best_of, f"must be n={self.n} with beam_width={self.beam_width}")
+        if self.n > self.beam_width:
+            raise invalid_argument("n", self.n, f"must be 1..beam_width={self.beam_width}")
+        for spec in changed:
+            is_greedy = spec.name == "temperature" and self.temperature == 0
+            if not spec.metadata["with_beams"] and not is_greedy:
+                problem = f"has no effect with beam_width={self.beam_width}; leave it out"
+                raise invalid_argument(spec.name, getattr(self, spec.name), problem)
+
     @property
     def structure(self) -> Structure | None:
-        """What the output must look like; None: anything."""
+        """The form that the output must have. None: any."""
         return next(iter(self._structures), None)
 
     @property
     def _structures(self) -> list[Structure]:
-        return [one for one in (getattr(self, name) for name in STRUCTURES) if one is not None]
-
-    def _check_structure(self) -> None:
-        asked = self._structures
-        if not asked:
-            return
-        if len(asked) > 1:
-            fields = " and ".join(one.field for one in asked)
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{fields}: say what the output must look like; give one")
-        field = asked[0].field
-        if self.beam_width > 1:
-            raise invalid_argument("beam_width", self.beam_width, f"must be 1 with {field}")
-        if self.ignore_eos:
-            raise invalid_argument(
-                "ignore_eos", True, f"must be false with {field}, which ends with the end of sequence"
-            )
+        return [one for one in (getattr(self, name) for name in STRUCTURE_PARAMETERS) if one is not None]
 
     @property
     def has_penalty(self) -> bool:
@@ -352,36 +325,18 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Samples that are drawn; of a beam search, outputs."""
+        """Samples to generate, or outputs of a beam search."""
         return self.best_of or self.n
 
     @property
     def selects_best_of(self) -> bool:
-        """Whether some samples are drawn and not returned."""
+        """Whether more samples are generated than returned."""
         return self.num_samples > self.n
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that compute at the same time, at the most."""
+        """Maximum number of sequences that run at the same time."""
         return max(self.num_samples, self.beam_width)
 
-    def _check_beams(self) -> None:
-        """Raises RequestError for what would have no effect: beams take the likeliest, and only they have scores."""
-        changed = [spec.name for spec in fields(self) if getattr(self, spec.name) != spec.default]
-        if self.beam_width == 1:
-            for name in ("length_penalty", "early_stopping"):
-                if name in changed:
-                    raise invalid_argument(name, getattr(self, name), "has a meaning with beam_width above 1 only")
-            return
-        if self.selects_best_of:
-            raise invalid_argument("best_of", self.best_of, f"must be n={self.n} with beam_width={self.beam_width}")
-        if self.n > self.beam_width:
-            raise invalid_argument("n", self.n, f"must be 1..beam_width={self.beam_width}")
-        for name in _NOT_WITH_BEAMS:
-            if name in changed and not (name == "temperature" and self.temperature == 0):
-                raise invalid_argument(
-                    name, getattr(self, name), f"has no meaning with beam_width={self.beam_width}; leave it out"
-                )
 
-
-PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(_REFUSED)
+PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(UNSUPPORTED)

@@ -104,7 +104,7 @@ def _guided_decoding(field: str, value: Any, input_limits: InputLimits) -> Struc
     return _structured_outputs(field, fields, input_limits)
 
 
-READERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
+STRUCTURE_PARAMETERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
     "regex": _regex,
@@ -114,7 +114,9 @@ READERS: dict[str, Callable[[str, Any, InputLimits], Structure | None]] = {
     "guided_decoding": _guided_decoding,
 }
 _WHITESPACE = {"disable_any_whitespace": "true or false", "whitespace_pattern": "a string, a regular expression"}
-_FIELDS = {"json": _json_schema} | {name: READERS[name] for name in ("regex", "choice", "grammar", "json_object")}
+_FIELDS = {"json": _json_schema} | {
+    name: STRUCTURE_PARAMETERS[name] for name in ("regex", "choice", "grammar", "json_object")
+}
 
 
 def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimits()) -> Structure | None:
@@ -124,7 +126,7 @@ def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimit
     """
     if value is None:
         return None
-    structure = READERS[name](name, value, input_limits)
+    structure = STRUCTURE_PARAMETERS[name](name, value, input_limits)
     if structure:
         nbytes = len(structure.text.encode(errors="surrogatepass"))
         if nbytes > input_limits.max_structure_bytes:

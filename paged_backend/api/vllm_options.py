@@ -1,161 +1,328 @@
-"""vLLM's engine arguments that this engine has no option of: which values of each a `model.json` may have all the same.
+"""Engine arguments of vLLM that this engine does not have, and the values of them that a `model.json` may still set.
 
-Those that are options here, under the same names, are in config.py.
+A value is accepted if the engine behaves that way anyway: vLLM's default where it asks for nothing, or a value that
+describes what this engine does. Every other value is rejected, because the engine would silently ignore it. Options
+that both engines have, under the same name, are fields of EngineConfig.
+
+Names and defaults are those of `vllm/engine/arg_utils.py` and `vllm/config/`, from vLLM 0.6 on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-
-class Argument(NamedTuple):
-    accepted: tuple[Any, ...] | None  # values that ask for nothing else than is done anyway; None: all do
-    reason: str  # why another is refused
+from paged_backend.api.options import parse_string
 
 
-_NO_SUCH = "there is no such thing here; leave it out"
-_OFF = (False, None)
-_NOTHING = (None, "", {}, [])
-_GUIDED = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer", None)
+class UnsupportedOption(NamedTuple):
+    """An option of vLLM that exists here only for values without effect."""
+
+    accepted: tuple[Any, ...]  # null is accepted as well
+    reason: str  # what is possible instead
 
 
-def _each(names: str, accepted: tuple[Any, ...] | None, reason: str = "") -> dict[str, Argument]:
-    return {name: Argument(accepted, reason) for name in names.split()}
+_OFF = (False,)
+_EITHER = (False, True)
+_EMPTY: tuple[Any, ...] = ("", {}, [])
 
-
-ARGUMENTS: Mapping[str, Argument] = {
-    # Names, logs, ways of loading and of laying out the work: no answer depends on them.
-    **_each(
-        "served_model_name disable_log_requests enable_log_requests max_log_len aggregate_engine_logging"
-        " show_hidden_metrics_for_version kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics"
-        " max_parallel_loading_workers use_tqdm_on_load ignore_patterns safetensors_load_strategy pt_load_map_location"
-        " tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config"
-        " max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes cudagraph_capture_sizes"
-        " max_cudagraph_capture_size compilation_config optimization_level"
-        " disable_custom_all_reduce all2all_backend disable_async_output_proc use_v2_block_manager num_lookahead_slots"
-        " num_scheduler_steps multi_step_stream_outputs scheduler_delay_factor disable_hybrid_kv_cache_manager"
-        " disable_cascade_attn attention_backend attention_config prefix_caching_hash_algo",
-        None,
+# What the engine does, and the options that it decides: {option: accepted values}.
+_GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
+    (
+        "requests are not logged; leave it out",
+        {"disable_log_requests": _EITHER, "enable_log_requests": _OFF, "max_log_len": ()},
     ),
-    # Images are not taken, so nothing that is said of them matters.
-    **_each(
-        "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_encoder_tp_mode"
-        " mm_encoder_attn_backend mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache media_io_kwargs"
-        " allowed_local_media_path allowed_media_domains interleave_mm_strings skip_mm_profiling video_pruning_rate"
-        " disable_chunked_mm_input enable_multimodal_encoder_data_parallel",
-        None,
+    (
+        "the metrics are those of docs/reference/metrics.md; leave it out",
+        {
+            "aggregate_engine_logging": _OFF,
+            "show_hidden_metrics_for_version": (),
+            "kv_cache_metrics": _OFF,
+            "kv_cache_metrics_sample": (0.01,),
+            "cudagraph_metrics": _OFF,
+            "enable_mfu_metrics": _OFF,
+        },
     ),
-    # Defaults of vLLM's own OpenAI server for sampling parameters; Triton's vLLM backend does not read them either.
-    **_each("generation_config", None),
-    **_each("override_generation_config", _NOTHING, "give sampling parameters with each request"),
-    **_each("runner", ("auto", "generate", "pooling", None), _NO_SUCH),
-    **_each("convert", ("auto", "none", "embed", None), _NO_SUCH),
-    **_each("task", ("auto", "generate", "embed", "embedding", None), "a model generates, and embeds; leave it out"),
-    **_each("config_format", ("auto", "hf", None), "models are read as Hugging Face has them"),
-    **_each("model_impl", ("auto", "transformers", None), "models are those of transformers"),
-    **_each("tokenizer_mode", ("auto", "hf", None), "tokenizers are those of transformers"),
-    **_each("enable_chunked_prefill", (True, None), "long prompts are always read in chunks"),
-    **_each("scheduling_policy", ("fcfs", "priority", None), "requests go by priority, then first come, first served"),
-    **_each("stream_interval", (1, None), "what is there is sent"),
-    **_each("distributed_executor_backend", ("mp", "uni", None), "processes are this machine's; leave it out"),
-    **_each("guided_decoding_backend", _GUIDED, _NO_SUCH),
-    **_each("logprobs_mode", ("raw_logprobs", None), "log probabilities are the model's own, before temperature"),
-    **_each("code_revision", (None,), "code comes with the model, of its `revision`"),
-    **_each("hf_token", (None,), "give it in the environment, as HF_TOKEN"),
-    **_each(
-        "pipeline_parallel_size data_parallel_size data_parallel_size_local prefill_context_parallel_size"
-        " decode_context_parallel_size nnodes",
-        (1, None),
-        "GPUs share a model by tensor_parallel_size; for more of it, run more instances",
+    (
+        "traces and profiles are not written; leave it out",
+        {
+            "otlp_traces_endpoint": _EMPTY,
+            "collect_detailed_traces": _EMPTY,
+            "enable_layerwise_nvtx_tracing": _OFF,
+            "ray_workers_use_nsight": _OFF,
+            "profiler_config": _EMPTY,
+        },
     ),
-    **_each("max_num_partial_prefills max_long_partial_prefills", (1, None), _NO_SUCH),
-    **_each("long_prefill_token_threshold cpu_offload_gb kv_offloading_size node_rank", (0, None), _NO_SUCH),
-    **_each("lora_dtype", ("auto", None), "adapters have the type of the weights"),
-    **_each("worker_cls", ("auto", None), _NO_SUCH),
-    **_each(
-        "worker_use_ray engine_use_ray ray_workers_use_nsight enable_expert_parallel enable_dbo enable_eplb"
-        " skip_tokenizer_init enable_prompt_embeds disable_sliding_window enable_lora_bias fully_sharded_loras"
-        " enable_prompt_adapter enable_sleep_mode calculate_kv_scales kv_sharing_fast_prefill enable_reasoning"
-        " enable_mm_embeds guided_decoding_disable_fallback guided_decoding_disable_any_whitespace"
-        " guided_decoding_disable_additional_properties data_parallel_hybrid_lb data_parallel_external_lb"
-        " disable_logprobs_during_spec_decoding enable_layerwise_nvtx_tracing tokens_only",
-        _OFF,
-        _NO_SUCH,
+    (
+        "a model is served under the name of its directory in the model repository; leave it out",
+        {"served_model_name": _EMPTY},
     ),
-    **_each(
-        "hf_config_path rope_scaling rope_theta hf_overrides override_neuron_config override_pooler_config"
-        " pooler_config override_attention_dtype model_loader_extra_config additional_config worker_extension_cls"
-        " scheduler_cls tool_call_parser chat_template"
-        " logits_processor_pattern logits_processors structured_outputs_config reasoning_parser reasoning_parser_plugin"
-        " otlp_traces_endpoint collect_detailed_traces kv_transfer_config kv_events_config kv_offloading_backend"
-        " speculative_config qlora_adapter_name_or_path default_mm_loras long_lora_scaling_factors eplb_config"
-        " io_processor_plugin profiler_config weight_transfer_config",
-        _NOTHING,
-        _NO_SUCH,
+    (
+        "weights are safetensors or GGUF files, which transformers reads one after the other; leave it out",
+        {
+            "max_parallel_loading_workers": (),
+            "use_tqdm_on_load": (True,),
+            "ignore_patterns": ("original/**/*", ["original/**/*"], []),
+            "safetensors_load_strategy": ("lazy",),
+            "pt_load_map_location": ("cpu",),
+            "model_loader_extra_config": _EMPTY,
+            "weight_transfer_config": _EMPTY,
+            "qlora_adapter_name_or_path": _EMPTY,
+        },
     ),
+    (
+        "long prompts are tokenized on a thread of their own; set tokenize_timeout for its time limit",
+        {"tokenizer_pool_size": (0,), "tokenizer_pool_type": ("ray",), "tokenizer_pool_extra_config": _EMPTY},
+    ),
+    (
+        "the engine chooses which CUDA graphs it captures; set enforce_eager to capture none",
+        {
+            "max_seq_len_to_capture": (8192,),
+            "max_context_len_to_capture": (8192,),
+            "cuda_graph_sizes": ([],),
+            "cudagraph_capture_sizes": ([],),
+            "max_cudagraph_capture_size": (),
+        },
+    ),
+    ("set compile_level instead", {"compilation_config": (0, {}), "optimization_level": (2,)}),
+    (
+        "attention runs on this engine's own kernels, with cascade attention for shared prefixes; leave it out",
+        {"attention_backend": ("auto",), "attention_config": _EMPTY, "disable_cascade_attn": _EITHER},
+    ),
+    (
+        "all layers keep the keys and values of all tokens, in blocks of one size; leave it out",
+        {
+            "disable_hybrid_kv_cache_manager": _EITHER,
+            "disable_sliding_window": _OFF,
+            "use_v2_block_manager": _EITHER,
+            "kv_sharing_fast_prefill": _OFF,
+        },
+    ),
+    (
+        "cached blocks are found by comparing their tokens, not by a hash alone; leave it out",
+        {"prefix_caching_hash_algo": ("builtin", "sha256")},
+    ),
+    (
+        "keys and values of 8 bits have a scale per token and head, which needs no calibration; leave it out",
+        {"calculate_kv_scales": _OFF},
+    ),
+    (
+        "set swap_space for host memory, disk_cache_dir for a disk",
+        {
+            "kv_offloading_size": (0,),
+            "kv_offloading_backend": ("native",),
+            "kv_transfer_config": _EMPTY,
+            "kv_events_config": _EMPTY,
+        },
+    ),
+    ("weights stay on the device; leave it out", {"cpu_offload_gb": (0,), "enable_sleep_mode": _OFF}),
+    (
+        "prefill is always chunked; set max_num_batched_tokens and target_step_ms",
+        {
+            "enable_chunked_prefill": (True,),
+            "max_num_partial_prefills": (1,),
+            "max_long_partial_prefills": (1,),
+            "long_prefill_token_threshold": (0,),
+        },
+    ),
+    (
+        "requests are admitted by priority, then in order of arrival; set fair_tenants for fairness between tenants",
+        {"scheduling_policy": ("fcfs", "priority"), "scheduler_delay_factor": (0,), "scheduler_cls": _EMPTY},
+    ),
+    (
+        "the engine schedules every step by itself; set async_scheduling to overlap scheduling and computation",
+        {
+            "num_scheduler_steps": (1,),
+            "multi_step_stream_outputs": _EITHER,
+            "num_lookahead_slots": (0,),
+            "disable_async_output_proc": _OFF,
+            "stream_interval": (1,),
+        },
+    ),
+    (
+        "images, audio and video are not supported",
+        {
+            "limit_mm_per_prompt": ({}, {"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0}),
+            "mm_processor_kwargs": _EMPTY,
+            "mm_processor_cache_gb": (0, 4),
+            "mm_processor_cache_type": ("lru",),
+            "mm_shm_cache_max_object_size_mb": (128,),
+            "mm_encoder_tp_mode": ("weights",),
+            "mm_encoder_attn_backend": (),
+            "disable_mm_preprocessor_cache": _EITHER,
+            "disable_chunked_mm_input": _OFF,
+            "enable_multimodal_encoder_data_parallel": _OFF,
+            "enable_mm_embeds": _OFF,
+            "media_io_kwargs": _EMPTY,
+            "allowed_local_media_path": _EMPTY,
+            "allowed_media_domains": _EMPTY,
+            "interleave_mm_strings": _OFF,
+            "skip_mm_profiling": _EITHER,
+            "video_pruning_rate": (0,),
+        },
+    ),
+    (
+        "sampling parameters have vLLM's defaults; set others with each request",
+        {"generation_config": ("auto", "vllm"), "override_generation_config": _EMPTY},
+    ),
+    (
+        "a model generates text and embeddings; leave it out",
+        {
+            "runner": ("auto", "generate", "pooling"),
+            "convert": ("auto", "none", "embed"),
+            "task": ("auto", "generate", "embed", "embedding"),
+            "pooler_config": _EMPTY,
+            "override_pooler_config": _EMPTY,
+        },
+    ),
+    (
+        "models, configurations and tokenizers are those of transformers; edit the model's files to change them",
+        {
+            "config_format": ("auto", "hf"),
+            "model_impl": ("auto", "transformers"),
+            "tokenizer_mode": ("auto", "hf"),
+            "skip_tokenizer_init": _OFF,
+            "hf_config_path": _EMPTY,
+            "hf_overrides": _EMPTY,
+            "rope_scaling": _EMPTY,
+            "rope_theta": _EMPTY,
+            "override_attention_dtype": _EMPTY,
+            "override_neuron_config": _EMPTY,
+            "chat_template": _EMPTY,
+        },
+    ),
+    ("code comes with the model, at its `revision`", {"code_revision": ()}),
+    ("set it in the environment, as HF_TOKEN", {"hf_token": ()}),
+    (
+        "set tensor_parallel_size to use several GPUs of one machine; for more, run more instances",
+        {
+            "distributed_executor_backend": ("mp", "uni"),
+            "worker_use_ray": _OFF,
+            "engine_use_ray": _OFF,
+            "worker_cls": ("auto",),
+            "worker_extension_cls": _EMPTY,
+            "pipeline_parallel_size": (1,),
+            "data_parallel_size": (1,),
+            "data_parallel_size_local": (1,),
+            "data_parallel_hybrid_lb": _OFF,
+            "data_parallel_external_lb": _OFF,
+            "prefill_context_parallel_size": (1,),
+            "decode_context_parallel_size": (1,),
+            "nnodes": (1,),
+            "node_rank": (0,),
+            "enable_dbo": _OFF,
+            "disable_custom_all_reduce": _EITHER,
+        },
+    ),
+    (
+        "the experts of a mixture are computed like every other layer; leave it out",
+        {
+            "enable_expert_parallel": _OFF,
+            "enable_eplb": _OFF,
+            "eplb_config": _EMPTY,
+            "all2all_backend": ("allgather_reducescatter",),
+        },
+    ),
+    (
+        "structured outputs are compiled by llguidance; set structured_outputs_timeout or disable_any_whitespace",
+        {
+            "guided_decoding_backend": ("auto", "guidance", "xgrammar"),
+            "guided_decoding_disable_fallback": _OFF,
+            "guided_decoding_disable_any_whitespace": _OFF,
+            "guided_decoding_disable_additional_properties": _OFF,
+            "structured_outputs_config": _EMPTY,
+        },
+    ),
+    (
+        "log probabilities are the model's own, before temperature and penalties",
+        {"logprobs_mode": ("raw_logprobs",), "disable_logprobs_during_spec_decoding": _OFF},
+    ),
+    (
+        "set num_speculative_tokens, speculative_model, prompt_lookup_min and prompt_lookup_max",
+        {"speculative_config": _EMPTY},
+    ),
+    (
+        "adapters are LoRA matrices of linear layers in the data type of the weights; leave it out",
+        {
+            "lora_dtype": ("auto",),
+            "lora_extra_vocab_size": (0, 256),
+            "enable_lora_bias": _OFF,
+            "fully_sharded_loras": _OFF,
+            "long_lora_scaling_factors": _EMPTY,
+            "default_mm_loras": _EMPTY,
+            "enable_prompt_adapter": _OFF,
+        },
+    ),
+    (
+        "reasoning and tool calls are part of the text; `paged openai` parses tool calls",
+        {
+            "enable_reasoning": _OFF,
+            "reasoning_parser": _EMPTY,
+            "reasoning_parser_plugin": _EMPTY,
+            "tool_call_parser": _EMPTY,
+        },
+    ),
+    (
+        "prompts are text or token ids, and plugins are not supported; leave it out",
+        {
+            "enable_prompt_embeds": _OFF,
+            "tokens_only": _OFF,
+            "io_processor_plugin": _EMPTY,
+            "logits_processors": _EMPTY,
+            "logits_processor_pattern": _EMPTY,
+            "additional_config": _EMPTY,
+        },
+    ),
+)
+UNSUPPORTED: Mapping[str, UnsupportedOption] = {
+    name: UnsupportedOption(accepted, reason) for reason, options in _GROUPS for name, accepted in options.items()
 }
+
 _WHITESPACE = "disable_any_whitespace"
-_SPECULATIVE = {
-    "model": "speculative_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "prompt_lookup_min": "prompt_lookup_min",
-    "prompt_lookup_max": "prompt_lookup_max",
-}
+_SPECULATIVE = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
-def refusal(name: str, value: Any) -> str | None:
-    """Why a value of one of ARGUMENTS cannot be had; None where it asks for nothing else than is done anyway."""
-    argument = ARGUMENTS[name]
-    if argument.accepted is None or any(_same(plain(value), one) for one in argument.accepted):
+def check(name: str, value: Any) -> str | None:
+    """Return what the value of an option in UNSUPPORTED must be, and why; None for an accepted value."""
+    option = UNSUPPORTED[name]
+    if value is None or any(_equal(parse_string(value), one) for one in option.accepted):
         return None
-    return f"{_listed(argument.accepted)}: {argument.reason}"
+    values = " or ".join(json.dumps(one) for one in [*option.accepted, None] if one not in _EMPTY)
+    return f"must be {values}: {option.reason}"
 
 
-def plain(value: Any) -> Any:
-    """A value that is written as a string, as model directories of Triton's have it: "true", "2", "0.5"."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    try:
-        return json.loads(value) if value[:1].isdecimal() else value
-    except ValueError:
-        return value
+def translate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace vLLM's nested options by options of this engine where both can say the same.
+
+    A nested option that asks for more, or that repeats another option, is left as it is, to be rejected.
+    """
+    return _translate_whitespace(_translate_speculation(options))
 
 
-def unfold(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with those of vLLM's that hold others taken apart into what says the same here. One that says more, or
-    what another option says too, is left as it is."""
-    return _unfold_whitespace(_unfold_speculation(options))
-
-
-def _unfold_whitespace(options: dict[str, Any]) -> dict[str, Any]:
+def _translate_whitespace(options: dict[str, Any]) -> dict[str, Any]:
     config = options.get("structured_outputs_config")
-    if isinstance(config, dict) and config.keys() <= {"backend", _WHITESPACE} and config.get("backend") in _GUIDED:
+    backends = (*UNSUPPORTED["guided_decoding_backend"].accepted, None)
+    if isinstance(config, dict) and config.keys() <= {"backend", _WHITESPACE} and config.get("backend") in backends:
         name, value = "structured_outputs_config", config.get(_WHITESPACE, False)
     else:
         name = f"guided_decoding_{_WHITESPACE}"
-        value = plain(options.get(name))
+        value = parse_string(options.get(name))
     if name not in options or not isinstance(value, bool) or _WHITESPACE in options:
         return options
-    return {one: said for one, said in options.items() if one != name} | {_WHITESPACE: value}
+    return {other: one for other, one in options.items() if other != name} | {_WHITESPACE: value}
 
 
-def _unfold_speculation(options: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_speculation(options: Mapping[str, Any]) -> dict[str, Any]:
     config = options.get("speculative_config")
     if not isinstance(config, dict) or config.get("method", "ngram") not in ("ngram", "draft_model"):
         return dict(options)
-    if config.keys() - _SPECULATIVE.keys() - {"method"} or options.keys() & {_SPECULATIVE.get(name) for name in config}:
+    names = {"model": "speculative_model", **{name: name for name in _SPECULATIVE}}
+    if config.keys() - names.keys() - {"method"} or options.keys() & {names.get(name) for name in config}:
         return dict(options)
-    told = {ours: config[theirs] for theirs, ours in _SPECULATIVE.items() if theirs in config}
-    return {name: value for name, value in options.items() if name != "speculative_config"} | told
+    translated = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+    return {name: value for name, value in options.items() if name != "speculative_config"} | translated
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return "must be " + " or ".join(json.dumps(value) for value in values)

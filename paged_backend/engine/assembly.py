@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import Emit
@@ -121,7 +122,7 @@ def _put_together(
         block_size=blocks.block_size,
         max_num_seqs=config.max_num_seqs,
         embedding=spec.embedding,
-        input_limits=config.input_limits,
+        input_limits=config.limits,
     )
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:

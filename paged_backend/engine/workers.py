@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.engine.rank import Failed, Ready, Start
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from paged_backend.api.config import ConfigError
-from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
+from paged_backend.api.errors import ConfigError, ErrorCode, RequestError, invalid_argument
 from paged_backend.api.request import Adapter
 from paged_backend.models.peft_files import AdapterError, LoraShapes, read_adapter, read_config, signature
 from paged_backend.utils.machine import use_single_thread

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.models import rope
 from paged_backend.utils.machine import available_memory
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF

@@ -9,7 +9,8 @@ import torch
 from paged_kernels.cpu import native
 from transformers import PretrainedConfig
 
-from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, ConfigError, EngineConfig
+from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.loading.weights import is_dequantized
 from paged_backend.models import rope

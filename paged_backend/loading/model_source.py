@@ -8,7 +8,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
-from paged_backend.api.config import HUB_NAME, ConfigError, EngineConfig
+from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF
 

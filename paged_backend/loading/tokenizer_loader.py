@@ -7,7 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import find_files, source_arguments

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments

@@ -13,7 +13,8 @@ import torch
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from torch import Tensor
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.utils.machine import available_memory
 
 GIB = 2**30

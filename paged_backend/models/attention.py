@@ -17,7 +17,7 @@ from paged_kernels.paging import Paging
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.memory.kv_cache import KVCache
 
 ATTENTION = "paged_llm"  # the name of `attend` in the registry of transformers

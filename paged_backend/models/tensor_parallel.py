@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for the slowest rank to load its weights or run a step
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

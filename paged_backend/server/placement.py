@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 
 GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
 

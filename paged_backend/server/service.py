@@ -93,7 +93,7 @@ class Service:
         self._tokenizer = self._assembly.loaded.tokenizer
         # No text that fits is longer, so a longer one need not be tokenized, which takes seconds for megabytes.
         self._longest_text = self._assembly.limits.max_model_len * max(map(len, self._tokenizer.get_vocab()))
-        self._longest_text = min(self._longest_text, config.max_prompt_chars or self._longest_text)
+        self._longest_text = min(self._longest_text, config.limits.max_prompt_chars or self._longest_text)
         self._token_text = _token_texts(self._tokenizer)
         self._seeds = random.Random(config.seed)
         self._keys = itertools.count()

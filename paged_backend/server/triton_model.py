@@ -14,7 +14,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.server.placement import GPU_DEVICE_IDS, visible_gpus
 from paged_backend.server.tensors import INPUTS, OUTPUTS
 

@@ -1,12 +1,12 @@
-"""Engine options: what is taken, and how a refusal reads."""
+"""Engine options: accepted values, and the errors for rejected ones."""
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ def refusal(**options):
     return str(caught.value)
 
 
-def test_the_repository_s_model_json_is_valid():
+def test_model_json_of_the_repository_is_valid():
     config = EngineConfig.from_file(ROOT / "model_repository/paged_llm/1/model.json")
     assert config.block_size == 16
 
@@ -52,25 +52,25 @@ def test_the_repository_s_model_json_is_valid():
         ("trust_remote_code", "yes", "true or false"),
     ],
 )
-def test_a_bad_value_is_refused_by_name_value_and_limit(name, value, limit):
+def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, limit):
     text = refusal(**{name: value})
     assert text.startswith(f"{name}={json.dumps(value)}: ")
     assert limit in text
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_name():
+def test_an_unknown_option_is_rejected_with_the_closest_name():
     assert refusal(max_num_seq=3) == "max_num_seq: unknown engine option; did you mean max_num_seqs?"
     known = refusal(zzz=1).partition("known options are ")[2].split(", ")
     assert {"model", "max_stop_strings"} < set(known)
 
 
-def test_a_step_must_hold_a_token_of_every_sequence():
+def test_max_num_batched_tokens_must_be_at_least_max_num_seqs():
     assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
         max_num_batched_tokens=8, max_num_seqs=16
     )
 
 
-def test_options_that_would_be_ignored_are_refused():
+def test_options_that_exclude_each_other_are_rejected():
     said = refusal(async_scheduling=True, num_speculative_tokens=4)
     assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
     said = refusal(compile_level=1, tensor_parallel_size=2)
@@ -78,11 +78,11 @@ def test_options_that_would_be_ignored_are_refused():
     for other in ("compile_level=1", "tensor_parallel_size=2"):
         name, value = other.split("=")
         said = refusal(quantization="int8", **{name: int(value)})
-        assert f'quantization="int8": cannot be had with {other}; leave one of them out' in said
+        assert f'quantization="int8": not supported with {other}; leave one of them out' in said
 
 
 @pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])
-def test_a_bad_file_is_named(tmp_path, text, reason):
+def test_an_invalid_file_is_named(tmp_path, text, reason):
     path = tmp_path / "model.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -93,10 +93,3 @@ def test_a_bad_file_is_named(tmp_path, text, reason):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         EngineConfig.from_file(tmp_path / "nowhere.json")
-
-
-def test_every_option_explains_itself_in_the_documents():
-    document = (ROOT / "docs/reference/options.md").read_text()
-    for spec in fields(EngineConfig):
-        default = "" if spec.default in (MISSING, None) else f"`{json.dumps(spec.default)}`"
-        assert f"| `{spec.name}` | {default} | {spec.metadata['help']} |" in document

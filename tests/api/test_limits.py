@@ -73,7 +73,7 @@ ELSEWHERE = {
     "max_sessions": "server/test_sessions.test_sessions_beyond_max_sessions_are_rejected",
     "max_tenant_sessions": "server/test_sessions.test_max_tenant_sessions_applies_per_tenant",
     "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
-    "chat_template_timeout": "client/test_openai.test_a_template_that_does_not_end_is_ended",
+    "chat_template_timeout": "text/test_conversation.test_a_template_that_does_not_terminate_is_stopped",
     "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
     "structured_outputs_timeout": (
         "guided/test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"

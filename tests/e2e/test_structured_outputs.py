@@ -70,7 +70,7 @@ def test_disable_any_whitespace(server):
         ({"regex": "(a"}, "INVALID_ARGUMENT: regex: "),
         ({"json_schema": "{"}, 'json_schema="{": is not valid JSON'),
         ({"json_schema": '{"uniqueItems": true}'}, "json_schema: Unimplemented keys"),
-        ({"regex": "a", "json_object": True}, "json_object and regex: say what the output must look like; give one"),
+        ({"regex": "a", "json_object": True}, "json_object and regex: each sets the form of the output; give one"),
         ({"regex": "a", "sampling_parameters": '{"regex": "b"}'}, "regex: is both a tensor and a sampling parameter"),
         ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
     ],

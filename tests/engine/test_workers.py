@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers as hf
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.engine import workers as parallel_workers
 from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner

@@ -483,7 +483,7 @@ def test_null_asks_for_nothing():
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": "1"}}, "must be true or false"),
         ({"structured_outputs": {"json": {"x-guidance": 5}, "whitespace_pattern": " "}}, "x-guidance: must be an obj"),
         ({"structured_outputs": {"json": 5}}, "json: must be a JSON schema"),
-        ({"regex": "a", "choice": ["a"]}, "regex and choice: say what the output must look like; give one"),
+        ({"regex": "a", "choice": ["a"]}, "regex and choice: each sets the form of the output; give one"),
         ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "must be false with structured_outputs.regex"),
     ],

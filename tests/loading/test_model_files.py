@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files, model_loader
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import TINY, byte_tokenizer, save_tiny

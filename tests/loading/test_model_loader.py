@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import LayerShape
 from tests.support.families import COMMON

@@ -6,7 +6,8 @@ import transformers as hf
 from paged_kernels.cpu import native
 from transformers import LlamaConfig
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_options
 from paged_backend.loading.model_options import check_quantization
 from tests.support.families import COMMON, DYNAMIC, LONGROPE

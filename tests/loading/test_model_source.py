@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged_backend.api.config import ConfigError, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_loader, model_source
 
 

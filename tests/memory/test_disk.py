@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import Origin
 from paged_backend.memory import block_file
 from paged_backend.memory.block_file import TOKENS

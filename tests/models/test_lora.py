@@ -15,8 +15,7 @@ import transformers as hf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from paged_backend.api.config import ConfigError
-from paged_backend.api.errors import ErrorCode
+from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.engine import warm_up
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.adapters import AdapterRegistry
@@ -608,7 +607,7 @@ def test_incompatible_options_are_rejected(tiny):
         ({"max_loras": 0}, "max_loras=0: must be"),
         ({"max_lora_rank": 513}, "max_lora_rank=513: must be"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras=3: must be at least max_loras=4"),
-        ({"tensor_parallel_size": 2}, "enable_lora=true: cannot be had with tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2}, "enable_lora=true: not supported with tensor_parallel_size=2"),
     ):
         with pytest.raises(ConfigError, match=reason):
             tiny_assembly(tiny[0], **LORA | options)

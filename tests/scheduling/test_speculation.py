@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import LlamaConfig
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
@@ -130,7 +130,7 @@ def test_tokens_after_rejected_draft_are_dropped(drawn, draft_tokens, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculative_model": "x"}, 'speculative_model="x": guesses nothing; give num_speculative_tokens'),
+        ({"speculative_model": "x"}, 'speculative_model="x": has no effect without num_speculative_tokens'),
         ({"prompt_lookup_min": 5}, "prompt_lookup_min=5: must be at most prompt_lookup_max=4"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens=33: must be a whole number 0..32"),
     ],

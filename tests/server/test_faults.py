@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.server import faults
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT

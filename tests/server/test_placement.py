@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged_backend.api.config import ConfigError
+from paged_backend.api.errors import ConfigError
 from paged_backend.server.placement import visible_gpus
 
 

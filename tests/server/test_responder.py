@@ -105,7 +105,7 @@ def test_simultaneous_cancellations_are_counted_together(opened):
     """Telling the server of one is a round trip, too."""
     responder, metrics, _ = opened
     told = []
-    for outcome in metrics._ended.values():
+    for outcome in metrics._finished.values():
         (metric,) = outcome._metrics
         metric.increment = told.append
     clients = [Client(key) for key in range(96)]

@@ -1,0 +1,106 @@
+"""Read engine options from JSON: names of this engine and of vLLM, and the spellings of the nested option `limits`.
+
+A limit has three spellings: `{"limits": {"max_tools": 8}}`, `{"limits.max_tools": 8}` (for a command line) and the
+alias `{"max_tools": 8}`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from paged_backend.api import vllm_options
+from paged_backend.api.errors import ConfigError, closest_match
+from paged_backend.api.limits import InputLimits
+from paged_backend.api.options import invalid_option, parse_string
+
+log = logging.getLogger("paged_llm")
+
+LIMIT_NAMES = tuple(spec.name for spec in fields(InputLimits))
+_PREFIX = "limits."
+
+
+def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+    """Return values by option name; an option that is null is left out, so that it has its default.
+
+    Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises ConfigError
+    for an option that is unknown, or whose vLLM value asks for something that this engine does not do.
+
+    Args:
+        options: JSON values by name.
+        types: type annotation of every option, by name.
+    """
+    values: dict[str, Any] = {}
+    ignored = []
+    for name, value in nest_limits(vllm_options.translate(options)).items():
+        if name == "limits":
+            values[name] = _parse_limits(value)
+        elif name in types:
+            values[name] = value if types[name].startswith("str") else parse_string(value)
+        elif name not in vllm_options.UNSUPPORTED:
+            raise ConfigError(f"{name}: unknown engine option; {_suggest(str(name), types)}")
+        elif problem := vllm_options.check(name, value):
+            raise invalid_option(name, value, problem)
+        else:
+            ignored.append(name)
+    if ignored:
+        log.info("ignoring vLLM options that change nothing here: %s", ", ".join(ignored))
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def merge_options(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `overrides` laid over it. Limits are merged one by one, whatever their spelling."""
+    below, above = nest_limits(base), nest_limits(overrides)
+    limits = {**below.get("limits", {}), **above.get("limits", {})}
+    return {**below, **above, **({"limits": limits} if limits else {})}
+
+
+def nest_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect all spellings of limits in one entry `limits`.
+
+    Raises ConfigError if `limits` is not an object, or if two spellings set the same limit.
+    """
+    others: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
+    for option, value in options.items():
+        if not _is_limit(option):
+            others[option] = value
+            continue
+        for name, spelling, one in _limits_of(option, value):
+            if name in limits:
+                raise ConfigError(f"{spellings[name]} and {spelling}: both set the same limit; give one of them")
+            limits[name], spellings[name] = one, spelling
+    return others | ({"limits": limits} if limits else {})
+
+
+def _is_limit(option: str) -> bool:
+    return option == "limits" or option in LIMIT_NAMES or option.startswith(_PREFIX)
+
+
+def _limits_of(option: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, spelling and value of each limit that an option sets."""
+    if option != "limits":
+        yield option.removeprefix(_PREFIX), option, value
+    elif isinstance(value, Mapping):
+        yield from ((name, _PREFIX + name, one) for name, one in value.items())
+    elif value is not None:
+        raise invalid_option(option, value, 'must be an object like {"max_tools": 8}')
+
+
+def _parse_limits(values: Mapping[str, Any]) -> InputLimits:
+    """Raise ConfigError for a limit that is unknown or has an invalid value."""
+    for name in values:
+        if name not in LIMIT_NAMES:
+            near = closest_match(name, LIMIT_NAMES)
+            hint = f"did you mean {_PREFIX}{near}?" if near else f"known limits are {', '.join(LIMIT_NAMES)}"
+            raise ConfigError(f"{_PREFIX}{name}: unknown limit; {hint}")
+    return InputLimits(**{name: parse_string(value) for name, value in values.items() if value is not None})
+
+
+def _suggest(name: str, options: Iterable[str]) -> str:
+    known = [*options, *LIMIT_NAMES]
+    near = closest_match(name, [*known, *vllm_options.UNSUPPORTED])
+    return f"did you mean {near}?" if near else f"known options are {', '.join(known)}"

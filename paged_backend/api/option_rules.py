@@ -1,0 +1,85 @@
+"""Rules between engine options: bounds that depend on another option, and options that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from paged_backend.api.options import invalid_option
+
+
+class Rule(NamedTuple):
+    """A combination of options that is rejected."""
+
+    option: str  # the option that the error names
+    violated: Callable[[Any], bool]  # takes the EngineConfig
+    problem: str  # format string over `config`
+
+
+RULES = (
+    Rule(
+        "max_num_batched_tokens",
+        lambda config: config.max_num_batched_tokens < config.max_num_seqs,
+        "must be at least max_num_seqs={config.max_num_seqs}, so that every running sequence can decode in one step",
+    ),
+    Rule(
+        "prompt_lookup_min",
+        lambda config: config.prompt_lookup_min > config.prompt_lookup_max,
+        "must be at most prompt_lookup_max={config.prompt_lookup_max}",
+    ),
+    Rule(
+        "max_cpu_loras",
+        lambda config: config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras,
+        "must be at least max_loras={config.max_loras}",
+    ),
+    Rule(
+        "async_scheduling",
+        lambda config: config.async_scheduling and config.num_speculative_tokens,
+        "with num_speculative_tokens={config.num_speculative_tokens} a step depends on how many draft tokens of the"
+        " previous one are accepted, so steps are scheduled one after the other; leave one of them out",
+    ),
+    Rule(
+        "compile_level",
+        lambda config: config.compile_level and config.tensor_parallel_size > 1,
+        "with tensor_parallel_size={config.tensor_parallel_size} layers run as transformers has them, which are not"
+        " compiled; leave one of them out",
+    ),
+    Rule(
+        "quantization",
+        lambda config: config.quantization and config.compile_level,
+        "not supported with compile_level={config.compile_level}; leave one of them out",
+    ),
+    Rule(
+        "quantization",
+        lambda config: config.quantization and config.tensor_parallel_size > 1,
+        "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",
+    ),
+    Rule(
+        "enable_lora",
+        lambda config: config.enable_lora and config.tensor_parallel_size > 1,
+        "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",
+    ),
+    Rule(
+        "speculative_model",
+        lambda config: config.speculative_model and not config.num_speculative_tokens,
+        "has no effect without num_speculative_tokens; set both",
+    ),
+    Rule(
+        "disk_cache_dir",
+        lambda config: config.disk_cache_dir and not config.enable_prefix_caching,
+        "stores blocks of the prefix cache; needs enable_prefix_caching=true",
+    ),
+    Rule(
+        "disk_cache_dir",
+        lambda config: config.disk_cache_dir and config.tensor_parallel_size > 1,
+        "files hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
+        " part of every block; leave one of them out",
+    ),
+)
+
+
+def check_rules(config: Any) -> None:
+    """Raise ConfigError for the first rule that an EngineConfig violates."""
+    for rule in RULES:
+        if rule.violated(config):
+            raise invalid_option(rule.option, getattr(config, rule.option), rule.problem.format(config=config))
