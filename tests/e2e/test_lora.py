@@ -6,7 +6,7 @@ import pytest
 
 from client import Client, PagedError
 from client.serving.tritonserver import TritonServer
-from tests.support.adapters import generate_with, listing, make_adapter
+from tests.support.adapters import generate_with, make_adapter, write_adapter_list
 from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.triton import post, raw_stream, raw_streams
@@ -41,7 +41,7 @@ def texts(tiny, files):
 @pytest.fixture(scope="module")
 def lora_server(tiny, place, files):
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
-    with TritonServer(tiny[0], options, multi_lora=listing(place, {"a": "a", "b": "b"})) as running:
+    with TritonServer(tiny[0], options, multi_lora=write_adapter_list(place, {"a": "a", "b": "b"})) as running:
         yield running
 
 
@@ -68,28 +68,28 @@ def test_lora_name_as_a_request_parameter(lora_server, texts):
 
 
 def test_an_adapter_is_served_once_it_is_listed(lora_server, client, place, texts):
-    listing(place, {"a": "a", "b": "b"})
+    write_adapter_list(place, {"a": "a", "b": "b"})
     with pytest.raises(PagedError) as raised:
         client.generate(PROMPT, lora_name="c", **GREEDY)
     assert raised.value.code == "INVALID_ARGUMENT"
     assert raised.value.message == "LoRA c is not supported, we currently support ['a', 'b']"
-    listing(place, {"a": "a", "b": "b", "c": "c"})
+    write_adapter_list(place, {"a": "a", "b": "b", "c": "c"})
     assert client.generate(PROMPT, lora_name="c", **GREEDY).text.rstrip(CUT) == texts["c"]
-    listing(place, {"a": "a", "b": "b"})
+    write_adapter_list(place, {"a": "a", "b": "b"})
     with pytest.raises(PagedError, match="LoRA c is not supported"):
         client.generate(PROMPT, lora_name="c", **GREEDY)
 
 
 def test_list_adapters(client, place):
     client.generate(PROMPT, lora_name="a", **GREEDY)
-    listing(place, {"a": "a", "broken": "broken"})
+    write_adapter_list(place, {"a": "a", "broken": "broken"})
     first, broken = client.adapters()
     assert (first.name, first.rank, first.resident, first.error) == ("a", 4, True, None)
     assert (broken.name, broken.rank, broken.resident) == ("broken", None, False)
     assert broken.error == "adapter_config.json: No such file or directory"
     with pytest.raises(PagedError, match=r'lora_name="broken": cannot be used: adapter_config.json: No such file'):
         client.generate(PROMPT, lora_name="broken", **GREEDY)
-    listing(place, {"a": "a", "b": "b"})
+    write_adapter_list(place, {"a": "a", "b": "b"})
 
 
 def test_a_server_without_adapters_rejects_lora_name(tiny_server):
