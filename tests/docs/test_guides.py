@@ -67,14 +67,15 @@ class Place:
     def adapt(self, text: str) -> str:
         """The text of a block for this place."""
         http, grpc, metrics = (address.rpartition(":")[2] for address in (self.http, self.grpc, self.metrics))
+        text = text.replace("/tmp/", f"{self.scratch}/")  # first: other paths may lie there
         text = re.sub(r"paged (generate|chat|probe|map)\b(?!.*--url)", r"paged \1 --url localhost:8001", text)
         text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
         text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
         text = text.replace("--port 9000", f"--port {self.gateway}")
         ports = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
         text = text.replace("paged serve ", f"paged serve {ports} ")
-        text = text.replace(".venv/bin/", f"{Path(sys.executable).parent}/").replace("/path/to/model", str(self.model))
-        return re.sub(r"(?<![\w.])/tmp/", f"{self.scratch}/", text)
+        text = text.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+        return text.replace("/path/to/model", str(self.model))
 
     def command(self, block: Block) -> list[str]:
         if block.language == "python":
