@@ -16,33 +16,33 @@ PIP_ARGS ?=
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Named after what was installed: a change of either file asks for a new installation, a touch does not.
+# Named after the content of both files, so that a change of either installs again and a mere touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
 COMPILED := kernels/paged_kernels/cpu/built/.made
 CLIENTS := tests/e2e/clients
 
 help:
-	@echo "make serve       serve a model on a real Triton server; Ctrl-C stops it"
-	@echo "                   MODEL=DIR                  a Hugging Face directory (the demo model if not given)"
+	@echo "make serve       serve a model on a Triton server until Ctrl-C"
+	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
-	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    8000, 8001 and 8002 if not given"
-	@echo "make test        lint, then every test but the nightly ones; ARGS='...' goes to pytest"
-	@echo "                   WORKERS=N                  processes; one a core, up to 8, if not given"
-	@echo "make nightly     the long tests, a night of ten hours, and a table of what they came to; ARGS='...' goes to pytest"
-	@echo "                   ARGS='--hours 0.1'         that each long test may take; 1 if not given"
-	@echo "make bench-gpu   on a machine with a GPU: checks and times the kernels and the engine, half an hour"
-	@echo "make lint        ruff and mypy"
-	@echo "make demo-model  only prepare the demo model"
-	@echo "make setup       only make .venv"
-	@echo "make lock        make constraints.txt again from pyproject.toml, and the tests' clients.txt (needs uv)"
-	@echo "make clean       remove .venv, .cache and what the tools left"
-	@echo "Any of them: PYTHON=... another interpreter for .venv; PIP_ARGS='...' more arguments for pip"
+	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    default 8000, 8001 and 8002"
+	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
+	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
+	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
+	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
+	@echo "make bench-gpu   check and time kernels and engine on a GPU"
+	@echo "make lint        run ruff and mypy"
+	@echo "make demo-model  prepare the demo model"
+	@echo "make setup       create .venv"
+	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
+	@echo "make clean       remove .venv, .cache and build results"
+	@echo "With every target: PYTHON=... interpreter for .venv; PIP_ARGS='...' further arguments for pip"
 
 serve: setup
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-# A process a core, of one thread each; a test goes to the one that is free, as some take a second and some a minute.
+# One process per core with one thread each. The tests' times differ widely, so each process gets one at a time.
 test: lint demo-model
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=load --maxschedchunk=1 $(ARGS)
 
@@ -62,19 +62,19 @@ demo-model: setup
 
 setup: $(STAMP) $(COMPILED)
 
-# Without a compiler all works, only slower: no reason to stop.
+# Without a compiler everything works, more slowly, so a failure here does not stop the setup.
 $(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged_kernels/cpu/build.py
 	@if $(BIN)/python -m paged_kernels.cpu.build; then touch $@; fi
 
 $(STAMP): | $(BIN)/python
-	@echo "Installing the packages into $(VENV): some minutes the first time"
+	@echo "Installing packages into $(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
 	  -e '.[client,server,test,bench]'
 	@$(BIN)/python -m client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 
-# The plain python3 comes first: it is the one whose libpython a distribution is most likely to have. A name
-# that is found may still not run (a version manager's shim), so each is tried.
+# python3 comes first, because distributions are most likely to have its libpython. Each name is tried, because one
+# that is found may not run (a version manager's shim).
 $(BIN)/python:
 	@for python in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
@@ -85,10 +85,10 @@ $(BIN)/python:
 	done; \
 	echo "make: none of '$(or $(PYTHON),python3 python3.12 python3.11 python3.10)' is a CPython 3.10, 3.11 or" \
 	  "3.12 with venv and ensurepip (Debian and Ubuntu: apt install python3-venv)." \
-	  "Name one: make PYTHON=/path/to/python3.12" >&2; \
+	  "Set PYTHON to one: make PYTHON=/path/to/python3.12" >&2; \
 	exit 1
 
-# The sed drops what is true of every line: the platform that [tool.uv] names, and the upper bound.
+# The sed removes the markers that hold for every line: the platform of [tool.uv] and the upper Python version.
 lock:
 	@{ sed -n '/^#/p' constraints.txt; \
 	  uv pip compile --quiet --universal --python-version 3.10 --all-extras --no-emit-index-url --no-annotate \
