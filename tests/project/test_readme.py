@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import InputLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -181,7 +182,8 @@ def test_options_that_matter_for_security_are_options_with_these_defaults():
     table = (ROOT / "docs/guides/secure.md").read_text().partition("## What to set")[2]
     rows = _table(table)
     options = {name: row[1] for row in rows[1:] for name in re.findall(r"`([a-z_]+)`", row[0])}
-    defaults = {name: getattr(EngineConfig, name) for name in options if name != "cache_salt"}
+    owners = {name: EngineConfig if hasattr(EngineConfig, name) else InputLimits for name in options}
+    defaults = {name: getattr(owner, name) for name, owner in owners.items() if name != "cache_salt"}
     for name in ("trust_remote_code", "max_queue_size", "structured_outputs_timeout", "max_sessions", "max_loras"):
         assert str(defaults[name]).lower() in options[name]
 
