@@ -114,14 +114,14 @@ SCHEMA = {
         ("json_object", True, ['{"a":' + 40 * " " + "1" + 40 * "\n" + "}"], ['{"a":' + 41 * " " + "1}"]),
     ],
 )
-def test_exactly_what_was_asked_for_may_be_drawn(grammars, name, value, good, bad):
+def test_exactly_the_structure_is_allowed(grammars, name, value, good, bad):
     for text in good:
         assert fits(compiled(grammars, name, value), text), text
     for text in bad:
         assert not fits(compiled(grammars, name, value), text), text
 
 
-def test_white_space_in_json_may_be_off_for_all_who_do_not_ask_for_it():
+def test_disable_any_whitespace():
     one = made(any_whitespace=False)
     own = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
     assert fits(compiled(one, "json_object", True), '{"a":1}')
@@ -130,7 +130,7 @@ def test_white_space_in_json_may_be_off_for_all_who_do_not_ask_for_it():
     one.stop()
 
 
-def test_grammars_name_special_tokens_and_ids():
+def test_grammars_can_name_special_tokens_and_ids():
     """Those of a real tokenizer, whose first ids are special ones."""
     directory = default_directory()
     if not directory.exists():
@@ -183,7 +183,7 @@ def added():
         ("grammar", 'start: "<|end|>" <s> "<s>" <think> "<think>"', "<|end|><s><s><think><think>"),
     ],
 )
-def test_a_text_that_looks_like_special_tokens_is_spelled_with_others(added, name, value, text):
+def test_text_that_looks_like_special_tokens_is_encoded_literally(added, name, value, text):
     """But where a grammar names them outside of quotation marks."""
     tokenizer, grammars = added
     (guide,) = compiled(grammars, name, value)
@@ -196,7 +196,7 @@ def test_a_text_that_looks_like_special_tokens_is_spelled_with_others(added, nam
     assert {one for one in tokenizer.convert_ids_to_tokens(drawn) if len(one) > 1} - {"wörd", "  "} == named
 
 
-def test_each_output_has_a_guide_of_its_own(grammars):
+def test_each_output_has_its_own_guide(grammars):
     one, other = compiled(grammars, "regex", "ab", count=2)
     one.advance([token("a")])
     assert (allowed(one), allowed(other)) == ({token("b")}, {token("a")})
@@ -204,7 +204,7 @@ def test_each_output_has_a_guide_of_its_own(grammars):
     assert allowed(one) == {2, END}  # the end alone, of either kind
 
 
-def test_no_token_beyond_the_model_s_is_allowed():
+def test_tokens_beyond_the_model_vocabulary_are_not_allowed():
     """Of a tokenizer with more tokens than the model has rows."""
     few = GrammarCompiler(byte_tokenizer(), 60, frozenset([2]), seconds=WAIT)
     (guide,) = compiled(few, "regex", r"[\x21-\x7e]+")
@@ -240,7 +240,7 @@ def test_no_token_beyond_the_model_s_is_allowed():
         ("grammar", AMBIGUOUS, "Too many items (limit 5000; mask)"),  # the library's own limit is ten times that
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_reason(grammars, name, value, message):
+def test_invalid_structure_is_rejected_with_the_reason(grammars, name, value, message):
     error = compiled(grammars, name, value)
     assert isinstance(error, RequestError)
     assert error.code is ErrorCode.INVALID_ARGUMENT
@@ -248,7 +248,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(grammars, name, value, me
     assert len(str(error)) < 500
 
 
-def test_a_step_whose_mask_takes_too_long_ends_its_output(grammars):
+def test_mask_that_exceeds_its_limits_fails_the_guide(grammars):
     """What the library allows by itself would do for the 72."""
     (guide,) = compiled(grammars, "regex", "(([ab]{1,30}a){1,30}b){1,30}c")
 
@@ -261,7 +261,7 @@ def test_a_step_whose_mask_takes_too_long_ends_its_output(grammars):
         draw("ab" * 36)
 
 
-def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkeypatch):
+def test_compile_timeout_does_not_block_other_grammars(monkeypatch):
     one = made(seconds=1.5)
     slow = [SimpleQueue() for _ in range(3)]
     for answers in slow:
@@ -277,7 +277,7 @@ def test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other(monkey
     one.stop()
 
 
-def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkeypatch):
+def test_failure_to_create_guides_affects_only_its_request(monkeypatch):
     one, answers, made_of = made(), [SimpleQueue() for _ in range(3)], compiler.GrammarGuide
     compiling, may_end, compile = threading.Event(), threading.Event(), one._compile
 
@@ -305,7 +305,7 @@ def test_one_that_cannot_be_handed_out_is_told_and_the_others_have_theirs(monkey
     one.stop()
 
 
-def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
+def test_timed_out_grammar_is_not_retried_immediately(monkeypatch):
     one, tried = made(seconds=0.3), []
     monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key) or compile(key))
     first, second = (str(compiled(one, "json_schema", SLOW)) for _ in range(2))
@@ -317,7 +317,7 @@ def test_one_that_took_too_long_is_not_tried_again_at_once(monkeypatch):
     one.stop()
 
 
-def test_a_process_that_is_gone_is_replaced():
+def test_dead_sandbox_process_is_replaced():
     one = made()
     assert fits(compiled(one, "regex", "a"), "a")
     for sandbox in one._sandboxes:
@@ -330,7 +330,7 @@ def test_a_process_that_is_gone_is_replaced():
     one.stop()
 
 
-def test_stopping_ends_what_is_being_compiled():
+def test_stop_fails_queued_compilations():
     one, answers = made(), SimpleQueue()
     for least in range(4):
         one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
@@ -338,7 +338,7 @@ def test_stopping_ends_what_is_being_compiled():
     assert {str(answers.get(timeout=WAIT)) for _ in range(4)} == {"UNAVAILABLE: json_schema: the server is stopping"}
 
 
-def test_more_than_may_wait_are_refused_at_once():
+def test_full_compile_queue_rejects_requests():
     one, answers = made(input_limits=InputLimits(max_queued_structures=2)), SimpleQueue()
     for least in range(2):
         one.compile(read_structure("json_schema", SLOW | {"minimum": least}), 1, answers.put)
@@ -351,7 +351,7 @@ def test_more_than_may_wait_are_refused_at_once():
 
 
 @pytest.mark.parametrize("limit", [{"max_remembered_structures": 3}, {"max_remembered_structure_bytes": 30}])
-def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, limit):
+def test_cache_is_lru_and_bounded(monkeypatch, limit):
     one, tried = made(input_limits=InputLimits(**limit)), []
     monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key[1]) or compile(key))
     first, *others = (f"[a-c]{{{index}}}xx" for index in range(1, 5))  # ten bytes each
@@ -366,7 +366,7 @@ def test_what_was_compiled_is_remembered_as_far_as_there_is_room(monkeypatch, li
     one.stop()
 
 
-def test_nobody_can_tell_from_the_time_it_takes_what_another_tenant_has_asked_for(monkeypatch):
+def test_cache_is_separate_per_tenant(monkeypatch):
     """A known one is there at once: known to its own tenant alone, what is wrong with it and what waits likewise."""
     one, tried = made(), []
     monkeypatch.setattr(one, "_compile", lambda key, compile=one._compile: tried.append(key[1:]) or compile(key))
@@ -380,7 +380,7 @@ def test_nobody_can_tell_from_the_time_it_takes_what_another_tenant_has_asked_fo
     one.stop()
 
 
-def test_a_known_one_is_answered_by_the_thread_that_asks(grammars):
+def test_cache_hit_calls_back_on_the_calling_thread(grammars):
     compiled(grammars, "regex", "known")
     threads = []
     grammars.compile(read_structure("regex", "known"), 1, lambda guides: threads.append(threading.current_thread()))
@@ -403,7 +403,7 @@ def sentencepiece_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-def test_tokenizers_of_words_and_bytes():
+def test_sentencepiece_tokenizer_with_byte_fallback():
     tokenizer = sentencepiece_tokenizer()
     ids = tokenizer.get_vocab()
     one = GrammarCompiler(tokenizer, 288, frozenset([ids["</s>"]]), seconds=WAIT)
@@ -424,7 +424,7 @@ def test_tokenizers_of_words_and_bytes():
         (byte_tokenizer(), set(), "this model has no end-of-sequence token"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_named(tokenizer, eos, message):
+def test_unsupported_tokenizer_is_named(tokenizer, eos, message):
     one = GrammarCompiler(tokenizer, VOCAB, frozenset(eos), seconds=WAIT)
     error = compiled(one, "regex", "a")
     assert str(error).startswith("INVALID_ARGUMENT: regex: not available")
@@ -436,7 +436,7 @@ def parse(**values):
     return SamplingParams.parse(values, LIMITS).structure
 
 
-def test_null_asks_for_nothing():
+def test_null_and_false_mean_no_structure():
     nothing = {"json": None, "regex": None, "json_object": False, "disable_any_whitespace": False, "_backend": None}
     for name in ("json_schema", "json_object", "regex", "choice", "grammar", "structured_outputs"):
         assert parse(**{name: None}) is None
@@ -488,7 +488,7 @@ def test_null_asks_for_nothing():
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "must be false with structured_outputs.regex"),
     ],
 )
-def test_what_is_wrong_is_named(values, message):
+def test_invalid_structures_are_named(values, message):
     with pytest.raises(RequestError) as raised:
         parse(**values)
     assert raised.value.code is ErrorCode.INVALID_ARGUMENT

@@ -87,7 +87,7 @@ def text_of(tokens):
 
 @overlapped_too
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_every_output_looks_as_asked_and_others_are_as_ever(tiny, grammars, prompts, sampling):
+def test_outputs_match_their_structure_and_others_are_unchanged(tiny, grammars, prompts, sampling):
     with running(tiny_assembly(tiny[0])) as engine:
         plain = {"max_tokens": 16, **sampling}
         (alone,) = engine.generate([prompts[1]], **plain)
@@ -104,7 +104,7 @@ def test_every_output_looks_as_asked_and_others_are_as_ever(tiny, grammars, prom
 
 @overlapped_too
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_changes_no_token(tiny, grammars, mode):
+def test_preemption_does_not_change_guided_outputs(tiny, grammars, mode):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 256) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     asked = {"name": "json_schema", "value": SCHEMA, "max_tokens": 60}
@@ -123,7 +123,7 @@ def test_preemption_changes_no_token(tiny, grammars, mode):
 
 
 @overlapped_too
-def test_samples_of_a_prompt_each_look_as_asked(tiny, grammars, prompts):
+def test_every_sample_matches_its_structure(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         submit(engine, grammars, prompts[2], "regex", EXPRESSION, n=3, logprobs=1, max_tokens=40, **SAMPLED)
         tokens, told, left = defaultdict(list), defaultdict(list), 3
@@ -139,7 +139,7 @@ def test_samples_of_a_prompt_each_look_as_asked(tiny, grammars, prompts):
 
 
 @overlapped_too
-def test_max_tokens_cuts_an_output_that_is_not_complete(tiny, grammars, prompts):
+def test_max_tokens_truncates_incomplete_output(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(submit(engine, grammars, prompts[1], "regex", "[a-c]{50}", max_tokens=7))
     assert (output.finish, len(output.tokens)) == (FinishReason.LENGTH, 7)
@@ -147,7 +147,7 @@ def test_max_tokens_cuts_an_output_that_is_not_complete(tiny, grammars, prompts)
 
 
 @overlapped_too
-def test_min_tokens_holds_as_long_as_the_grammar_goes_on(tiny, grammars, prompts):
+def test_min_tokens_applies_while_the_grammar_can_continue(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         asked = [
             submit(engine, grammars, prompts[1], "regex", one, min_tokens=9) for one in ("[ab]{1,20}", "[ab]{1,4}")
@@ -157,14 +157,14 @@ def test_min_tokens_holds_as_long_as_the_grammar_goes_on(tiny, grammars, prompts
     assert (len(text_of(short.tokens)), short.finish) == (4, FinishReason.STOP)
 
 
-def test_a_prompt_that_the_cache_has_changes_nothing(tiny, grammars, prompts):
+def test_prefix_cache_hit_does_not_change_structured_output(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         found = [engine.wait(submit(engine, grammars, prompts[3], "json_schema", SCHEMA))[0].tokens for _ in range(2)]
         assert engine.history[-1].stats.cached_tokens > 0
     assert found[0] == found[1]
 
 
-def test_guesses_leave_guided_outputs_alone(tiny, grammars, prompts):
+def test_speculation_does_not_change_structured_outputs(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, prompt_lookup_min=1)) as engine:
         keys = [submit(engine, grammars, prompts[2], "grammar", GRAMMAR), engine.submit([5, 6] * 9, max_tokens=20)]
         guided, _ = engine.wait(*keys)
@@ -184,7 +184,7 @@ def asking(**sampling):
     return Caller(text_input="The sea", sampling_parameters=json.dumps({"max_tokens": 40} | sampling))
 
 
-def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
+def test_compiling_request_can_be_cancelled_while_others_run(service):
     slow, cancelled = asking(json_schema=SLOW), asking(json_schema=SLOW)
     service.submit(slow)
     service.submit(cancelled)
@@ -199,7 +199,7 @@ def test_while_one_compiles_others_are_served_and_it_may_be_cancelled(service):
     assert slow.get(timeout=WAIT)
 
 
-def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatch):
+def test_compiling_request_counts_as_waiting(service, monkeypatch):
     shown, show = SimpleQueue(), Metrics.show
     monkeypatch.setattr(Metrics, "show", lambda self, stats: (show(self, stats), shown.put(stats.waiting)))
     slow = asking(json_schema=SLOW)
@@ -211,7 +211,7 @@ def test_whoever_waits_for_its_grammar_is_counted_as_waiting(service, monkeypatc
         pass
 
 
-def test_who_leaves_keeps_nobody_waiting(service):
+def test_cancelled_grammars_are_not_compiled(service):
     """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
     schemas = [
         {"type": "object", "properties": {str(index): SLOW}} for index in range(InputLimits.max_queued_structures - 1)
@@ -228,7 +228,7 @@ def test_who_leaves_keeps_nobody_waiting(service):
     assert not other.get(timeout=WAIT)
 
 
-def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
+def test_timeout_ends_a_compiling_request(service):
     slow = asking(json_schema=SLOW)
     slow.timeout = lambda: 100_000
     service.submit(slow)
@@ -238,7 +238,7 @@ def test_a_time_limit_ends_a_request_whose_grammar_compiles(service):
     assert not other.get(timeout=WAIT)
 
 
-def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
+def test_error_names_the_constraints_that_exclude_all_tokens(tiny):
     cases = {
         "regex and bad_words": {"regex": "a+", "bad_words": ["a"]},
         "regex and bad_words_token_ids": {"regex": "a+", "bad_words_token_ids": [[64]]},
@@ -254,7 +254,7 @@ def test_where_no_token_is_left_the_error_names_what_forbids_them(tiny):
 
 
 @pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])
-def test_a_text_that_looks_like_the_end_does_not_end_the_output(tiny, sampling):
+def test_text_that_looks_like_eos_does_not_end_the_output(tiny, sampling):
     with serving(tiny[0]) as served:
         asked = {"sampling_parameters": json.dumps({"max_tokens": 40} | sampling), "return_finish_reason": True}
         answer = served.ask(text_input="x", **asked)
@@ -262,7 +262,7 @@ def test_a_text_that_looks_like_the_end_does_not_end_the_output(tiny, sampling):
     assert answer["finish_reason"] == [b"stop"]
 
 
-def test_what_cannot_be_compiled_is_an_error(service):
+def test_compile_error_is_returned(service):
     wrong = asking(regex="(")
     service.submit(wrong)
     assert wrong.get(timeout=WAIT)

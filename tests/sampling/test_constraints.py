@@ -98,7 +98,7 @@ def test_greedy_tokens_match_transformers(tiny, prompts, free, request_):
 
 
 @overlapped_too
-def test_bad_words_end_where_others_begin(tiny, prompts, free):
+def test_overlapping_bad_words(tiny, prompts, free):
     """Each round forbids what the last one gave, so that many runs share tokens and are nearly completed."""
     runs, model = [], tiny[1]
     with running(tiny_assembly(tiny[0])) as engine:
@@ -110,7 +110,7 @@ def test_bad_words_end_where_others_begin(tiny, prompts, free):
 
 
 @overlapped_too
-def test_each_row_has_its_own(tiny, prompts, free):
+def test_each_row_has_its_own_constraints(tiny, prompts, free):
     runs = runs_of(free)
     asked = [{}, {"bad_words": runs}, {"logit_bias": BIASES}, {"allowed_token_ids": SOME, "logit_bias": {"41": 1}}]
     with running(tiny_assembly(tiny[0])) as engine:
@@ -122,7 +122,7 @@ def test_each_row_has_its_own(tiny, prompts, free):
 
 @overlapped_too
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.2, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_samples_never_have_what_is_forbidden_and_keep_their_log_probabilities(tiny, prompts, free, sampling):
+def test_samples_respect_constraints_and_keep_raw_logprobs(tiny, prompts, free, sampling):
     runs = runs_of(free)
     with running(tiny_assembly(tiny[0])) as engine:
         engine.submit(
@@ -149,7 +149,7 @@ def test_samples_never_have_what_is_forbidden_and_keep_their_log_probabilities(t
 
 @overlapped_too
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_changes_nothing(tiny, free, mode):
+def test_preemption_does_not_change_constrained_outputs(tiny, free, mode):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, VOCAB) for _ in range(length)] for length in (17, 31, 48, 64, 80)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
@@ -165,7 +165,7 @@ def test_preemption_changes_nothing(tiny, free, mode):
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-def test_guesses_change_nothing(tiny, draft, prompts, free, guesser):
+def test_draft_tokens_do_not_change_constrained_outputs(tiny, draft, prompts, free, guesser):
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     every = [*prompts, [11, 12, 13, 14, 15, 16, 17] * 3]
     asked = [{"bad_words": runs_of(free)}, {"logit_bias": BIASES, "allowed_token_ids": SOME}]
@@ -178,7 +178,7 @@ def test_guesses_change_nothing(tiny, draft, prompts, free, guesser):
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: " ".join(request))
-def test_beams_are_those_of_transformers(tiny, prompts, free, request_):
+def test_beams_match_transformers(tiny, prompts, free, request_):
     runs = runs_of(free) if "bad_words" in request_ else ()
     options = as_transformers(request_, runs)
     sampling = {name: value for name, value in request_.items() if name != "bad_words"}
@@ -194,7 +194,7 @@ def test_beams_are_those_of_transformers(tiny, prompts, free, request_):
             assert [outputs[index] for index in range(3)] == expected
 
 
-def test_beams_find_no_token_that_is_not_allowed(tiny, prompts):
+def test_more_beams_than_allowed_tokens(tiny, prompts):
     """Fewer tokens than beams."""
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit(prompts[1], max_tokens=6, beam_width=4, allowed_token_ids=[5]))
@@ -211,7 +211,7 @@ def draw_of(tokens=(1, 2, 3), generated=(), bad_words=(), allowed=None, stop_ids
     return Sequence(request, [*tokens, *generated], []), len(tokens) + len(generated)
 
 
-def test_a_bias_comes_before_the_penalties_and_forbidden_stays_forbidden():
+def test_bias_is_added_before_penalties_and_masks_remain():
     logits = torch.ones(1, 40)
     row = draw_of(
         generated=(4, 5), bad_words=((6,),), allowed=range(10), stop_ids=(7,), min_tokens=3,
@@ -223,7 +223,7 @@ def test_a_bias_comes_before_the_penalties_and_forbidden_stays_forbidden():
     assert torch.equal(process_logits(logits, prepare([row])), expected)
 
 
-def test_the_prompt_does_not_begin_a_bad_word():
+def test_bad_word_does_not_start_in_prompt():
     """As in vLLM."""
     words = ((2, 9), (2, 3, 9), (3, 9))
     assert process_logits(torch.zeros(1, 40), prepare([draw_of(bad_words=words)])).isfinite().all()
@@ -232,7 +232,7 @@ def test_the_prompt_does_not_begin_a_bad_word():
 
 
 @pytest.mark.parametrize(("drawn", "forbidden"), [(5, [8, 9]), (6, [9, 10]), (7, [])])
-def test_a_token_that_is_still_on_the_device_counts(drawn, forbidden):
+def test_placeholder_token_triggers_bad_words(drawn, forbidden):
     """-1 stands for it; several words end with one token."""
     rows = [draw_of(generated=(4, -1), bad_words=((5, 8), (5, 9), (4, 6, 9), (6, 9), (6, 10), (3, 7, 12)))]
     batch = resolve_tokens(prepare(rows), lambda tokens: tokens.where(tokens >= 0, drawn))
@@ -241,13 +241,13 @@ def test_a_token_that_is_still_on_the_device_counts(drawn, forbidden):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_any_type(dtype):
+def test_constraints_accept_any_float_dtype(dtype):
     found = process_logits(torch.zeros(2, 40, dtype=dtype), prepare([draw_of(allowed=[3, 39]), draw_of()]))
     assert found[0].isfinite().nonzero().flatten().tolist() == [3, 39]
     assert found[1].isfinite().all()
 
 
-def test_a_step_in_which_nobody_asks_prepares_nothing():
+def test_step_without_constraints_prepares_nothing():
     assert prepare([draw_of(), draw_of(temperature=0)]).constraints is None
     out_of_reach = draw_of(generated=(4, 5), min_tokens=2, stop_ids=(7,), bad_words=((4, 9),))
     assert prepare([out_of_reach]).constraints is None
@@ -263,7 +263,7 @@ def service(tiny):
     service.stop()
 
 
-def test_a_word_is_forbidden_with_and_without_a_space_before_it(service, monkeypatch):
+def test_bad_word_applies_with_and_without_leading_space(service, monkeypatch):
     requests = []
     monkeypatch.setattr(service._engine, "deliver", requests.append)
     caller = Caller(text_input="The sea", sampling_parameters=json.dumps({"bad_words": [" ab", "ab", "c", "\n"]}))
@@ -273,7 +273,7 @@ def test_a_word_is_forbidden_with_and_without_a_space_before_it(service, monkeyp
     assert words == {b"ab", b" ab", b"c", b" c", b"\n", b" \n"}
 
 
-def test_a_words_bias_is_on_each_of_its_tokens(service, monkeypatch):
+def test_word_bias_applies_to_each_token(service, monkeypatch):
     requests = []
     monkeypatch.setattr(service._engine, "deliver", requests.append)
     (a, b) = service._encode("ab")

@@ -40,14 +40,14 @@ BANNED = {"min_tokens": 5, "stop_token_ids": list(range(160))}
     [(GREEDY, 0), (GREEDY, 1), (SAMPLED, 20), (FILTERED, 5), (PENALISED, 5), (BANNED, 5)],
     ids=["greedy, chosen alone", "greedy", "sampled", "filtered", "penalised", "banned"],
 )
-def test_values_and_ranks_are_those_of_the_raw_logits(tiny, prompts, sampling, count):
+def test_values_and_ranks_match_raw_logits(tiny, prompts, sampling, count):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=8, logprobs=count, **sampling) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
             check(tiny[1], prompt, output.tokens, output.logprobs, count)
 
 
-def test_tokens_of_any_rank_are_told(tiny):
+def test_sampled_token_outside_top_logprobs_has_true_rank(tiny):
     """Hot samples of a flat distribution: a token that is not among the likeliest comes first, with its true rank."""
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit([5, 6], max_tokens=20, logprobs=2, temperature=50, seed=1))
@@ -56,7 +56,7 @@ def test_tokens_of_any_rank_are_told(tiny):
 
 
 @overlapped_too
-def test_each_request_of_a_step_gets_what_it_asks_for(tiny, prompts):
+def test_requests_of_a_step_get_different_counts(tiny, prompts):
     counts = [None, 3, 0, 20]
     with running(tiny_assembly(tiny[0])) as engine:
         plain = engine.generate(prompts, max_tokens=8)
@@ -70,7 +70,7 @@ def test_each_request_of_a_step_gets_what_it_asks_for(tiny, prompts):
         check(tiny[1], prompt, output.tokens, output.logprobs, count)
 
 
-def test_nothing_is_computed_where_nobody_asks(tiny, prompts, monkeypatch):
+def test_no_logprobs_computed_unless_requested(tiny, prompts, monkeypatch):
     with running(tiny_assembly(tiny[0])) as engine:
         monkeypatch.setattr(torch.Tensor, "log_softmax", None)
         assert all(engine.generate(prompts, max_tokens=4))
@@ -78,7 +78,7 @@ def test_nothing_is_computed_where_nobody_asks(tiny, prompts, monkeypatch):
     assert output.error is not None  # whoever asks needs it
 
 
-def test_nothing_is_computed_that_is_not_sent(tiny, monkeypatch):
+def test_no_logprobs_computed_unless_returned(tiny, monkeypatch):
     """The sampling parameter alone sends nothing."""
     service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {"model": "tiny"})
     monkeypatch.setattr(torch.Tensor, "log_softmax", None)
@@ -93,7 +93,7 @@ def test_nothing_is_computed_that_is_not_sent(tiny, monkeypatch):
 
 @overlapped_too
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
+def test_preemption_neither_repeats_nor_drops_logprobs(tiny, mode):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
@@ -104,7 +104,7 @@ def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
         assert engine.history[-1].stats.preemptions > 0
 
 
-def test_a_prompt_that_the_cache_has_changes_none(tiny, prompts):
+def test_prefix_cache_hit_does_not_change_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         for _ in range(2):
             (output,) = engine.wait(engine.submit(prompts[3], max_tokens=6, logprobs=3))
@@ -113,7 +113,7 @@ def test_a_prompt_that_the_cache_has_changes_none(tiny, prompts):
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-def test_guesses_change_none(tiny, draft, prompts, guesser):
+def test_draft_tokens_do_not_change_logprobs(tiny, draft, prompts, guesser):
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     options = {"num_speculative_tokens": 3, "speculative_model": model, "prompt_lookup_min": 1}
     every = [*prompts, REPEATING]
@@ -128,7 +128,7 @@ def test_guesses_change_none(tiny, draft, prompts, guesser):
         assert stats.accepted_tokens > 0
 
 
-def test_an_end_among_the_guesses_ends_them(tiny):
+def test_stop_token_among_drafts_ends_logprobs(tiny):
     options = {"num_speculative_tokens": 4, "speculative_model": str(tiny[0])}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=21)
@@ -138,7 +138,7 @@ def test_an_end_among_the_guesses_ends_them(tiny):
 
 
 @overlapped_too
-def test_every_sample_of_a_prompt_has_its_own(tiny, prompts):
+def test_every_sample_has_its_own_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         engine.submit(prompts[2], max_tokens=8, n=2, logprobs=3, **SAMPLED)
         tokens, told, left = defaultdict(list), defaultdict(list), 2
@@ -153,7 +153,7 @@ def test_every_sample_of_a_prompt_has_its_own(tiny, prompts):
 
 
 @overlapped_too
-def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
+def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
     """A recording that writes its logits into one place, as a CUDA graph does: they are read before the next step."""
     replays = []
 
@@ -188,7 +188,7 @@ def beams_of(engine, **sampling):
 
 
 @pytest.mark.parametrize("options", [{}, {"min_tokens": 4, "stop_token_ids": list(range(0, 320, 3))}], ids=["", "ends"])
-def test_beams_tell_those_of_the_tokens_that_they_return(tiny, prompts, options):
+def test_beams_return_logprobs_of_their_tokens(tiny, prompts, options):
     with running(tiny_assembly(tiny[0])) as engine:
         for prompt in prompts:
             for count in (0, 3):
@@ -198,7 +198,7 @@ def test_beams_tell_those_of_the_tokens_that_they_return(tiny, prompts, options)
                     check(tiny[1], prompt, tokens, told, count)
 
 
-def test_beams_tell_what_transformers_tells(tiny, prompts):
+def test_beam_logprobs_match_transformers(tiny, prompts):
     directory, model = tiny
     model.generation_config.eos_token_id = None
     with running(tiny_assembly(directory)) as engine:
@@ -215,7 +215,7 @@ def test_beams_tell_what_transformers_tells(tiny, prompts):
                 assert [drawn.logprob for (drawn,) in told] == pytest.approx(scores.tolist(), abs=1e-4)
 
 
-def test_beams_that_are_pushed_out_lose_none(tiny, prompts):
+def test_preempted_beams_keep_logprobs(tiny, prompts):
     small = {"num_gpu_blocks_override": 22, "max_num_seqs": 20, "max_num_batched_tokens": 32}
     with running(tiny_assembly(tiny[0], **small)) as engine:
         keys = [engine.submit(prompt, max_tokens=12, beam_width=4, logprobs=1) for prompt in prompts]
@@ -225,7 +225,7 @@ def test_beams_that_are_pushed_out_lose_none(tiny, prompts):
 
 
 @overlapped_too
-def test_beams_that_ask_stand_beside_others_that_do_not(tiny, prompts):
+def test_beams_with_and_without_logprobs_in_a_step(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [
             engine.submit(prompts[2], max_tokens=8, beam_width=2),
@@ -247,7 +247,7 @@ def scores_of(logits, drawn, counts):
     return {row: told for row, (told,) in scores.by_row()} if scores else {}
 
 
-def test_tokens_of_one_logit_have_one_rank():
+def test_equal_logits_have_equal_ranks():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 1.0]])
     for drawn, rank in ((1, 1), (2, 1), (0, 3), (4, 3), (3, 5)):
         (own, *others) = scores_of(logits, [drawn], [5])[0]
@@ -256,18 +256,18 @@ def test_tokens_of_one_logit_have_one_rank():
         assert ranks == {0: 3, 1: 1, 2: 1, 3: 5, 4: 3}
 
 
-def test_a_vocabulary_smaller_than_what_is_asked_for():
+def test_vocabulary_smaller_than_top_logprobs():
     (told,) = scores_of(torch.tensor([[0.0, 1.0]]), [0], [20]).values()
     assert [one.token for one in told] == [0, 1]
 
 
-def test_an_impossible_token_has_a_number_that_json_can_carry():
+def test_masked_token_has_a_finite_logprob():
     logits = torch.tensor([[0.0, float("-inf")]])
     (told,) = scores_of(logits, [0], [2]).values()
     assert told[0].logprob == 0
     assert told[1].logprob == pytest.approx(torch.finfo(torch.float32).min)
 
 
-def test_rows_that_do_not_ask_are_left_out():
+def test_only_requesting_rows_have_logprobs():
     assert set(scores_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
     assert scores_of(torch.eye(2), [0, 1], [None, None]) == {}

@@ -73,7 +73,7 @@ def prompts():
 
 
 @overlapped_too
-def test_the_likeliest_of_the_allowed_tokens_is_drawn_and_others_draw_as_ever(tiny, prompts):
+def test_guided_rows_sample_allowed_tokens_and_others_are_unchanged(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         (alone,) = engine.generate([prompts[1]], max_tokens=12)
         keys = [submit(engine, prompt, [Stepping()]) for prompt in prompts]
@@ -87,14 +87,14 @@ def test_the_likeliest_of_the_allowed_tokens_is_drawn_and_others_draw_as_ever(ti
 
 @overlapped_too
 @pytest.mark.parametrize("min_tokens", [0, 8])
-def test_an_output_that_is_complete_ends_whatever_min_tokens_says(tiny, prompts, min_tokens):
+def test_complete_output_ends_before_min_tokens(tiny, prompts, min_tokens):
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(submit(engine, prompts[1], [Stepping(most=5)], min_tokens=min_tokens))
     assert output.tokens == expected(tiny[1], prompts[1], 12, most=5)
     assert (len(output.tokens), output.tokens[-1], output.finish) == (6, END, FinishReason.STOP)
 
 
-def test_min_tokens_takes_the_end_out_while_something_else_is_left():
+def test_min_tokens_masks_stop_tokens_unless_nothing_else_is_left():
     assert filled([3, END], min_tokens=4, generated=3) == [3]
     assert filled([3, END], min_tokens=4, generated=4) == [3, END]
     assert filled([END], min_tokens=4, generated=3) == [END]
@@ -115,7 +115,7 @@ def filled(allowed, *, min_tokens, generated):
 
 @overlapped_too
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_changes_no_token(tiny, mode):
+def test_preemption_does_not_change_guided_outputs(tiny, mode):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 300) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
@@ -128,7 +128,7 @@ def test_preemption_changes_no_token(tiny, mode):
 
 
 @overlapped_too
-def test_every_sample_has_a_guide_of_its_own(tiny, prompts):
+def test_every_sample_has_its_own_guide(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         guides = [Stepping(), Stepping(most=4), Stepping()]
         submit(engine, prompts[2], guides, n=3, temperature=2.0, seed=5)
@@ -143,7 +143,7 @@ def test_every_sample_has_a_guide_of_its_own(tiny, prompts):
         assert all(token % 7 == index % 7 for index, token in enumerate(tokens[sample]) if token != END)
 
 
-def test_guided_sequences_are_not_guessed(tiny, prompts):
+def test_no_draft_tokens_for_guided_sequences(tiny, prompts):
     options = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         (output,) = engine.wait(submit(engine, [11, 12, 13] * 5, [Stepping()]))
@@ -152,7 +152,7 @@ def test_guided_sequences_are_not_guessed(tiny, prompts):
 
 
 @overlapped_too
-def test_log_probabilities_are_those_of_the_raw_logits(tiny, prompts):
+def test_logprobs_are_computed_from_raw_logits(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(submit(engine, prompts[1], [Stepping()], logprobs=2))
     with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(tiny, prompts):
 
 @overlapped_too
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_guide_that_gives_up_ends_its_request_alone(tiny, prompts, n):
+def test_failing_guide_fails_only_its_request(tiny, prompts, n):
     with running(tiny_assembly(tiny[0])) as engine:
         beside = submit(engine, prompts[0], [Stepping()])
         lost = submit(engine, prompts[1], [Stepping(breaks_at=3) for _ in range(n)], n=n, temperature=1.0)
@@ -175,7 +175,7 @@ def test_a_guide_that_gives_up_ends_its_request_alone(tiny, prompts, n):
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 320])
-def test_what_the_words_do_not_reach_is_not_allowed(vocab):
+def test_tokens_beyond_the_mask_are_not_allowed(vocab):
     rnd = np.random.default_rng(vocab)
     bits = rnd.integers(0, 2, (3, 96), dtype=np.uint8)
     words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
@@ -186,7 +186,7 @@ def test_what_the_words_do_not_reach_is_not_allowed(vocab):
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2], [1, 2]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_themselves_stay_as_they_are(rows, dtype):
+def test_apply_mask_does_not_modify_its_input(rows, dtype):
     logits = torch.randn(3, 64, dtype=dtype)
     before = logits.clone()
     masked = apply_mask(logits, Mask(torch.tensor(rows), torch.tensor([[1, -(2**31)]] * len(rows), dtype=torch.int32)))
@@ -198,7 +198,7 @@ def test_logits_themselves_stay_as_they_are(rows, dtype):
 
 
 @overlapped_too
-def test_what_else_forbids_tokens_forbids_them_here_too(tiny, prompts):
+def test_other_constraints_apply_to_guided_outputs(tiny, prompts):
     """A bad word, and tokens that are not allowed."""
     (first, *_) = expected(tiny[1], prompts[1], 12)
     with running(tiny_assembly(tiny[0])) as engine:

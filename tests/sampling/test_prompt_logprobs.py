@@ -64,7 +64,7 @@ def test_logprobs_match_transformers(tiny, prompts, count, max_tokens):
 
 
 @overlapped_too
-def test_what_the_cache_has_is_computed_nevertheless(tiny, prompts):
+def test_cached_prompt_is_recomputed_for_prompt_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         plain = engine.generate(prompts[3:], max_tokens=3)
         found = engine.history[-1].stats.cached_tokens
@@ -76,7 +76,7 @@ def test_what_the_cache_has_is_computed_nevertheless(tiny, prompts):
         assert engine.history[-1].stats.cached_tokens == 39  # by the last, which does not ask
 
 
-def test_its_blocks_are_found_by_others(tiny, prompts):
+def test_scored_prompt_fills_the_prefix_cache(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         told(engine, engine.submit(prompts[3], max_tokens=0, prompt_logprobs=0))
         engine.generate(prompts[3:], max_tokens=3)
@@ -84,7 +84,7 @@ def test_its_blocks_are_found_by_others(tiny, prompts):
 
 
 @overlapped_too
-def test_samples_and_beams_compute_a_prompt_once(tiny, prompts):
+def test_samples_and_beams_score_the_prompt_once(tiny, prompts):
     with running(tiny_assembly(tiny[0], max_num_batched_tokens=64)) as engine:
         for wanted in ({"n": 3, "temperature": 1.0}, {"beam_width": 3, "n": 2}, {"n": 2, "max_tokens": 0}):
             key = engine.submit(prompts[3], **{"max_tokens": 4, "prompt_logprobs": 1} | wanted)
@@ -100,7 +100,7 @@ def test_samples_and_beams_compute_a_prompt_once(tiny, prompts):
 
 @overlapped_too
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
+def test_preemption_neither_repeats_nor_drops_logprobs(tiny, mode):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 24, "swap_space": 0.01, "preemption_mode": mode}
@@ -114,7 +114,7 @@ def test_preemption_neither_repeats_nor_loses_any(tiny, mode):
 
 
 @overlapped_too
-def test_a_step_scores_a_bounded_number_of_rows(tiny, prompts, monkeypatch):
+def test_scored_rows_per_step_are_bounded(tiny, prompts, monkeypatch):
     drafts = []
 
     def draft(*args):
@@ -132,7 +132,7 @@ def test_a_step_scores_a_bounded_number_of_rows(tiny, prompts, monkeypatch):
 
 
 @overlapped_too
-def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
+def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
     """Chunks of a token are replayed as decode steps are; two that end their prompts want all of their rows."""
     monkeypatch.setattr(warm_up, "graph_capture", lambda device: lambda step: step)
     with running(tiny_assembly(tiny[0], max_num_seqs=2, max_num_batched_tokens=2)) as engine:
@@ -141,7 +141,7 @@ def test_recorded_steps_change_none(tiny, prompts, monkeypatch):
             check(tiny[1], prompt, found, 2)
 
 
-def test_guesses_change_none(tiny, prompts):
+def test_draft_tokens_do_not_change_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
         keys = [engine.submit(prompt, max_tokens=8, prompt_logprobs=2) for prompt in prompts]
         for prompt, found in zip(prompts, told(engine, *keys), strict=True):
@@ -155,7 +155,7 @@ def test_max_tokens_zero_scores_prompt_only(tiny, prompts, monkeypatch):
     assert (output.tokens, output.finish.value) == ([], "length")
 
 
-def test_no_tokens_without_any_use_of_the_prompt_are_refused(tiny):
+def test_max_tokens_zero_requires_prompt_logprobs(tiny):
     limits = tiny_assembly(tiny[0]).limits
     with pytest.raises(RequestError, match=r"max_tokens=0: must be 1\.\.256, or 0 with prompt_logprobs"):
         SamplingParams.parse({"max_tokens": 0}, limits)
@@ -180,7 +180,7 @@ def entries(model, ids, count):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 6])
-def test_they_come_with_the_first_response(service, tiny, stream, max_tokens):
+def test_prompt_logprobs_are_in_the_first_response(service, tiny, stream, max_tokens):
     wanted = {"prompt_logprobs": 2, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     responses = service.call(input_ids=IDS, stream=stream, sampling_parameters=json.dumps(wanted)).all()
     assert ["prompt_logprobs" in one for one in responses] == [True] + [False] * (len(responses) - 1)
@@ -192,6 +192,6 @@ def test_they_come_with_the_first_response(service, tiny, stream, max_tokens):
         assert all(one["decoded_token"] == TOKENIZER.decode([int(token)]) for token, one in found.items())
 
 
-def test_a_prompt_of_one_token_has_none(service):
+def test_single_token_prompt_has_no_prompt_logprobs(service):
     wanted = '{"prompt_logprobs": 2, "max_tokens": 1}'
     assert service.ask(input_ids=[5], sampling_parameters=wanted)["prompt_logprobs"] == [b"[null]"]

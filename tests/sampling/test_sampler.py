@@ -46,7 +46,7 @@ def test_temperature_0_is_greedy(logits):
     assert draw(logits, [sequence(temperature=0)]) == [int(logits.argmax())]
 
 
-def test_the_smallest_numbers_that_are_not_0_stay_finite(logits):
+def test_tiny_parameters_stay_finite(logits):
     """1e-45 is the least that float32 holds, 1e-300 is none of its."""
     for least in (1e-45, 1e-300):
         assert support(logits, temperature=least) == {logits.argmax().item()}
@@ -56,23 +56,23 @@ def test_the_smallest_numbers_that_are_not_0_stay_finite(logits):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_top_k_draws_from_the_k_likeliest(logits, top_k):
+def test_top_k_matches_transformers(logits, top_k):
     flat = logits / 20  # so flat that 400 draws meet every token that is kept
     assert support(flat, top_k=top_k) == kept(TopKLogitsWarper(top_k)(None, flat.clone()))
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.3])
-def test_top_p_draws_from_the_smallest_set_that_reaches_p(logits, top_p):
+def test_top_p_matches_transformers(logits, top_p):
     flat = logits / 4
     assert support(flat, 2000, top_p=top_p) == kept(TopPLogitsWarper(top_p)(None, flat.clone()))
 
 
 @pytest.mark.parametrize("min_p", [0.5, 0.2])
-def test_min_p_draws_from_what_is_near_the_likeliest(logits, min_p):
+def test_min_p_matches_transformers(logits, min_p):
     assert support(logits / 4, 2000, min_p=min_p) == kept(MinPLogitsWarper(min_p)(None, (logits / 4).clone()))
 
 
-def test_top_k_then_top_p_as_transformers_chains_them(logits):
+def test_top_k_then_top_p_matches_transformers(logits):
     flat = logits / 4
     warped = TopPLogitsWarper(0.6)(None, TopKLogitsWarper(8)(None, flat.clone()))
     assert support(flat, 2000, top_k=8, top_p=0.6) == kept(warped)
@@ -87,7 +87,7 @@ def test_frequencies_follow_the_distribution(logits):
     assert chi_squared < 2 * VOCAB
 
 
-def test_the_rest_of_the_batch_changes_nothing(logits):
+def test_rows_are_independent_of_the_batch(logits):
     """Every filter beside every other one: a row draws what it draws alone."""
     rows = [
         sequence(temperature=0),
@@ -103,7 +103,7 @@ def test_the_rest_of_the_batch_changes_nothing(logits):
     assert together == [draw(logits, [row])[0] for row in rows]
 
 
-def test_the_same_seed_draws_the_same_and_another_seed_or_position_draws_anew(logits):
+def test_samples_depend_on_seed_and_position_only(logits):
     def numbers(tokens):
         return [sequence(seed=5, generated=range(count)) for count in range(tokens)]
 
@@ -118,13 +118,13 @@ def test_the_same_seed_draws_the_same_and_another_seed_or_position_draws_anew(lo
     assert draw(flat, [sequence(seed=2**32)]) != draw(flat, [sequence(seed=0)])
 
 
-def test_the_prompt_does_not_change_what_is_drawn(logits):
+def test_prompt_length_does_not_change_samples(logits):
     """The position counts from the first token of the output."""
     short, long = (sequence(prompt=range(size), generated=(1, 2), seed=3) for size in (4, 40))
     assert draw(logits.expand(2, -1), [short, long]) == draw(logits, [short]) * 2
 
 
-def test_repetition_penalty_as_transformers_applies_it(logits):
+def test_repetition_penalty_matches_transformers(logits):
     seen = [1, 2, 3, 9, 9]
     expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([seen]), logits.clone())
     for token in seen:
@@ -136,7 +136,7 @@ def test_repetition_penalty_as_transformers_applies_it(logits):
             assert expected[0, chosen] == max(expected[0, token], expected[0, other])
 
 
-def test_presence_and_frequency_count_the_output_alone():
+def test_presence_and_frequency_penalties_count_output_only():
     logits = torch.zeros(1, VOCAB)
     logits[0, 4], logits[0, 5], logits[0, 6] = 2.0, 1.6, 1.0
     assert draw(logits, [sequence(prompt=(4, 4), presence_penalty=2.0, temperature=0)]) == [4]
@@ -152,11 +152,11 @@ def test_no_stop_token_before_min_tokens(logits):
     assert draw(logits, [sequence(generated=(8, 8), **row)]) == [best]
 
 
-def test_a_batch_of_no_rows_draws_nothing():
+def test_empty_batch_samples_nothing():
     assert draw(torch.zeros(0, VOCAB), []) == []
 
 
-def test_what_is_drawn_from_can_be_looked_at():
+def test_process_logits_applies_constraints_and_penalties():
     logits = torch.zeros(2, VOCAB)
     rows = [(sequence(generated=(4,), presence_penalty=1.0), 4), (sequence(stop_ids={7}, min_tokens=1), 3)]
     expected = torch.zeros(2, VOCAB)

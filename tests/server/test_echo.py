@@ -32,7 +32,7 @@ def own(text):
 @pytest.mark.parametrize("exclude", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: next(iter(prompt)))
-def test_every_sample_begins_with_the_prompt(service, prompt, n, exclude):
+def test_every_sample_starts_with_the_prompt(service, prompt, n, exclude):
     asked = {**prompt, **ASKED, "exclude_input_in_output": True}
     without = service.ask(**asked, sampling_parameters=sampling(n=n))
     outputs = service.ask(**asked | {"exclude_input_in_output": exclude}, sampling_parameters=sampling(n=n, echo=True))
@@ -45,7 +45,7 @@ def test_every_sample_begins_with_the_prompt(service, prompt, n, exclude):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_begins_with_it_and_adds_up_to_the_whole(service, n):
+def test_echoed_stream_adds_up_to_the_whole_output(service, n):
     asked = {"text_input": TEXT, **ASKED, "sampling_parameters": sampling(n=n, echo=True, prompt_logprobs=1)}
     whole = service.ask(**asked)
     pieces = service.call(**asked, stream=True).all()
@@ -60,7 +60,7 @@ def test_a_stream_begins_with_it_and_adds_up_to_the_whole(service, n):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("scores", [{}, {"prompt_logprobs": 1}])
-def test_nothing_need_follow_it(service, stream, scores):
+def test_echo_with_max_tokens_zero(service, stream, scores):
     wanted = sampling(max_tokens=0, echo=True, n=2, **scores)
     asked = {"return_finish_reason": True, "return_num_input_tokens": True, **ASKED}
     (answer,) = service.call(text_input=TEXT, stream=stream, sampling_parameters=wanted, **asked).all()
@@ -72,14 +72,14 @@ def test_nothing_need_follow_it(service, stream, scores):
         assert len(json.loads(answer["prompt_logprobs"][0])) == len(IDS)
 
 
-def test_a_stop_string_is_looked_for_in_the_output_alone(service):
+def test_stop_string_is_not_matched_in_the_echoed_prompt(service):
     wanted = sampling(echo=True, stop="sea", max_tokens=3)
     answer = service.ask(text_input=TEXT, return_num_output_tokens=True, sampling_parameters=wanted)
     assert answer["num_output_tokens"] == [3]
     assert answer["text_output"][0].startswith(TEXT.encode())
 
 
-def test_what_cannot_be_echoed_is_refused(service):
+def test_unsupported_echo_is_rejected(service):
     messages = '[{"role": "user", "content": "x"}]'
     refused = service.call(messages=messages, sampling_parameters='{"echo": true}').refusal()
     assert "echo=true: has no meaning with messages; leave it out" in refused
