@@ -17,7 +17,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ELSEWHERE = ("CHANGELOG.md", "comparison.md")  # which name files of earlier versions, and of other projects
-COMPARISONS = {"README.md": "## Beside other backends", "docs/comparison.md": "# Comparison with other backends"}
+COMPARISONS = {"README.md": "## Comparison", "docs/comparison.md": "# Comparison with other backends"}
 HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "NVIDIA Dynamo"]
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 NAME_LINK = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
