@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint demo-model setup lock clean
+.PHONY: help serve test nightly bench-gpu lint reference demo-model setup lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -32,6 +32,7 @@ help:
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
 	@echo "make bench-gpu   check and time kernels and engine on a GPU"
 	@echo "make lint        run ruff and mypy"
+	@echo "make reference   write docs/reference from the code"
 	@echo "make demo-model  prepare the demo model"
 	@echo "make setup       create .venv"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
@@ -56,6 +57,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+reference: setup
+	$(BIN)/python -m paged_backend.server.reference --write docs/reference
 
 demo-model: setup
 	@$(BIN)/python -m client.serving.demo_model

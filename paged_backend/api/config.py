@@ -202,9 +202,7 @@ class EngineConfig:
         flag, "Generate JSON without white space between its tokens, unless the request sets this itself.", False
     )
     block_size: int = option(power_of_two(256), "Tokens per block of the KV cache.", 16, section="KV cache")
-    gpu_memory_utilization: float = option(
-        fraction, "Fraction of the GPU's memory for weights, activations and KV cache.", 0.9
-    )
+    gpu_memory_utilization: float = option(fraction, "Fraction of the GPU's memory for weights and KV cache.", 0.9)
     kv_cache_memory_bytes: int | None = option(
         integer(1),
         "Bytes of the KV cache, on each GPU. Default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of"

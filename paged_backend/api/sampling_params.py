@@ -136,7 +136,7 @@ class SamplingParams:
         None,
         "JSON that is valid for this schema: an object, or a string that holds one. Properties come in the schema's"
         " order. Unsupported keywords such as `uniqueItems`, `not` or `if` are rejected by name.",
-        section="Structured outputs",
+        section="Structured outputs (at most one of them)",
     )
     json_object: Structure | None = parameter(parsers.structure, None, "`true`: any JSON object.")
     regex: Structure | None = parameter(

@@ -115,7 +115,7 @@ OUTPUTS = {
         "The generated text; when streaming, the text since the previous response. It never ends inside a character."
         " For an embedding, a JSON list of numbers."
     ),
-    "finish_reason": _strings("`stop`, `length`, `timeout` or `cancelled`; `None` before the last response."),
+    "finish_reason": _strings("`stop`, `length` or `timeout`; `None` before the last response."),
     "stop_reason": _strings(
         "What ended an output with the finish reason `stop`: the stop string, the stop token id, or a JSON list of the"
         " token ids of a stop word. `None` for the end-of-sequence token, and before the last response."
