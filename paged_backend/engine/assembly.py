@@ -1,4 +1,4 @@
-"""From options to a model with its pool, its scheduler and its processes, ready to run."""
+"""Builds everything an engine needs from the options: the model, its pools, the scheduler and the other ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.rank import ROOT, Prepared, prepare
+from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.engine.prepare import ROOT, PreparedModel, prepare
 from paged_backend.engine.warm_up import measure_costs
-from paged_backend.engine.workers import ParallelRunner, Workers
+from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
@@ -27,18 +28,19 @@ from paged_backend.memory.block_file import fingerprint
 from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
 
 log = logging.getLogger("paged_llm")
 
-CPU_STEP_SECONDS = 0.1  # while sequences decode
+CPU_STEP_SECONDS = 0.1  # target on a CPU, for steps with decoding sequences
 
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A loaded model with its pool and scheduler: everything but the threads."""
+    """A loaded model with its pools and scheduler: an engine without its thread."""
 
     loaded: LoadedModel
     limits: EngineLimits
@@ -51,87 +53,78 @@ class Assembly:
     adapters: AdapterRegistry | None = None
 
     def engine(self, emit: Emit) -> Engine:
+        """Return an engine over this assembly, not started yet. emit: gets its outputs, on the engine's thread."""
         trim_memory()
-        release_openmp_threads()  # whoever calls has loaded the model, and the engine's thread computes from now on
+        release_openmp_threads()  # of the calling thread, which has loaded the model; from now on the engine computes
         engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
         if self.workers:
             self.workers.on_rank_failure(engine.fail)
         return engine
 
     def memory(self) -> MemoryUsage:
-        """What this process has in use: with several ranks that of the first."""
+        """Return the memory that this process uses; with several ranks that of rank 0."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
         pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
-        """Let go of recorded steps, and end the processes of the other ranks. After the engine."""
+        """Free the graphs and end the processes of the other ranks. After the engine has stopped."""
         self.runner.release_graphs()
         if self.workers:
             self.workers.stop()
 
 
-def assemble(config: EngineConfig, listing: Path | None = None) -> Assembly:
-    """Load the model, prove it, size the pool. listing: of adapters. Raises ConfigError or UnsupportedModel."""
+def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly:
+    """Load and verify the model, size the pools and build the scheduler.
+
+    adapter_list: the file that lists LoRA adapters. Raises ConfigError, and UnsupportedModel for a model that fails the
+    verification.
+    """
     device = model_options.pick_device(config)
     check_devices(config, device)
     if config.tensor_parallel_size == 1:
-        return _assemble(config, listing, TensorParallelGroup(device), None)
+        return _assemble(config, adapter_list, TensorParallelGroup(device), None)
     model_loader.check_model(config, ROOT)  # before processes are started
     workers = Workers(config, device)
     try:
-        return _assemble(config, listing, workers.tp_group, workers)
+        return _assemble(config, adapter_list, workers.tp_group, workers)
     except Exception as error:
         reason = workers.failure_reason()
         workers.stop(at_once=True)
-        if reason is None or str(error) in reason:  # where all ranks refuse for the same reason, it is told once
+        if reason is None or str(error) in reason:  # all ranks reject the model for the same reason
             raise
         raise ConfigError(f"{error} ({reason})") from error
 
 
 def _assemble(
-    config: EngineConfig, listing: Path | None, tp_group: TensorParallelGroup, workers: Workers | None
+    config: EngineConfig, adapter_list: Path | None, tp_group: TensorParallelGroup, workers: Workers | None
 ) -> Assembly:
     started, on_cpu = time.monotonic(), tp_group.device.type == "cpu"
     if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
         raise ConfigError(
-            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: goes through the host's pool; give it swap_space, too"
+            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: needs a host pool; set swap_space as well"
         )
-    adapters = AdapterListFile(listing) if config.enable_lora else None
+    adapters = AdapterListFile(adapter_list) if config.enable_lora else None
     prepared = prepare(config, tp_group)
     try:
-        return _put_together(config, adapters, prepared, workers, started)
+        return _build(config, adapters, prepared, workers, started)
     except Exception:
-        prepared.runner.release_graphs()  # before the ranks part: NCCL waits for what was recorded with it
+        prepared.runner.release_graphs()  # before the process group ends: NCCL waits for captured calls
         raise
 
 
-def _put_together(
-    config: EngineConfig, listing: AdapterListFile | None, prepared: Prepared, workers: Workers | None, started: float
+def _build(
+    config: EngineConfig,
+    adapter_list: AdapterListFile | None,
+    prepared: PreparedModel,
+    workers: Workers | None,
+    started: float,
 ) -> Assembly:
-    device = prepared.runner.kv.device
-    loaded, spec, behind = prepared.loaded, prepared.loaded.spec, prepared.num_host_blocks
-    caching = config.enable_prefix_caching
-    host = BlockManager(behind, config.block_size, caching=caching) if behind else None
-    blocks = BlockManager(prepared.num_blocks, config.block_size, caching=caching, host=host)
-    limits = EngineLimits(
-        max_model_len=spec.max_model_len,
-        vocab_size=spec.vocab_size,
-        num_blocks=blocks.num_blocks,
-        block_size=blocks.block_size,
-        max_num_seqs=config.max_num_seqs,
-        embedding=spec.embedding,
-        input_limits=config.limits,
-    )
-    slots = blocks.num_blocks * blocks.block_size
-    if config.max_model_len is not None and slots < config.max_model_len:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
-            f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
-        )
-
-    costs = measure_costs(prepared.runner, prepared.seconds_per_token, behind)
+    loaded, device = prepared.loaded, prepared.runner.kv.device
+    blocks = _block_manager(config, prepared)
+    limits = _limits(config, loaded, blocks)
+    costs = measure_costs(prepared.runner, prepared.seconds_per_token, prepared.num_host_blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
     scheduler = Scheduler(
         blocks,
@@ -146,28 +139,67 @@ def _put_together(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
     )
+    _log_summary(loaded, device, blocks, costs, prepared.num_host_blocks, time.monotonic() - started)
+    overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
+    disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
+    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters)
+
+
+def _block_manager(config: EngineConfig, prepared: PreparedModel) -> BlockManager:
+    """Return the device pool's block manager, with the host pool's behind it. Raises ConfigError if the pool cannot
+    hold max_model_len tokens."""
+    size, caching = config.block_size, config.enable_prefix_caching
+    host = BlockManager(prepared.num_host_blocks, size, caching=caching) if prepared.num_host_blocks else None
+    blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host)
+    slots = blocks.num_blocks * blocks.block_size
+    if config.max_model_len is not None and slots < config.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
+            f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
+        )
+    return blocks
+
+
+def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=loaded.spec.max_model_len,
+        vocab_size=loaded.spec.vocab_size,
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        max_num_seqs=config.max_num_seqs,
+        embedding=loaded.spec.embedding,
+        input_limits=config.limits,
+    )
+
+
+def _log_summary(
+    loaded: LoadedModel,
+    device: torch.device,
+    blocks: BlockManager,
+    costs: Costs,
+    num_host_blocks: int,
+    seconds: float,
+) -> None:
+    spec = loaded.spec
     log.info(
-        "%s in %s on %s, ready in %.1f s: %d layers, proven through pages; pool of %d blocks of %d tokens (%.2f GiB)",
+        "%s in %s on %s, ready in %.1f s: %d layers, verified with paged attention; KV cache of %d blocks of %d tokens"
+        " (%.2f GiB)",
         type(loaded.model).__name__,
         spec.dtype,
         device,
-        time.monotonic() - started,
+        seconds,
         len(spec.layers),
         blocks.num_blocks,
         blocks.block_size,
         blocks.num_blocks * kv_cache.bytes_per_block(loaded.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
     )
     log.info(
-        "a token takes %.3g ms to compute, a block %.3g ms to copy and %.3g ms to move to the host, which has room for"
-        " %d",
+        "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms; host pool of %d blocks",
         costs.token * 1e3,
         costs.copy * 1e3,
         costs.move * 1e3,
-        behind,
+        num_host_blocks,
     )
-    overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, listing)
-    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters)
 
 
 def _step_seconds(config: EngineConfig, device: torch.device) -> float | None:
@@ -182,25 +214,30 @@ def _proposer(config: EngineConfig) -> Proposer:
     return PromptLookup(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
 
-def _adapters(config: EngineConfig, loaded: LoadedModel, listing: AdapterListFile | None) -> AdapterRegistry | None:
-    if listing is None:
+def _adapters(
+    config: EngineConfig, loaded: LoadedModel, adapter_list: AdapterListFile | None
+) -> AdapterRegistry | None:
+    if adapter_list is None:
         return None
     assert loaded.lora
     log.info(
-        "up to %d adapters of rank %d on the device, which take %.2f GiB: of %s", loaded.lora.slots, loaded.lora.rank,
-        loaded.lora.nbytes / kv_cache.GIB, ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
-    )  # fmt: skip
+        "%d adapter slots of rank %d take %.2f GiB on the device; adaptable layers: %s",
+        loaded.lora.slots,
+        loaded.lora.rank,
+        loaded.lora.nbytes / kv_cache.GIB,
+        ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
+    )
     max_cached = config.max_cpu_loras or config.max_loras
     return AdapterRegistry(
-        listing, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, max_cached=max_cached
+        adapter_list, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, max_cached=max_cached
     )
 
 
 def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
     if config.disk_cache_dir is None or runner.host is None:
         return None
-    places = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    name = fingerprint(config, places, loaded.spec.dtype, loaded.spec.kv_dtype)
+    paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
+    name = fingerprint(config, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(),
         name,

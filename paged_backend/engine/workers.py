@@ -1,4 +1,4 @@
-"""Rank 0's hold on the other ranks: starts their processes, sends them each step, and notices when one is gone."""
+"""The processes of the other ranks, as seen by rank 0: starts them, sends them each step, and notices when one ends."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ from torch import Tensor
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine.rank import Failed, Ready, Start
-from paged_backend.execution.batch import PackedBatch
-from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
+from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import TensorParallelGroup, pick_rank_device
-from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.step_result import StepResult
 from paged_backend.utils.machine import find_python
 
 log = logging.getLogger("paged_llm")
 
-START_SECONDS = 300  # for a process to import what it needs, from a cold disk
-REASON_SECONDS = 5  # for a process that fails to say why
+START_SECONDS = 300  # for a process to import its modules, from a cold disk
+REASON_SECONDS = 5  # for a failing process to send its reason
 STOP_SECONDS = 10  # for a process to end by itself
-# Rank 0 holds the other end of a pipe, so reading ends when rank 0 does, whatever this process waits for by then. If it
-# was killed, nobody else is left to remove where the ranks have met.
+# A thread of the worker process reads from a pipe that rank 0 holds the other end of. When rank 0 ends in any way, the
+# read returns, and the process removes the scratch directory and exits, whatever it waits for.
 COMMAND = (
     "import os, shutil, sys, threading;"
     "end = lambda: (os.read(int(sys.argv[2]), 1), shutil.rmtree(sys.argv[3], ignore_errors=True), os._exit(0));"
@@ -51,16 +48,16 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     channel: Connection
-    lifeline: int  # a pipe that nothing is written to: the process ends when this end is closed
+    lifeline: int  # write end of a pipe: the process ends when it is closed
 
 
 class Workers:
-    """The processes of ranks 1 and up. `send` is called by one thread at a time."""
+    """The processes of ranks 1 and up. `send` may be called by one thread at a time."""
 
     def __init__(self, config: EngineConfig, device: torch.device):
-        """Start them, and wait until they can meet. Raises ConfigError where one cannot start."""
-        self.reason: str | None = None  # why a rank is gone
-        self._on_death: Callable[[str], None] = lambda reason: None
+        """Start the processes and join their process group. Raises ConfigError if one cannot start."""
+        self.reason: str | None = None  # why a rank has ended
+        self._on_failure: Callable[[str], None] = lambda reason: None
         self._stopping = False
         self.workers: list[_Worker] = []
         self._scratch = Path(tempfile.mkdtemp(prefix="paged-ranks-"))
@@ -70,8 +67,8 @@ class Workers:
             for rank in range(1, config.tensor_parallel_size):
                 self.workers.append(start(rank, self._scratch))
             for worker in self.workers:
-                here = pick_rank_device(device, worker.rank)
-                _meet(worker, Start(config, here, worker.rank, self.rendezvous))
+                rank_device = pick_rank_device(device, worker.rank)
+                _wait_ready(worker, Start(config, rank_device, worker.rank, self.rendezvous))
             self._watcher.start()
             self.tp_group.join(self.rendezvous)
         except BaseException:
@@ -80,16 +77,17 @@ class Workers:
 
     @property
     def rendezvous(self) -> Path:
+        """The file through which the ranks find each other."""
         return self._scratch / "rendezvous"
 
-    def on_rank_failure(self, on_death: Callable[[str], None]) -> None:
-        """Have `on_death` called with the reason, from another thread, once a rank is gone."""
-        self._on_death = on_death
+    def on_rank_failure(self, callback: Callable[[str], None]) -> None:
+        """Register a callback that gets the reason when a rank ends, from another thread."""
+        self._on_failure = callback
         if self.reason:
-            on_death(self.reason)
+            callback(self.reason)
 
     def send(self, message: Any) -> None:
-        """The same to all. Raises RunnerDied where a rank is gone."""
+        """Send a message to all ranks. Raises RunnerDied if one has ended."""
         data = _pickled(message)
         for worker in self.workers:
             try:
@@ -98,12 +96,13 @@ class Workers:
                 raise RunnerDied(self.failure_reason() or f"rank {worker.rank} cannot be reached: {error}") from error
 
     def failure_reason(self) -> str | None:
-        """Why rank 0 failed, if another rank is why. It may notice the end of a connection before it is told more."""
+        """Return why another rank has ended; None if none has. Waits for the reason, since rank 0 may notice a closed
+        connection before it arrives."""
         self._watcher.join(REASON_SECONDS)
         return self.reason
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End them: by themselves where all is well, else at once."""
+        """End the processes. They end by themselves unless a rank has failed or at_once is set."""
         self._stopping = True
         orderly = self._watcher.is_alive() and self.reason is None and not at_once
         for worker in self.workers:
@@ -129,66 +128,23 @@ class Workers:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _watch(self) -> None:
-        """Until the first message or end: a rank that is well has nothing to say."""
+        """Wait for the first message, or the first connection that closes. Both mean that a rank has failed."""
         ready = wait([worker.channel for worker in self.workers])
         worker = next(worker for worker in self.workers if worker.channel in ready)
         try:
             message = worker.channel.recv()
             reason = message.reason
         except (EOFError, OSError):
-            reason = _end(worker)
+            reason = _end_reason(worker)
         if not self._stopping:
-            self.reason = f"rank {worker.rank} of {self.tp_group.size} is gone: {reason}"
+            self.reason = f"rank {worker.rank} of {self.tp_group.size} has ended: {reason}"
             self.tp_group.abort()
             log.error(self.reason)
-            self._on_death(self.reason)
-
-
-class ParallelRunner:
-    """Rank 0's runner: what it does, the other ranks do at the same time."""
-
-    def __init__(self, runner: Runner, workers: Workers):
-        self._runner = runner
-        self.workers = workers
-        self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers
-        self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
-
-    def move(self, plan: Plan) -> None:
-        if plan.moves_out or plan.moves_in or plan.copies:
-            moves_out, moves_in = (
-                tuple(move._replace(entry=None) for move in moves) for moves in (plan.moves_out, plan.moves_in)
-            )
-            self.workers.send(Plan((), moves_out=moves_out, moves_in=moves_in, copies=plan.copies))
-        self.run_or_fail(lambda: self._runner.move(plan))
-
-    def launch(self, packed: PackedBatch) -> ParallelStep:
-        self.workers.send(packed)
-        return ParallelStep(self.run_or_fail(lambda: self._runner.launch(packed)), self)
-
-    def release_graphs(self) -> None:
-        self._runner.release_graphs()
-
-    def run_or_fail(self, action: Callable[[], Any]) -> Any:
-        """The ranks have diverged where one has failed, so there is no step after that."""
-        try:
-            return action()
-        except Exception as error:
-            raise RunnerDied(self.workers.failure_reason() or f"{type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class ParallelStep:
-    """A step that all ranks have launched."""
-
-    launched: LaunchedStep
-    runner: ParallelRunner
-
-    def result(self) -> StepResult:
-        return self.runner.run_or_fail(self.launched.result)
+            self._on_failure(self.reason)
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors of the host travel as numpy's arrays: their own way to be pickled takes far longer."""
+    """Pickles tensors on the host as NumPy arrays, which is far faster than as tensors."""
 
     dispatch_table = {Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}  # noqa: RUF012
 
@@ -200,17 +156,17 @@ def _pickled(message: Any) -> bytes:
 
 
 def start(rank: int, scratch: Path) -> _Worker:
-    """scratch: a directory that goes with rank 0."""
+    """Start the process of a rank. scratch: a directory that is removed when rank 0 ends."""
     ours, theirs = socket.socketpair()
     reads, lifeline = os.pipe()
     try:
         process = subprocess.Popen(
             [find_python(), "-c", COMMAND, str(theirs.fileno()), str(reads), str(scratch)],
-            # As this process finds its modules. LOCAL_RANK tells transformers which GPU is this rank's.
+            # The same module search path as here. LOCAL_RANK tells transformers which GPU to use.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), reads),
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which lets open streams end
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches the server only, which drains open streams
         )
     except OSError as error:
         ours.close()
@@ -226,7 +182,8 @@ def _send(worker: _Worker, data: bytes) -> None:
     worker.channel.send_bytes(data)
 
 
-def _meet(worker: _Worker, start: Start) -> None:
+def _wait_ready(worker: _Worker, start: Start) -> None:
+    """Send the first message and wait until the rank is ready. Raises ConfigError if it does not start."""
     try:
         _send(worker, _pickled(start))
         if worker.channel.poll(START_SECONDS):
@@ -236,14 +193,14 @@ def _meet(worker: _Worker, start: Start) -> None:
             assert isinstance(message, Failed)
             reason = message.reason
         else:
-            reason = f"said nothing for {START_SECONDS} s"
+            reason = f"no answer within {START_SECONDS} s"
     except (EOFError, OSError):
-        reason = _end(worker)
+        reason = _end_reason(worker)
     raise ConfigError(f"tensor_parallel_size: rank {worker.rank} did not start: {reason}")
 
 
-def _end(worker: _Worker) -> str:
-    """Of a process that has closed its channel."""
+def _end_reason(worker: _Worker) -> str:
+    """Return how a process that has closed its connection has ended."""
     try:
         return f"its process ended with code {worker.process.wait(REASON_SECONDS)}"
     except subprocess.TimeoutExpired:

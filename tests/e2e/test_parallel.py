@@ -46,7 +46,7 @@ def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server
             assert stream.next().text is not None
             os.kill(rank, signal.SIGKILL)
             (error,) = (response.error for response in stream.all() if response.error)
-            assert "INTERNAL: the engine died: RunnerDied: rank 1 of 2 is gone" in str(error)
+            assert "INTERNAL: the engine died: RunnerDied: rank 1 of 2 has ended" in str(error)
             stream.send(**request)
             assert "UNAVAILABLE: the engine has stopped" in str(stream.next().error)
         assert main(["probe", "--url", server.grpc_url]) == 1

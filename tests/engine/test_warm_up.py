@@ -52,7 +52,7 @@ class Memory:
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
 def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, guesses, drafts, shares_prefixes):
     memory = Memory()
-    monkeypatch.setattr(warm_up, "record", memory.record)
+    monkeypatch.setattr(warm_up, "capture_graphs", memory.record)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
     kv = SimpleNamespace(device=torch.device("cuda"))

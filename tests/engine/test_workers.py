@@ -161,7 +161,7 @@ def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(di
         message = engine.steps.get(timeout=WAIT)
         while not isinstance(message, EngineDied):
             message = engine.steps.get(timeout=WAIT)
-        assert "rank 1 of 2 is gone: its process ended with code -9" in message.reason
+        assert "rank 1 of 2 has ended: its process ended with code -9" in message.reason
         assert not engine.engine.alive
 
 

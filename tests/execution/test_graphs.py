@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import step_loop, warm_up
+from paged_backend.engine import runner_builder, step_loop
 from paged_backend.execution import drafter, graphs, runner
 from paged_backend.execution.batch import UniformBatch, pack
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -43,7 +43,7 @@ class FakeCapture:
 @pytest.fixture
 def capture(monkeypatch):
     made = FakeCapture()
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: made)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: made)
     return made
 
 
@@ -91,7 +91,7 @@ def test_samples_penalties_and_beams_with_replay(tiny, prompts, capture, monkeyp
 
     replayed = outputs()
     assert capture.replays
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: None)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: None)
     assert replayed == outputs()
 
 
@@ -199,7 +199,7 @@ def test_graph_inputs_outlive_the_capture(tiny, monkeypatch):
         reads.extend(mode.found)
         return lambda: logits
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: capture)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
     assembly = tiny_assembly(tiny[0])
     gc.collect()
     assert len(reads) > 100
@@ -211,7 +211,7 @@ def test_model_that_cannot_be_captured_runs_eagerly(tiny, prompts, plain, monkey
     def fail(step):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: fail)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: fail)
     with caplog.at_level(logging.WARNING), running(tiny_assembly(tiny[0])) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
     assert "no CUDA graphs, so decode steps take longer: RuntimeError: operation not permitted" in caplog.text

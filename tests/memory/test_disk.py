@@ -123,7 +123,7 @@ def test_quantized_blocks_are_restored_with_their_scales(assembly, kv_cache_dtyp
 
 def test_disk_cache_requires_a_host_pool(tiny, tmp_path):
     for options in ({}, {"swap_space": 0}):
-        with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: goes through the host's pool"):
+        with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: needs a host pool"):
             tiny_assembly(tiny[0], disk_cache_dir=str(tmp_path), **options)
 
 

@@ -12,7 +12,7 @@ import transformers as hf
 from peft import PeftModel
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine import warm_up
+from paged_backend.engine import runner_builder
 from paged_backend.execution.runner import Runner
 from paged_backend.models import linear
 from paged_backend.models.adapter_rows import adapter_rows
@@ -336,7 +336,7 @@ def test_only_steps_without_adapters_are_replayed(tiny, adapter_list, lora_promp
 
         return replay
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: capture)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
     with running(tiny_assembly(tiny[0], adapters=adapter_list, **LORA)) as engine:
         key = engine.submit(lora_prompts[0], max_tokens=MAX_TOKENS, lora_name="all")
         assert engine.wait(key)[0].tokens == lora_outputs["all"][0]

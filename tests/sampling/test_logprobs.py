@@ -9,7 +9,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import warm_up
+from paged_backend.engine import runner_builder
 from paged_backend.sampling.sampler import compute_logprobs, prepare
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
@@ -166,7 +166,7 @@ def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: record)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=8, logprobs=2) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):

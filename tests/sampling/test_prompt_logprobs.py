@@ -8,7 +8,7 @@ import torch
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import warm_up
+from paged_backend.engine import runner_builder
 from paged_backend.scheduling import plan
 from tests.support.callers import serving
 from tests.support.in_process import WAIT, byte_tokenizer, running, tiny_assembly
@@ -134,7 +134,7 @@ def test_scored_rows_per_step_are_bounded(tiny, prompts, monkeypatch):
 @overlapped_too
 def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
     """Chunks of a token are replayed as decode steps are; two that end their prompts want all of their rows."""
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: lambda step: step)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: lambda step: step)
     with running(tiny_assembly(tiny[0], max_num_seqs=2, max_num_batched_tokens=2)) as engine:
         keys = [engine.submit(prompt, max_tokens=3, prompt_logprobs=2) for prompt in prompts[:3]]
         for prompt, found in zip(prompts, told(engine, *keys), strict=False):

@@ -84,13 +84,13 @@ def test_embeddings_use_and_fill_the_prefix_cache(tiny, prompts):
 
 
 def test_embeddings_do_not_use_captured_graphs(tiny, prompts, monkeypatch):
-    from paged_backend.engine import warm_up
+    from paged_backend.engine import runner_builder
 
     def record(step):
         place = step()
         return lambda: place.copy_(step())
 
-    monkeypatch.setattr(warm_up, "graph_capture", lambda device: record)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: record)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.embed(prompt) for prompt in prompts]
         engine.submit(prompts[1], max_tokens=4)

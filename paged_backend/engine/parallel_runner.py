@@ -1,0 +1,64 @@
+"""The runner of rank 0 under tensor parallelism: the other ranks run the same steps at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paged_backend.engine.workers import Workers
+from paged_backend.execution.batch import PackedBatch
+from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.step_result import StepResult
+
+T = TypeVar("T")
+
+
+class ParallelRunner:
+    """A `StepRunner` that sends each step to the other ranks before it runs the step itself."""
+
+    def __init__(self, runner: Runner, workers: Workers):
+        """runner: of rank 0."""
+        self._runner = runner
+        self.workers = workers
+        self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers
+        self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
+
+    def move(self, plan: Plan) -> None:
+        """Enqueue the block transfers of a plan on all ranks."""
+        if plan.moves_out or plan.moves_in or plan.copies:
+            moves_out, moves_in = (
+                tuple(move._replace(entry=None) for move in moves) for moves in (plan.moves_out, plan.moves_in)
+            )
+            self.workers.send(Plan((), moves_out=moves_out, moves_in=moves_in, copies=plan.copies))
+        self.run_or_fail(lambda: self._runner.move(plan))
+
+    def launch(self, packed: PackedBatch) -> ParallelStep:
+        """Enqueue a step on all ranks."""
+        self.workers.send(packed)
+        return ParallelStep(self.run_or_fail(lambda: self._runner.launch(packed)), self)
+
+    def release_graphs(self) -> None:
+        """Free the graphs of rank 0."""
+        self._runner.release_graphs()
+
+    def run_or_fail(self, action: Callable[[], T]) -> T:
+        """Run an action of rank 0. Raises RunnerDied for any error: once one rank has failed, the ranks' states differ,
+        so no further step can be run."""
+        try:
+            return action()
+        except Exception as error:
+            raise RunnerDied(self.workers.failure_reason() or f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelStep:
+    """A step that was launched on all ranks."""
+
+    launched: LaunchedStep
+    runner: ParallelRunner
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its results."""
+        return self.runner.run_or_fail(self.launched.result)

@@ -1,0 +1,54 @@
+"""Prepares the model and the pools, the same way on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
+from paged_backend.engine.warm_up import warm_up
+from paged_backend.execution.runner import Runner
+from paged_backend.loading import model_loader
+from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory import kv_cache
+from paged_backend.models.tensor_parallel import TensorParallelGroup
+from paged_backend.utils.machine import limit_torch_threads
+
+ROOT = Path(__file__).resolve().parents[2]  # the repository, or where the package is installed
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedModel:
+    """A verified model over its pools, whose sizes are the same on all ranks."""
+
+    loaded: LoadedModel
+    runner: Runner
+    num_blocks: int
+    num_host_blocks: int
+    seconds_per_token: float
+
+
+def prepare(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
+    """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
+    and UnsupportedModel."""
+    limit_torch_threads(config.tensor_parallel_size)
+    device = tp_group.device
+    loaded = model_loader.load(config, ROOT, device)
+    kv_dtype = loaded.spec.kv_dtype
+    warmed = warm_up(config, loaded, device)
+    num_blocks = kv_cache.num_blocks(config, loaded.layers, kv_dtype, device, warmed.gpu_bytes)
+    num_blocks = tp_group.all_reduce_min(num_blocks)
+    num_host_blocks = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, loaded.layers, kv_dtype, device))
+    runner = build_runner(
+        config,
+        loaded,
+        device,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        broadcast_tokens=tp_group.broadcast_tokens,
+    )
+    capture_graphs(config, loaded, runner, graph_shapes_of(config, runner))
+    if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls must be captured on all ranks or on none
+        runner.release_graphs()
+    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token)

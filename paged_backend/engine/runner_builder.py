@@ -1,0 +1,70 @@
+"""Builds runners, and captures their CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.execution.drafter import Drafter
+from paged_backend.execution.graphs import GraphShape, graph_capture, graph_shapes
+from paged_backend.execution.runner import Runner
+from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.kv_cache import KVCache
+
+
+def build_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    *,
+    num_blocks: int,
+    num_host_blocks: int = 0,
+    broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
+) -> Runner:
+    """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
+    broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
+
+    def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
+        return KVCache.allocate(
+            loaded.layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=loaded.spec.kv_dtype,
+            device=device,
+            pinned=pinned,
+        )
+
+    kv, drafter = cache(num_blocks, device), None
+    host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
+    if loaded.draft:
+        drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
+    return Runner(
+        loaded.model,
+        kv,
+        host,
+        max_draws=config.max_num_seqs + config.max_num_batched_tokens,  # one per draft token as well
+        drafter=drafter,
+        lora=loaded.lora,
+        broadcast_tokens=broadcast_tokens,
+    )
+
+
+def graph_shapes_of(config: EngineConfig, runner: Runner) -> list[GraphShape]:
+    """Return the shapes of steps to capture, the largest first."""
+    return graph_shapes(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        queries=1 + config.num_speculative_tokens,
+        shared=runner.shares_prefixes,
+    )
+
+
+def capture_graphs(config: EngineConfig, loaded: LoadedModel, runner: Runner, shapes: list[GraphShape]) -> None:
+    """Capture graphs of these shapes, if the device supports it and the options allow it."""
+    capture = None if config.enforce_eager else graph_capture(runner.kv.device)
+    if capture:
+        max_len = loaded.spec.max_model_len
+        runner.capture_graphs(capture, shapes, max_blocks=-(-max_len // config.block_size), max_context_len=max_len)
