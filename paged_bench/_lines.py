@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from paged_kernels import ops
 from paged_kernels.block_pair import BlockPair
-from paged_kernels.draws import SamplingFilters, SamplingMetadata
 from paged_kernels.layer_cache import LayerCache
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._race import Call, rotations

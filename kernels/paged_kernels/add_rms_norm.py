@@ -1,21 +1,21 @@
-"""Adds a layer's output to the residual stream and normalises the sum (RMSNorm, arXiv:1910.07467), in one launch."""
+"""Residual addition and RMSNorm (arXiv:1910.07467) in one launch."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_kernels import launch
 from paged_kernels.arguments import check_add_rms_norm
 from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.launch_table import row_tile
 
 
 @triton.jit
-def add_rms_norm_kernel(
+def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     normed, total, x, residual, weight, eps, stride_x, stride_residual,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens,): one program takes one row. Without residual, total is not written."""
+    """Add and normalize one row. Grid: (num_tokens,). Without a residual, `total` is not written."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -33,26 +33,28 @@ def add_rms_norm_kernel(
 def plan_launch(
     normed: Tensor, total: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, device: Device
 ) -> Launch:
+    """Return the launch that writes `normed` and `total`."""
     num_tokens, hidden = x.shape
-    row_tile = launch.row_tile(device, "add_rms_norm", width=hidden, rows=num_tokens)
+    tile = row_tile(device.chip, "add_rms_norm", width=hidden, rows=num_tokens)
     arguments = dict(
         normed=normed, total=total, x=x, residual=residual, weight=weight, eps=eps,
         stride_x=x.stride(0), stride_residual=residual.stride(0) if residual is not None else 0,
-        HIDDEN=hidden, BLOCK=row_tile.elements, num_warps=row_tile.num_warps,
+        HIDDEN=hidden, BLOCK=tile.elements, num_warps=tile.num_warps,
     )  # fmt: skip
     return Launch(add_rms_norm_kernel, (num_tokens,), arguments)
 
 
 def add_rms_norm(
     x: Tensor,  # [num_tokens, hidden]
-    residual: Tensor | None,  # as x, of its type
-    weight: Tensor,  # [hidden], of x's type
+    residual: Tensor | None,  # shape and type of x
+    weight: Tensor,  # [hidden], type of x
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(normalised rows, x + residual), both new and as x; without residual, the second is x itself.
+    """Return (normalized rows, x + residual), both in the shape and type of x.
 
-    The sum is rounded to x's type before it is normalised, and the normalised row before it is weighted, as the layers
-    of transformers do; in between all is fp32.
+    Both are new tensors, but without a residual the second is x itself. The sum is rounded to x's type before it is
+    normalized, and the normalized row before it is multiplied by the weight, as in the layers of transformers; the
+    arithmetic in between is fp32.
     """
     check_add_rms_norm(x, residual, weight)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -64,7 +66,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What `add_rms_norm` means, one row at a time; for tests, not for speed."""
+    """Compute `add_rms_norm` one row at a time. The definition for tests; slow."""
     total = x if residual is None else x + residual
     rows = [row.float() / (row.float().square().mean() + eps).sqrt() for row in total]
     normed = [row.to(x.dtype) * weight for row in rows]

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels ahead of time for every supported chip, without a GPU, and reads their cost.
+"""Ahead-of-time compilation of the Triton kernels for every supported chip, without a GPU, to read their cost.
 
     python -m paged_kernels.aot [--full] [--hours 0.5] [--chip sm_90 ...]
 
@@ -25,30 +25,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kernels import add_rms_norm, block_copy, kv_write, launch, paged_attention, rope_kv_write, sampling, swiglu
-from paged_kernels.draws import SamplingFilters, SamplingMetadata
-from paged_kernels.launch import Device, Launch, RowTuningKey
+from paged_kernels import add_rms_norm, block_copy, kv_write, paged_attention, rope_kv_write, sampling, swiglu
+from paged_kernels.launch import Device, Launch
+from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.paging import Paging, SharedPrefixes
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 KB = 1024
-CHIPS = {  # target, and the shared memory one program may use
+CHIPS = {  # target, and the shared memory that one program may use
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler, among a launch's arguments
-SAMPLING = ("least", "best", "greedy", "first_best")
-SMALL = (*SAMPLING, "block_copy")  # few configurations
-# paged_attention: rows that fit a small tile, the same with splits, chunks beside them, shared prefixes, and the merge
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
+SAMPLING = ("threshold", "best", "greedy", "first_best")
+SMALL_KERNELS = (*SAMPLING, "block_copy")  # with few configurations
+# Attention: small tiles, small tiles with splits, large tiles beside small ones, shared prefixes, and the merge.
 ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
-
-# Bytes of a thread. ptxas gives up a few values that are set before the loop and read after it, to reach the next
-# step of occupancy; what a loop needs would be many times as much.
+# Per thread. ptxas spills a few values that are set before the loop and read after it, to reach the next level of
+# occupancy; spilling inside a loop would be many times as much.
 MAX_SPILLED_BYTES = 32
 
 
@@ -57,7 +57,7 @@ class Case:
     """One launch of one kernel on one chip."""
 
     chip: str
-    kernel: str  # one of ATTENTION, one of SMALL, or the module of another
+    kernel: str  # one of ATTENTION or SMALL_KERNELS, or a module
     dtype: str = "bf16"
     head_dim: int = 128
     group: int = 4
@@ -65,30 +65,31 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    norm: bool = False  # rope_kv_write: of each head; add_rms_norm: after an addition
-    format: str | None = None  # of the pool
-    # "decode" and "split": the longest context; "prefill": the longest chunk; "prefix": sequences; others: rows
+    norm: bool = False  # rope_kv_write: with an RMSNorm of each head; add_rms_norm: with a residual
+    format: str | None = None  # quantized format of the pool
+    # decode, split: the longest context; prefill: the longest chunk; prefix: number of sequences; others: rows
     length: int = 1024
-    width: int = 16384  # of a row; block_copy: bytes of a block. Not of attention
+    width: int = 16384  # of a row; block_copy: bytes of a block; not used by attention
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a compiled kernel uses; bytes, but for the registers of a thread."""
+    """The resources of a compiled kernel."""
 
-    shared: int
-    registers: int
-    spilled: int
+    shared: int  # bytes of shared memory
+    registers: int  # per thread
+    spilled: int  # bytes per thread
 
 
 def full_grid(chip: str) -> Iterator[Case]:
-    """Every launch shape: types by head dimensions by variants; groups and block sizes on one of each."""
+    """Yield every launch shape: types, head dimensions and variants; groups and block sizes for one of each."""
     every, none = list(itertools.product((False, True), repeat=3)), [(False, False, False)]
     kernels, names = ("decode", "split", "prefill", "prefix"), (None, *FORMATS.values())
     for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
         attends = kernel in ("decode", "prefill")
-        for variant in every if attends and name is None else [*none, (True, True, True)] if attends else none:
-            yield Case(chip, kernel, dtype, head_dim, 4, 16, *variant, format=name)
+        variants = every if attends and name is None else [*none, (True, True, True)] if attends else none
+        for window, softcap, sinks in variants:
+            yield Case(chip, kernel, dtype, head_dim, 4, 16, window, softcap, sinks, format=name)
     for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
         yield from (Case(chip, kernel, dtype, head_dim, group, format=name) for head_dim in (64, 128, 256))
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
@@ -101,62 +102,62 @@ def full_grid(chip: str) -> Iterator[Case]:
     for dtype, width in itertools.product(DTYPES, (512, 4608, 8192, 16384)):
         yield from (Case(chip, "add_rms_norm", dtype, norm=norm, width=width) for norm in (False, True))
         yield Case(chip, "swiglu", dtype, width=4 * width)
-    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL))
+    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL_KERNELS))
     yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
     yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
     yield from table_grid(chip)
 
 
 def table_grid(chip: str) -> Iterator[Case]:
-    """Every entry of the chip's own table, in the kernels that use it."""
-    table = launch.find_table(chip)
-    for facts, _ in table.rows() if table and table.chip == chip else []:
-        if isinstance(facts, RowTuningKey):
-            yield from _row_cases(chip, facts)
+    """Yield every entry of the chip's own table, in the kernels that use it."""
+    table = find_table(chip)
+    for key, _ in table.entries() if table and table.chip == chip else []:
+        if isinstance(key, RowTuningKey):
+            yield from _row_cases(chip, key)
             continue
-        dtype = "fp32" if facts.itemsize == 4 else "bf16"
-        group = 4 if facts.rows == 16 else facts.rows
-        for name in FORMATS.values() if facts.quantized else (None,):
-            for kernel in ("decode", "split") if facts.kind == "decode" else ("prefill", "prefix"):
-                yield Case(chip, kernel, dtype, facts.block_d, group, format=name, length=facts.length)
+        dtype = "fp32" if key.itemsize == 4 else "bf16"
+        group = 4 if key.rows == 16 else key.rows
+        for name in FORMATS.values() if key.quantized else (None,):
+            for kernel in ("decode", "split") if key.kind == "decode" else ("prefill", "prefix"):
+                yield Case(chip, kernel, dtype, key.block_d, group, format=name, length=key.length)
 
 
-def _row_cases(chip: str, facts: RowTuningKey) -> Iterator[Case]:
-    norm = facts.kind == "norm_rope_kv_write"
-    kernels = SAMPLING[1:] if facts.kind == "sampling" else ("rope_kv_write",) if norm else (facts.kind,)
-    writes = facts.kind.endswith("kv_write")
-    head_dims = [d for d in (64, 128, 256) if d <= facts.width] if writes else [128]
+def _row_cases(chip: str, key: RowTuningKey) -> Iterator[Case]:
+    norm = key.kind == "norm_rope_kv_write"
+    kernels = SAMPLING[1:] if key.kind == "sampling" else ("rope_kv_write",) if norm else (key.kind,)
+    writes = key.kind.endswith("kv_write")
+    head_dims = [d for d in (64, 128, 256) if d <= key.width] if writes else [128]
     names = (None, *FORMATS.values()) if writes else (None,)
     for kernel, dtype, head_dim, name in itertools.product(kernels, ("bf16", "fp32"), head_dims, names):
         yield Case(
             chip, kernel, dtype, head_dim, norm=norm or kernel == "add_rms_norm", format=name,
-            length=facts.rows, width=facts.width,
+            length=key.rows, width=key.width,
         )  # fmt: skip
 
 
 def small_grid(chip: str) -> Iterator[Case]:
-    """The cases with the most registers and shared memory, and one of each variant."""
-    everything = dict(window=True, softcap=True, sinks=True)
+    """Yield the cases with the most registers and shared memory, and one of each variant."""
+    features: dict[str, Any] = dict(window=True, softcap=True, sinks=True)
     for name in (None, *FORMATS.values()):
-        yield Case(chip, "split", "bf16", 256, **everything, format=name)
-        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **everything, format=name)
+        yield Case(chip, "split", "bf16", 256, **features, format=name)
+        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **features, format=name)
         yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
         yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
         yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
-    yield Case(chip, "prefill", "bf16", 128, **everything)
-    yield from (Case(chip, "prefill", "fp32", 256, **everything, format=name) for name in (None, "int8"))
-    yield Case(chip, "split", "fp32", 256, **everything)
+    yield Case(chip, "prefill", "bf16", 128, **features)
+    yield from (Case(chip, "prefill", "fp32", 256, **features, format=name) for name in (None, "int8"))
+    yield Case(chip, "split", "fp32", 256, **features)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
     yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
     yield Case(chip, "merge", sinks=True)
     yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
     yield Case(chip, "add_rms_norm", norm=True)
     yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
-    yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL))
+    yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL_KERNELS))
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
-    """What a launch with these arguments compiles; pointers and multiples of 16 are marked as aligned."""
+    """Return the source that a launch with these arguments compiles, with pointers and multiples of 16 aligned."""
     names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
     names |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
     signature, constants, attributes = {}, {}, {}
@@ -175,9 +176,9 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 
 
 def _launch(case: Case) -> Launch:
-    """On tensors without memory."""
+    """Plan the launch of a case on tensors without memory."""
     dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
-    # Few multiprocessors want no splits, and large tiles; many want splits.
+    # With few multiprocessors no splits are planned, and large tiles; with many, splits.
     device = Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -193,11 +194,11 @@ def _launch(case: Case) -> Launch:
         table, moves = tensor(3, 64, dtype=torch.int64), tensor(case.length, 2, dtype=torch.int64)
         return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
     if case.kernel in SAMPLING:
-        floats, whole = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
+        floats, integers = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
         filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)
-        draws = None if case.kernel == "greedy" else SamplingMetadata(floats, whole, whole, filters)
-        launches = sampling.plan_launch(row, draws, whole, device=device)
-        return launches[0 if case.kernel in ("least", "greedy") else -2 if case.kernel == "best" else -1]
+        metadata = None if case.kernel == "greedy" else SamplingMetadata(floats, integers, integers, filters)
+        launches = sampling.plan_launch(row, metadata, integers, device=device)
+        return launches[0 if case.kernel in ("threshold", "greedy") else -2 if case.kernel == "best" else -1]
     rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
     num_heads = case.width // case.head_dim
     num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2
@@ -237,13 +238,13 @@ def _launch(case: Case) -> Launch:
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:
-    """Vector registers and scratch bytes of a thread; spilled scalar registers only move to vector ones."""
+    """Return vector registers and scratch bytes of a thread; spilled scalar registers only move to vector ones."""
     usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", assembly))
     return int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
 
 
 def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread. The kernels hold no arrays: all on the stack was spilled."""
+    """Return registers and stack bytes of a thread. The kernels have no arrays, so all of the stack was spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -255,7 +256,7 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_case(case: Case) -> Cost:
-    """Compiles one case. Raises whatever the compiler raises."""
+    """Compile one case. Compiler errors are not caught."""
     planned = _launch(case)
     options = {name: planned.arguments[name] for name in OPTIONS if name in planned.arguments}
     compiled = triton.compile(_source(planned.kernel, planned.arguments), target=CHIPS[case.chip][0], options=options)
@@ -267,9 +268,9 @@ def compile_case(case: Case) -> Cost:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compiles the kernels for every supported chip.")
+    parser = argparse.ArgumentParser(description="Compile the kernels for every supported chip.")
     parser.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
-    longest = "for each chip: as many configurations, chosen at random, as there is time for"
+    longest = "time limit per chip, for configurations in random order"
     parser.add_argument("--hours", type=float, default=math.inf, help=longest)
     parser.add_argument("--chip", nargs="+", choices=CHIPS, default=list(CHIPS))
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What every implementation of an operation demands of its arguments. Imports no triton."""
+"""Argument checks, shared by all implementations of an operation. Imports no triton."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from paged_kernels.layer_cache import LayerCache
 def check_paged_attention(
     query: Tensor, cache: LayerCache, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:  # fmt: skip
-    """Raises ValueError for a setting out of range; asserts the shapes, which are the caller's code."""
+    """Raise ValueError for a setting out of range. Shapes and types are asserted: the caller guarantees them."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = cache.keys.shape[1:3]
     assert cache.keys.shape[3] == head_dim, (query.shape, cache.keys.shape)
@@ -27,7 +27,7 @@ def check_paged_attention(
 
 
 def check_kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Asserts that the shapes and types fit together."""
+    """Assert that the shapes and types match."""
     num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
     assert key.shape == value.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, cache.keys.shape)
     assert key.dtype == value.dtype, (key.dtype, value.dtype)
@@ -45,25 +45,26 @@ def check_rope_kv_write(
     query_weight: Tensor | None,
     key_weight: Tensor | None,
 ) -> None:
-    """Raises ValueError for an odd head_dim; asserts the shapes and types, which are the caller's code."""
+    """Raise ValueError for an odd head_dim. Shapes and types are asserted: the caller guarantees them."""
     check_kv_write(key, value, cache, slots)
     num_tokens, _, head_dim = query.shape
     assert num_tokens == key.shape[0] and head_dim == key.shape[2], (query.shape, key.shape)
     assert query.dtype == key.dtype, (query.dtype, key.dtype)
     assert cos.shape == sin.shape == (num_tokens, head_dim), (cos.shape, sin.shape, query.shape)
     assert (query_weight is None) == (key_weight is None)
-    assert query_weight is None or query_weight.shape == key_weight.shape == (head_dim,)
+    for weight in (query_weight, key_weight):
+        assert weight is None or weight.shape == (head_dim,), (weight.shape, head_dim)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: must be even, so that a head has two halves to rotate")
 
 
 def check_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    """Asserts that the shapes and types fit together."""
+    """Assert that the shapes and types match."""
     assert x.dim() == 2 and weight.shape == x.shape[1:], (x.shape, weight.shape)
     assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), (residual, x.shape)
 
 
 def check_swiglu(gate_up: Tensor) -> None:
-    """Asserts that a row has two halves."""
+    """Assert that a row has two halves."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, gate_up.shape

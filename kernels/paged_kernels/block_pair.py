@@ -1,4 +1,4 @@
-"""Two caches between which whole blocks are copied; a cache may be both. Imports no triton."""
+"""Two caches between which whole blocks are copied; both may be the same cache. Imports no triton."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """Tensors in pairs of one shape and type, whose first dimension is the block. What a copy needs of them is made
-    once, as they stay where they are."""
+    """The tensors of a source and of a target cache, paired by shape and type, with the block as first dimension.
+
+    The table of addresses is made once, since the tensors do not move.
+    """
 
     sources: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
-    table: Tensor  # [3, num_tensors] int64: addresses of the sources, of the targets, and bytes of a block
-    largest: int  # bytes of a block
-    aligned: int  # the power of two, up to 16, that addresses and bytes of blocks are multiples of
+    table: Tensor  # [3, num_tensors] int64: addresses of the sources, addresses of the targets, bytes of a block
+    largest: int  # bytes of the largest block
+    aligned: int  # largest power of two, up to 16, that divides all addresses and block sizes
 
     @classmethod
     def of(cls, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> BlockPair:
-        """The table goes to the GPU, where either is on one."""
+        """Pair the tensors of two caches. The table is on the GPU if one of the caches is."""
         pairs = list(zip(sources, targets, strict=True))
         for source, target in pairs:
             assert source.is_contiguous() and target.is_contiguous()

@@ -1,10 +1,10 @@
-"""Which decode rows begin with the same blocks, and whether reading those once pays. Imports no torch.
+"""Groups of decode rows that share leading blocks, where reading those once pays off. Imports no torch.
 
-B rows that share P tokens and have s of their own each read B * (P + s) keys; walked once for all, P + B * s. So the
-gain is B * (P + s) / (P + B * s) at most (8 for 64 rows of 2,048 + 256). A tile holds only ROWS // group rows, and
-every tile walks the prefix: t tiles read t * P. Against what is saved stand one launch more, the merge, and the
-partial results: a few microseconds, in which a GPU reads the keys of some thousand tokens of a layer. Hence the two
-gates: LEAST_SAVED tokens in all, and LEAST_GAIN of what the step reads.
+B rows that share P tokens and have s of their own each read B * (P + s) keys; with the prefix read once for all, it is
+P + B * s. The ratio is B * (P + s) / (P + B * s) at most: 8 for 64 rows of 2,048 + 256. A tile holds only
+TILE_ROWS // group decode rows, and every tile reads the prefix: t tiles read t * P. The cost is one more launch, the
+merge, and the partial results: a few microseconds, in which a GPU reads the keys of some thousand tokens of a layer.
+Hence two conditions: at least MIN_SAVED_TOKENS are not read again, and the reads shrink by MIN_READ_RATIO.
 """
 
 import itertools
@@ -12,43 +12,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SHARED_TOKENS = (
-    256  # tokens of a prefix: no more groups are told apart than by the block that holds the last of them
-)
+MIN_SHARED_TOKENS = 256  # tokens of a prefix: groups are distinguished by the block that holds the last of them
 MIN_SAVED_TOKENS = 8192  # tokens not read a second time: 4 KiB each for 8 KV heads of 128 in 16 bits, 8 us at 4.3 TB/s
 MIN_READ_RATIO = 1.1
-MAX_GROUPS = 16  # the grid has programs for as many, whether they are there or not
-ROWS = 128  # of a tile
+MAX_GROUPS = 16  # the grid always has programs for this many groups
+TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
 class PrefixGroups:
-    """`paged_kernels.paging.SharedPrefixes` in numpy; its shapes depend on the number of sequences only."""
+    """`paged_kernels.paging.SharedPrefixes` in numpy. The shapes depend on the number of sequences only."""
 
     lens: np.ndarray  # [num_seqs] int32
     members: np.ndarray  # [num_seqs] int32
     group_starts: np.ndarray  # [MAX_GROUPS + 1] int32
-    max_len: int  # of lens
+    max_len: int  # maximum of lens
 
 
 def read_ratio(rows: int, shared: int, own: int) -> float:
-    """How many times fewer keys are read, at most, if `rows` sequences share `shared` tokens and have `own` each."""
+    """Return how many times fewer keys are read, at most, if `rows` sequences share `shared` of their tokens."""
     return rows * (shared + own) / (shared + rows * own)
 
 
 def find_prefix_groups(
     block_tables: np.ndarray,  # [num_seqs, max_blocks] integers
-    context_lens: np.ndarray,  # [num_seqs]: tokens, those of this step included
+    context_lens: np.ndarray,  # [num_seqs]: tokens, including this step's
     query_lens: np.ndarray,  # [num_seqs]
     *,
     block_size: int,
-    group: int,  # query heads of a KV head
+    group: int,  # query heads per KV head
 ) -> PrefixGroups | None:
-    """The groups of decode rows that share at least LEAST_SHARED leading tokens; None where that does not pay.
+    """Find the groups of decode rows that share at least MIN_SHARED_TOKENS leading tokens; None if that does not pay.
 
-    Rows with the same block in the column that holds token LEAST_SHARED - 1 are one group if everything before is the
-    same too; it shares as many whole blocks as all of its members do, and never a member's newest token. Of more than
-    MAX_GROUPS, those that save most. Reads num_seqs * (columns shared) entries.
+    Rows with the same block in the column of token MIN_SHARED_TOKENS - 1 form a group if all blocks before it are the
+    same too. A group shares the whole blocks that all of its members have in common, but never a member's newest
+    token. If there are more than MAX_GROUPS, the ones that save most are kept. The cost is num_seqs * (shared columns)
+    table entries.
     """
     column = -(-MIN_SHARED_TOKENS // block_size) - 1
     decodes = query_lens == 1
@@ -69,7 +68,7 @@ def find_prefix_groups(
             rows = eligible[start:end]
             whole_blocks = (int(context_lens[rows].min()) - 1) // block_size
             shared = _leading_columns(block_tables, rows, whole_blocks) * block_size
-            tiles = -(-len(rows) // max(1, ROWS // group))
+            tiles = -(-len(rows) // max(1, TILE_ROWS // group))
             if shared >= MIN_SHARED_TOKENS:
                 found.append(((len(rows) - tiles) * shared, shared, rows))
     found = sorted(found, key=lambda entry: -entry[0])[:MAX_GROUPS]
@@ -81,10 +80,10 @@ def find_prefix_groups(
 
 
 def _leading_columns(block_tables: np.ndarray, rows: np.ndarray, most: int) -> int:
-    """In how many of the first `most` columns all of these rows are alike."""
+    """Return how many of the first `most` columns are the same in all of these rows."""
     tables = block_tables[rows, :most]
-    alike = (tables == tables[0]).all(axis=0)
-    return most if alike.all() else int(alike.argmin())
+    equal = (tables == tables[0]).all(axis=0)
+    return most if equal.all() else int(equal.argmin())
 
 
 def _pack(found: list[tuple[int, int, np.ndarray]], num_seqs: int) -> PrefixGroups:

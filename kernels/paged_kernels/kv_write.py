@@ -1,4 +1,4 @@
-"""Writes a step's new keys and values into their slots of the block pool."""
+"""The write of a step's new keys and values into their slots of the block pool."""
 
 from typing import Any
 
@@ -6,24 +6,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_kernels import launch
 from paged_kernels.arguments import check_kv_write
-from paged_kernels.launch import Device, Launch, device_of, power_of_two
+from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.launch_table import power_of_two, row_tile
 from paged_kernels.layer_cache import MAX_CODE, MIN_ROW_MAX, LayerCache, as_bytes, quantize
 
 
 @triton.jit
-def quantize_rows(x, FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr):
-    """As `paged_kernels.layer_cache.quantize`, bit for bit: codes of rows x, and their scales."""
+def quantize_rows(x, FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return codes and scales of the rows x, bit for bit those of `paged_kernels.layer_cache.quantize`."""
     x = x.to(tl.float32)
     magnitude = tl.abs(x)
-    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity for NaN, too
+    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity also for NaN
     scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, MIN_ROW_MAX), MAX_CODE), float("nan"))
     y = tl.where(top[:, None] < float("inf"), tl.div_rn(x, scale[:, None]), 0.0)
-    if FORMAT == "int8":  # where 1.5 * 2**23 is added, only whole numbers are left
+    if FORMAT == "int8":  # adding 1.5 * 2**23 rounds to an integer
         return ((y + 12582912.0) - 12582912.0).to(tl.int8), scale
-    # e4m3 by integers: rounded at bit 20, with the exponent's bias 7 for 127; below 2**-6 in steps of 2**-9, which are
-    # the last bits of a number near 2**14.
+    # Round to e4m3 with integer arithmetic: at bit 20, and with an exponent bias of 7 in place of 127. Values below
+    # 2**-6 are subnormal, in steps of 2**-9: adding 2**14 rounds them, and leaves them in the lowest bits.
     bits = tl.abs(y).to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -32,12 +32,15 @@ def quantize_rows(x, FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: 
 
 
 @triton.jit
-def store_rows(
+def store_rows(  # type: ignore[no-untyped-def]
     x, pool, scales, place, scale_place, mask, is_row,
     FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Stores rows x [rows, columns] at `place`, quantized where the pool is, with their scales at `scale_place`
-    [rows, 1]. What is masked must be 0."""
+    """Store rows x [rows, columns] at offset `place` of a pool.
+
+    In a quantized pool, x is quantized and its scales are stored at `scale_place` [rows, 1]. Masked elements of x must
+    be 0.
+    """
     if FORMAT is not None:
         x, scale = quantize_rows(x, FORMAT, MAX_CODE, MIN_ROW_MAX)
         tl.store(scales + scale_place, scale[:, None], mask=is_row)
@@ -45,7 +48,7 @@ def store_rows(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def kv_write_kernel(
+def kv_write_kernel(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, key_scales, value_scales, slots,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
@@ -55,7 +58,7 @@ def kv_write_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens, head tiles): one program writes a tile of one token's heads. FORMAT as in `layer_cache`."""
+    """Write a tile of one token's heads. Grid: (num_tokens, tiles of heads). FORMAT as in `layer_cache`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -75,7 +78,7 @@ def kv_write_kernel(
 
 
 def cache_arguments(cache: LayerCache) -> dict[str, Any]:
-    """What a kernel that writes into a cache is given of it, by name."""
+    """Return the arguments that describe a cache to the kernels that write into it."""
     keys, values = cache.keys, cache.values
     return dict(
         key_cache=as_bytes(keys), value_cache=as_bytes(values),
@@ -87,16 +90,18 @@ def cache_arguments(cache: LayerCache) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def head_tile(
-    device: Device, kind: str, *, num_heads: int, block_d: int, num_tokens: int
-) -> tuple[int, int]:  # fmt: skip
-    """How many heads of `block_d` padded elements a program takes of one token, and its warps."""
+def head_tile(device: Device, kind: str, *, num_heads: int, block_d: int, num_tokens: int) -> tuple[int, int]:
+    """Return how many heads of one token a program processes, and its number of warps.
+
+    block_d: elements of a padded head.
+    """
     padded = power_of_two(num_heads)
-    row_tile = launch.row_tile(device, kind, width=padded * block_d, rows=num_tokens)
-    return min(padded, max(1, row_tile.elements // block_d)), row_tile.num_warps
+    tile = row_tile(device.chip, kind, width=padded * block_d, rows=num_tokens)
+    return min(padded, max(1, tile.elements // block_d)), tile.num_warps
 
 
 def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, device: Device) -> Launch:
+    """Return the launch of `kv_write`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     block_d = power_of_two(head_dim)
     block_h, num_warps = head_tile(
@@ -116,9 +121,9 @@ def kv_write(
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: Tensor,  # as key
     cache: LayerCache,  # of key's type, or quantized
-    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1 = write nothing
+    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1: write nothing
 ) -> None:
-    """Writes token t's key and value into slot slots[t] of the cache, in place, quantized as `layer_cache` says."""
+    """Write the key and value of token t into slot slots[t] of the cache, in place, quantized if the cache is."""
     check_kv_write(key, value, cache, slots)
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
@@ -126,7 +131,7 @@ def kv_write(
 
 
 def kv_write_reference(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """What `kv_write` means, one token at a time; for tests, not for speed."""
+    """Write one token at a time. The definition of `kv_write` for tests; slow."""
     check_kv_write(key, value, cache, slots)
     for token, slot in enumerate(slots.tolist()):
         for new, (pool, scales) in zip((key[token], value[token]), cache.pools, strict=True):

@@ -1,4 +1,4 @@
-"""Where a packed batch of chunks lives in the block pool. The glossary of shapes is in README.md."""
+"""The addresses of a packed batch in the block pool. The shapes are defined in kernels/README.md."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Groups of decode rows whose block tables begin alike: a GPU reads those blocks once for many rows of a group.
+    """Groups of decode rows whose block tables start with the same blocks, so that a GPU can read them once per group.
 
-    An implementation may ignore it. It must name decode rows only, whose shared tokens are fewer than their context;
-    the members of a group have the same first blocks, and the same number of tokens in them.
+    An implementation may ignore it. Only decode rows may be members, and only with fewer shared tokens than context.
+    All members of a group have the same leading blocks and the same number of tokens in them.
     """
 
-    lens: Tensor  # [num_seqs] int32: tokens of each sequence that its group shares, whole blocks; 0: in no group
-    members: Tensor  # [num_seqs] int32: sequences, group after group; entries past the last group are never read
-    group_starts: Tensor  # [num_groups + 1] int32: a group's first place in members; groups at the end may be empty
-    max_len: int  # host integer, of lens
+    lens: Tensor  # [num_seqs] int32: tokens that each sequence shares with its group, in whole blocks; 0: in no group
+    members: Tensor  # [num_seqs] int32: sequence indices, group after group; entries past the last group are never read
+    group_starts: Tensor  # [num_groups + 1] int32: first index of each group in members; trailing groups may be empty
+    max_len: int  # maximum of lens, known on the host
 
     def __post_init__(self) -> None:
         for tensor in (self.lens, self.members, self.group_starts):
@@ -34,18 +34,17 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, eq=False)
 class Paging:
-    """Addresses of one step's tokens; built once per step, read by every layer. All tensors on one device.
+    """The addresses of one step's tokens: built once per step, and read by every layer. All tensors are on one device.
 
-    Sequence s owns the packed rows query_starts[s] to query_starts[s + 1] - 1. Rows past the last one are
-    padding, and what attention returns for them is unspecified. A sequence with context_lens[s] == 0 is
-    padding as well: it attends to nothing and gets zeros.
+    Sequence s has the packed rows query_starts[s] to query_starts[s + 1] - 1. Rows past the last sequence are padding,
+    and their attention output is unspecified. A sequence with context_lens[s] == 0 is padding too: its output is zero.
     """
 
-    slots: Tensor  # [num_tokens] int64: block * block_size + offset of each new token; -1 = write nothing
-    block_tables: Tensor  # [num_seqs, max_blocks] int32: entries past the context are never read on a GPU
-    context_lens: Tensor  # [num_seqs] int32: tokens in the cache, this chunk included
+    slots: Tensor  # [num_tokens] int64: block * block_size + offset of each new token; -1: write nothing
+    block_tables: Tensor  # [num_seqs, max_blocks] int32: a GPU never reads entries past the context
+    context_lens: Tensor  # [num_seqs] int32: tokens in the cache, including this step's
     query_starts: Tensor  # [num_seqs + 1] int32: packed row of each sequence's first query
-    max_query_len: int  # host integers, so that a launch shape is chosen without a device sync
+    max_query_len: int  # on the host, so that launch shapes need no device synchronization
     max_context_len: int
     shared: SharedPrefixes | None = None
 
@@ -69,5 +68,5 @@ class Paging:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """What an implementation derives once per step and reuses over the layers, under keys of its own."""
+        """Values that an implementation computes once per step and reuses for all layers, under its own keys."""
         return {}

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) of a step's queries and keys, and the write of its keys and
 values into their slots, in one launch.
 
-Element d of a head and element d + head_dim / 2 turn together, so a tile holds a head as two halves:
+Elements d and d + head_dim / 2 of a head are rotated together, so a tile holds a head as two halves:
 
     tile [BLOCK_H, 2, BLOCK_HALF]     x = [first half, second half]     y = [second half, first half]
     rotated                           x * cos + [-1, +1] * y * sin
@@ -14,37 +14,38 @@ from torch import Tensor
 
 from paged_kernels.arguments import check_rope_kv_write
 from paged_kernels.kv_write import cache_arguments, head_tile, kv_write_reference, store_rows
-from paged_kernels.launch import Device, Launch, device_of, power_of_two
+from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.launch_table import power_of_two
 from paged_kernels.layer_cache import LayerCache
 
 
 @triton.jit
-def _rotate(
+def _rotate(  # type: ignore[no-untyped-def]
     heads, weight, cos, sin, eps, stride_head, first_head, num_heads,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one token's heads, normalised where there is a weight, and rotated: [BLOCK_H, 2 * BLOCK_HALF]."""
+    """Return a rotated tile of one token's heads [BLOCK_H, 2 * BLOCK_HALF], normalized first if there is a weight."""
     head = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None, None]
     half = tl.arange(0, 2)[None, :, None]
     i = tl.arange(0, BLOCK_HALF)[None, None, :]
-    mine, other = half * HALF + i, (1 - half) * HALF + i
+    own, other = half * HALF + i, (1 - half) * HALF + i
     mask = (head < num_heads) & (i < HALF)
-    x = tl.load(heads + head * stride_head + mine, mask=mask, other=0.0)
+    x = tl.load(heads + head * stride_head + own, mask=mask, other=0.0)
     y = tl.load(heads + head * stride_head + other, mask=mask, other=0.0)
     if weight is not None:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 2), 1) / (2 * HALF) + eps)[:, None, None]
-        x = (wide * scale).to(x.dtype) * tl.load(weight + mine, mask=i < HALF, other=0.0)
+        x = (wide * scale).to(x.dtype) * tl.load(weight + own, mask=i < HALF, other=0.0)
         y = (y.to(tl.float32) * scale).to(y.dtype) * tl.load(weight + other, mask=i < HALF, other=0.0)
-    c = tl.load(cos + mine, mask=i < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + mine, mask=i < HALF, other=0.0).to(tl.float32)
-    turned = y.to(tl.float32) * s
-    rotated = x.to(tl.float32) * c + tl.where(half == 0, -turned, turned)
+    c = tl.load(cos + own, mask=i < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + own, mask=i < HALF, other=0.0).to(tl.float32)
+    product = y.to(tl.float32) * s
+    rotated = x.to(tl.float32) * c + tl.where(half == 0, -product, product)
     return tl.reshape(rotated.to(x.dtype), (BLOCK_H, 2 * BLOCK_HALF))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def rope_kv_write_kernel(
+def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     out, query, key, value, query_weight, key_weight, cos, sin, eps,
     key_cache, value_cache, key_scales, value_scales, slots,
     stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
@@ -56,8 +57,10 @@ def rope_kv_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens, tiles of query heads, then tiles of KV heads): one program takes a tile of one token's heads.
-    FORMAT as in `layer_cache`."""
+    """Rotate a tile of one token's heads, and write it if it is one of KV heads.
+
+    Grid: (num_tokens, tiles of query heads followed by tiles of KV heads). FORMAT as in `layer_cache`.
+    """
     QUERY_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -110,6 +113,7 @@ def plan_launch(
     *,
     device: Device,
 ) -> Launch:
+    """Return the launch of `rope_kv_write` that writes the rotated queries to `out`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     block_half = power_of_two(head_dim // 2)
@@ -126,7 +130,7 @@ def plan_launch(
         stride_cos_token=cos.stride(0), stride_sin_token=sin.stride(0),
         **cache_arguments(cache), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps,
-        enable_fp_fusion=False,  # the same bits as PyTorch's, so that a block has one content, whoever wrote it
+        enable_fp_fusion=False,  # the bits of a block must not depend on which implementation wrote it
     )  # fmt: skip
     tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     return Launch(rope_kv_write_kernel, (num_tokens, tiles), arguments)
@@ -135,18 +139,21 @@ def plan_launch(
 def rope_kv_write(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # as key
-    cos: Tensor,  # [num_tokens, head_dim], as the rotary modules of transformers give it
-    sin: Tensor,  # as cos
+    value: Tensor,  # shape and type of key
+    cos: Tensor,  # [num_tokens, head_dim], as returned by the rotary modules of transformers
+    sin: Tensor,  # shape and type of cos
     cache: LayerCache,  # of key's type, or quantized
-    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1 = write nothing
+    slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1: write nothing
     *,
-    query_weight: Tensor | None = None,  # [head_dim]: an RMSNorm of each head before it is rotated
+    query_weight: Tensor | None = None,  # [head_dim]: RMSNorm of each head before the rotation
     key_weight: Tensor | None = None,
-    eps: float = 0.0,  # of those norms
+    eps: float = 0.0,  # of these norms
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Rotates queries and keys, writes keys and values as `kv_write` does, and returns the queries, as a new tensor.
-    Rotated in fp32 and rounded once; the norms round as `add_rms_norm` does. `head_dim` must be even."""
+    """Rotate queries and keys, write keys and values as `kv_write` does, and return the rotated queries.
+
+    The rotation is computed in fp32 and rounded once; the norms round like `add_rms_norm`. Raises ValueError if
+    `head_dim` is odd.
+    """
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     query, key, value, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, cos, sin))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -169,7 +176,7 @@ def rope_kv_write_reference(
     key_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """What `rope_kv_write` means, in plain steps; for tests, not for speed."""
+    """Compute `rope_kv_write` in plain PyTorch. The definition for tests."""
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -179,8 +186,8 @@ def rope_kv_write_reference(
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return (x.float() * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)
+        swapped = torch.cat((-second, first), dim=-1)
+        return (x.float() * cos.float()[:, None] + swapped * sin.float()[:, None]).to(x.dtype)
 
     kv_write_reference(rotate(norm(key, key_weight)), value, cache, slots)
     return rotate(norm(query, query_weight))

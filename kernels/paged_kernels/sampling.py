@@ -1,20 +1,20 @@
-"""Draws a token for every row without a sort: the largest of logit / temperature + noise.
+"""Token sampling for every row without a sort: the token with the largest logit / temperature + noise.
 
 With Gumbel noise, -log(-log(u)), that token has the probability softmax gives it (Gumbel 1954; Maddison et al. 2014,
-"A* Sampling"), and the largest is found in one pass, in any order. The noise of a token is a function of (seed,
-position, token id) alone: a counter-based generator, as in Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3". Its integers are the same on every device and whatever else is in the batch:
+"A* Sampling"), and the maximum is found in one pass, in any order. The noise of a token is a function of (seed,
+position, token id) alone, from a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+2, 3"). Its integers are the same on every device, and do not depend on the rest of the batch:
 
-    key  = mix64(mix64(seed + G) + position * G)             one for a row; k0, k1 its low and high half
-    x    = (mix32(token) ^ k0) * (k1 | 1);  x ^= x >> 16     one for a token
+    key  = mix64(mix64(seed + G) + position * G)             one per row; k0 and k1 are its low and high half
+    x    = (mix32(token) ^ k0) * (k1 | 1);  x ^= x >> 16     one per token
     x   *= 0x9E3779B1;                      x ^= x >> 15
     w    = (x + 1/2) / 2**32,  noise = -log(-log(1 - w)), from -2.8 to 22.9
 
 mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
-usual choice, Philox4x32 with 7 rounds, takes numpy six times as long, and would be most of what a draw costs a CPU.
+usual choice, Philox4x32 with 7 rounds, takes numpy six times as long, and would dominate the sampling time on a CPU.
 
-A filter leaves the logits from some least one on. That is found by bisection of the float's bits, whose order as
-integers is that of the floats: exact, 16 passes over a row that stays in the cache, and no sort.
+A filter keeps the logits from some threshold on. The threshold is found by bisection over the bits of a float, which
+are ordered as integers the way floats are: exact, in 16 passes over a row that stays in the cache, and without a sort.
 """
 
 import torch
@@ -22,25 +22,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_kernels import launch
-from paged_kernels.draws import SamplingMetadata
-from paged_kernels.launch import Device, Launch, device_of, power_of_two
+from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.launch_table import power_of_two, row_tile
+from paged_kernels.sampling_metadata import SamplingMetadata
 
-LEAST_TILE, LEAST_WARPS = 4096, 16  # of a filter's passes; in no table: they decide in which order its sums are made
+# Tile of the filter's passes. It is in no table, since it sets the order of the filter's sums, which decide tokens.
+FILTER_TILE, FILTER_WARPS = 4096, 16
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-LOWEST = tl.constexpr(-2139095041)  # _ordered(-infinity)
+LOWEST = tl.constexpr(-2139095041)  # _sortable(-infinity)
 
 
 @triton.jit
-def _mix64(z):
+def _mix64(z):  # type: ignore[no-untyped-def]
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
 
 
 @triton.jit
-def _noise_bits(seed, position, token):
-    """seed and position int64 scalars, token [n] int32 -> [n] uint32."""
+def _noise_bits(seed, position, token):  # type: ignore[no-untyped-def]
+    """Return the random bits [n] uint32 of token [n] int32; seed and position are int64 scalars."""
     key = _mix64(seed.to(tl.uint64, bitcast=True) + GOLDEN)
     key = _mix64(key + position.to(tl.uint64, bitcast=True) * GOLDEN)
     h = token.to(tl.uint32, bitcast=True)
@@ -53,50 +54,52 @@ def _noise_bits(seed, position, token):
 
 
 @triton.jit
-def _noise(bits):
+def _noise(bits):  # type: ignore[no-untyped-def]
     w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # 1 - w has too few bits where w is small, and that is where the best tokens are.
+    # For small w, where the noise is largest, 1 - w would lose too many bits: use a series.
     series = w * (1.0 + w * (0.5 + w * (0.33333334 + w * 0.25)))
     return -tl.log(tl.where(w < 0.015625, series, -tl.log(1.0 - w)))
 
 
 @triton.jit
-def _load(logits, row, stride_row, token, vocab):
-    """[n] float32; NaN, and what is past the vocabulary, is -infinity."""
+def _load(logits, row, stride_row, token, vocab):  # type: ignore[no-untyped-def]
+    """Return logits [n] in float32; NaN and tokens past the vocabulary become -infinity."""
     x = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=token < vocab, other=float("-inf"))
     x = x.to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
-def best_kernel(
-    logits, scales, seeds, positions, least, scores, tokens, vocab, stride_row,
-    DRAWS: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr,
+def best_kernel(  # type: ignore[no-untyped-def]
+    logits, scales, seeds, positions, thresholds, scores, tokens, vocab, stride_row,
+    RANDOM: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows, tiles): the best score of one tile of a row, and the first token that has it; infinity and -1
-    where a logit is NaN or infinity."""
+    """Find the best score of one tile of a row, and the first token that has it. Grid: (num_rows, tiles).
+
+    A tile with a logit that is NaN or infinity gets infinity and -1.
+    """
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) != 0
+    invalid = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) != 0
     score = tl.where(x == x, x, float("-inf"))
-    if DRAWS:
+    if RANDOM:
         scale = tl.load(scales + row)
         if scale > 0:
             if FILTERS:
-                score = tl.where(score >= tl.load(least + row), score, float("-inf"))
+                score = tl.where(score >= tl.load(thresholds + row), score, float("-inf"))
             noise = _noise(_noise_bits(tl.load(seeds + row), tl.load(positions + row), token))
             score = score * scale + noise
     best = tl.max(score, 0)
     place = row * tl.num_programs(1) + tile
     first = tl.min(tl.where(score == best, token, 2147483647), 0)
-    tl.store(scores + place, tl.where(broken, float("inf"), best))
-    tl.store(tokens + place, tl.where(broken, -1, first))
+    tl.store(scores + place, tl.where(invalid, float("inf"), best))
+    tl.store(tokens + place, tl.where(invalid, -1, first))
 
 
 @triton.jit
-def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):
-    """Grid (num_rows,): the token of the best tile; of several, the lowest. -1 where no score is above -infinity."""
+def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the token of the best tile, the lowest of several. Grid: (num_rows,). -1 if all scores are -infinity."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     score = tl.load(scores + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
@@ -107,33 +110,36 @@ def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """float32 as int32 of the same order. The two zeros differ here, but not where the result is compared."""
+def _sortable(x):  # type: ignore[no-untyped-def]
+    """Return int32 that sort like the float32 x. The two zeros differ, which does not matter to the results."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _weight(x, top, scale, COUNT: tl.constexpr):
+def _weight(x, top, scale, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.full(x.shape, 1.0, tl.float32) if COUNT else tl.exp(tl.where(x == top, 0.0, (x - top) * scale))
 
 
 @triton.jit
-def _mass(logits, row, stride_row, vocab, top, scale, key, TILE: tl.constexpr):
-    """The summed weights of the logits from `key` on. The order of the sum depends on the vocabulary's size alone."""
+def _mass(logits, row, stride_row, vocab, top, scale, key, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum the weights of the logits from `key` on, in an order that depends on the vocabulary size alone."""
     total = tl.zeros((TILE,), tl.float32)
     for start in range(0, vocab, TILE):
         token = start + tl.arange(0, TILE)
         x = _load(logits, row, stride_row, token, vocab)
-        total += tl.where(_ordered(x) >= key, _weight(x, top, scale, False), 0.0)
+        total += tl.where(_sortable(x) >= key, _weight(x, top, scale, False), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _least_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """The least integer from `low` on above which there is less than `wanted`, of tokens or of weight. Two bits of it a
-    pass: sums of the same order over fewer terms are never larger, so it is well defined in floating point, too."""
-    high, low = _ordered(top).to(tl.int64), low.to(tl.int64)  # whose difference may not fit into 32 bits
+def _threshold_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the smallest integer from `low` on above which less than `wanted` remains, in tokens (COUNT) or in weight.
+
+    Each pass finds two bits. A sum in the same order over fewer terms is never larger, so the result is well defined
+    in floating point too.
+    """
+    high, low = _sortable(top).to(tl.int64), low.to(tl.int64)  # their difference may not fit into 32 bits
     while low < high:
         step = high - low
         key1, key2, key3 = low + step // 4, low + step // 2, low + 3 * step // 4
@@ -143,7 +149,7 @@ def _least_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: t
         for start in range(0, vocab, TILE):
             token = start + tl.arange(0, TILE)
             x = _load(logits, row, stride_row, token, vocab)
-            key, weight = _ordered(x), _weight(x, top, scale, COUNT)
+            key, weight = _sortable(x), _weight(x, top, scale, COUNT)
             above1 += tl.where(key > key1.to(tl.int32), weight, 0.0)
             above2 += tl.where(key > key2.to(tl.int32), weight, 0.0)
             above3 += tl.where(key > key3.to(tl.int32), weight, 0.0)
@@ -156,13 +162,13 @@ def _least_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: t
 
 
 @triton.jit
-def least_kernel(logits, scales, top_ks, top_ps, margins, least, vocab, stride_row, TILE: tl.constexpr):
-    """Grid (num_rows,): the least logit that the row's filters leave; -infinity without filters."""
+def threshold_kernel(logits, scales, top_ks, top_ps, margins, thresholds, vocab, stride_row, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the smallest logit that the row's filters keep; -infinity without filters. Grid: (num_rows,)."""
     row = tl.program_id(0)
     scale, top_k, top_p = tl.load(scales + row), tl.load(top_ks + row), tl.load(top_ps + row)
     margin = tl.load(margins + row)
     if (scale == 0) | ((top_k >= vocab) & (top_p >= 1) & (margin == float("inf"))):
-        tl.store(least + row, float("-inf"))
+        tl.store(thresholds + row, float("-inf"))
         return
     tops = tl.full((TILE,), float("-inf"), tl.float32)
     for start in range(0, vocab, TILE):
@@ -170,32 +176,32 @@ def least_kernel(logits, scales, top_ks, top_ps, margins, least, vocab, stride_r
     top = tl.max(tops, 0)
     key = tl.full((), LOWEST, tl.int32)
     if top_k < vocab:
-        key = _least_key(logits, row, stride_row, vocab, top, scale, key, top_k.to(tl.float32), True, TILE)
+        key = _threshold_key(logits, row, stride_row, vocab, top, scale, key, top_k.to(tl.float32), True, TILE)
     if top_p < 1:
         wanted = top_p * _mass(logits, row, stride_row, vocab, top, scale, key, TILE)
-        key = _least_key(logits, row, stride_row, vocab, top, scale, key, wanted, False, TILE)
+        key = _threshold_key(logits, row, stride_row, vocab, top, scale, key, wanted, False, TILE)
     value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(least + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
+    tl.store(thresholds + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
 
 
-def plan_launch(logits: Tensor, draws: SamplingMetadata | None, out: Tensor, *, device: Device) -> list[Launch]:
-    """The kernels of one call, in order, and what they hand on to each other."""
+def plan_launch(logits: Tensor, metadata: SamplingMetadata | None, out: Tensor, *, device: Device) -> list[Launch]:
+    """Return the launches of one call in order: filter thresholds, best token of each tile, best tile of each row."""
     num_rows, vocab = logits.shape
-    row_tile = launch.row_tile(device, "sampling", width=vocab, rows=num_rows)
-    num_tiles = triton.cdiv(vocab, row_tile.elements)
+    tile = row_tile(device.chip, "sampling", width=vocab, rows=num_rows)
+    num_tiles = triton.cdiv(vocab, tile.elements)
     scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
-    launches, least = [], None
-    of_logits = dict(logits=logits, scales=draws and draws.scales, vocab=vocab, stride_row=logits.stride(0))
-    if draws is not None and draws.filters is not None:
-        least = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        filters = dict(top_ks=draws.filters.top_k, top_ps=draws.filters.top_p, margins=draws.filters.margin)
-        arguments = dict(**of_logits, **filters, least=least, TILE=LEAST_TILE, num_warps=LEAST_WARPS)
-        launches.append(Launch(least_kernel, (num_rows,), arguments))
+    launches, thresholds = [], None
+    common = dict(logits=logits, scales=metadata and metadata.scales, vocab=vocab, stride_row=logits.stride(0))
+    if metadata is not None and metadata.filters is not None:
+        thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        filters = dict(top_ks=metadata.filters.top_k, top_ps=metadata.filters.top_p, margins=metadata.filters.margin)
+        arguments = dict(**common, **filters, thresholds=thresholds, TILE=FILTER_TILE, num_warps=FILTER_WARPS)
+        launches.append(Launch(threshold_kernel, (num_rows,), arguments))
     best = dict(
-        **of_logits, seeds=draws and draws.seeds, positions=draws and draws.positions, least=least, scores=scores,
-        tokens=tokens, DRAWS=draws is not None, FILTERS=least is not None, TILE=row_tile.elements,
-        num_warps=row_tile.num_warps,
+        **common, seeds=metadata and metadata.seeds, positions=metadata and metadata.positions, thresholds=thresholds,
+        scores=scores, tokens=tokens, RANDOM=metadata is not None, FILTERS=thresholds is not None, TILE=tile.elements,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     launches.append(Launch(best_kernel, (num_rows, num_tiles), best))
     first = dict(scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=power_of_two(num_tiles), num_warps=1)
@@ -204,21 +210,23 @@ def plan_launch(logits: Tensor, draws: SamplingMetadata | None, out: Tensor, *, 
 
 def sample(
     logits: Tensor,  # [num_rows, vocab] of any float type; rows may be strided
-    draws: SamplingMetadata | None,  # None: the largest logit of every row
+    metadata: SamplingMetadata | None,  # None: greedy for every row
 ) -> Tensor:  # [num_rows] int64
-    """The token of each row, without waiting for the device: two launches, and a third where a row has a filter. Of
-    equal scores the lowest token. -1 for a row that nothing can be drawn of: one of its logits is NaN or infinity, or
-    all are -infinity."""
+    """Sample one token per row without synchronizing with the device, in two launches, or three with filters.
+
+    Of equal scores the lowest token wins. A row that cannot be sampled gets -1: one of its logits is NaN or infinity,
+    or all are -infinity.
+    """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        for planned in plan_launch(logits, draws, out, device=device_of(logits.device)):
+        for planned in plan_launch(logits, metadata, out, device=device_of(logits.device)):
             planned.run()
     return out
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, out, noise, num_tokens, TILE: tl.constexpr):
+def _noise_kernel(seeds, positions, out, noise, num_tokens, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row, token = tl.program_id(0), tl.arange(0, TILE)
     bits = _noise_bits(tl.load(seeds + row), tl.load(positions + row), token)
     tl.store(out + row * num_tokens + token, bits.to(tl.int64), mask=token < num_tokens)
@@ -226,7 +234,7 @@ def _noise_kernel(seeds, positions, out, noise, num_tokens, TILE: tl.constexpr):
 
 
 def sampling_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The kernels' integers and what they become, [num_rows, num_tokens] int64 and float32; for tests."""
+    """Return the kernels' random bits and noise, [num_rows, num_tokens] int64 and float32; for tests."""
     bits = torch.empty((len(seeds), num_tokens), dtype=torch.int64, device=seeds.device)
     noise = torch.empty_like(bits, dtype=torch.float32)
     tile = triton.next_power_of_2(num_tokens)
@@ -235,7 +243,7 @@ def sampling_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> tuple[T
 
 
 def noise_bits_reference(seed: int, position: int, token: int) -> int:
-    """What the noise is made of, in integers without a size; for tests, not for speed."""
+    """Compute the random bits of a token with Python integers. The definition for tests; slow."""
 
     def mix64(z: int) -> int:
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -251,19 +259,19 @@ def noise_bits_reference(seed: int, position: int, token: int) -> int:
     return x ^ x >> 15
 
 
-def sample_reference(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
-    """What `sample` means, one row at a time; for tests, not for speed."""
+def sample_reference(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
+    """Sample one row at a time. The definition of `sample` for tests; slow."""
     tokens = []
     for row, values in enumerate(logits.float().cpu()):
-        if not values.max().isfinite():  # NaN, where there is one
+        if not values.max().isfinite():  # max() is NaN if a logit is
             tokens.append(-1)
             continue
-        scale = float(draws.scales[row]) if draws else 0.0
+        scale = float(metadata.scales[row]) if metadata else 0.0
         scores = values.double()
-        if draws and scale:
-            if draws.filters:
-                scores = scores.where(_allowed_reference(scores, scale, draws, row), -torch.inf)
-            seed, position = int(draws.seeds[row]), int(draws.positions[row])
+        if metadata and scale:
+            if metadata.filters:
+                scores = scores.where(_kept_reference(scores, scale, metadata, row), -torch.inf)
+            seed, position = int(metadata.seeds[row]), int(metadata.positions[row])
             bits = [noise_bits_reference(seed, position, token) for token in range(len(values))]
             numbers = (torch.tensor(bits, dtype=torch.float64) + 0.5) / 2**32
             scores = scores * scale - torch.log(-torch.log1p(-numbers))
@@ -271,8 +279,8 @@ def sample_reference(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _allowed_reference(values: Tensor, scale: float, draws: SamplingMetadata, row: int) -> Tensor:
-    filters, top = draws.filters, values.max()
+def _kept_reference(values: Tensor, scale: float, metadata: SamplingMetadata, row: int) -> Tensor:
+    filters, top = metadata.filters, values.max()
     assert filters is not None
     ordered = values.sort(descending=True).values
     kept = values >= ordered[min(int(filters.top_k[row]), len(values)) - 1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from paged_kernels import launch
+from paged_kernels import launch_table
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
@@ -127,7 +127,9 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
     for sampling in SAMPLINGS:
         if "logprobs" in sampling:
             sampling = sampling | {"logprobs": config.max_logprobs}
-        for count in dict.fromkeys(min(rows, MAX_SAMPLED_ROWS, config.max_num_seqs) for rows in launch.ROW_BUCKETS):
+        for count in dict.fromkeys(
+            min(rows, MAX_SAMPLED_ROWS, config.max_num_seqs) for rows in launch_table.ROW_BUCKETS
+        ):
             yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
 
 

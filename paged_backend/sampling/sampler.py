@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from paged_kernels import ops
-from paged_kernels.draws import SamplingFilters, SamplingMetadata
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 from torch import Tensor
 
 from paged_backend.api.sampling_params import SamplingParams

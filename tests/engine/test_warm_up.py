@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paged_kernels import launch
-from paged_kernels.launch import DEFAULT_ROW_TILES, Device
+from paged_kernels import launch_table
+from paged_kernels.launch import Device
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 
@@ -112,21 +112,21 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
 @pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
 def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     """With a table in which pieces differ wherever they may."""
-    monkeypatch.setattr(launch, "_tables", {})
-    warps = zip(launch.ROW_BUCKETS, (1, 2, 4), strict=True)
+    monkeypatch.setattr(launch_table, "_tables", {})
+    warps = zip(launch_table.ROW_BUCKETS, (1, 2, 4), strict=True)
     entries = [
-        (launch.RowTuningKey(kind, 4096, rows), launch.RowTile(1024, n))
+        (launch_table.RowTuningKey(kind, 4096, rows), launch_table.RowTile(1024, n))
         for rows, n in warps
-        for kind in DEFAULT_ROW_TILES
+        for kind in launch_table.DEFAULT_ROW_TILES
     ]
-    launch.use_table(launch.make_table("sm_91", None, entries))
+    launch_table.use_table(launch_table.make_table("sm_91", None, entries))
 
     def taken(kind, rows):
-        return launch.row_tile(Device("sm_91", 132), kind, width=4096, rows=rows).num_warps
+        return launch_table.row_tile("sm_91", kind, width=4096, rows=rows).num_warps
 
     options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
     plans = list(warm_up.warm_up_plans(EngineConfig.from_options(options), 16384, 320))
-    for kind in DEFAULT_ROW_TILES:
+    for kind in launch_table.DEFAULT_ROW_TILES:
         assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
     drawn = {}
     for plan in plans:

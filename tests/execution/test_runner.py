@@ -3,7 +3,7 @@
 import pytest
 import torch
 from paged_kernels import ops
-from paged_kernels.cpu import between_attentions
+from paged_kernels.cpu import layer_ops
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paged_backend.api.request import GenerateRequest
@@ -42,8 +42,8 @@ def kernels_without_values(monkeypatch):
         "paged_attention": lambda query, *_, **__: torch.empty_like(query),
         "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
         "kv_write": lambda *_: None,
-        "add_rms_norm": between_attentions.add_rms_norm,
-        "swiglu": between_attentions.swiglu,
+        "add_rms_norm": layer_ops.add_rms_norm,
+        "swiglu": layer_ops.swiglu,
         "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
     }
     monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: results[function])

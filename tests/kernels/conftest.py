@@ -1,18 +1,20 @@
-"""Loads the Triton kernels natively where there is a GPU, and for Triton's interpreter elsewhere.
+"""Loads the Triton kernels natively on a GPU, and for Triton's interpreter elsewhere.
 
-Triton decides on the interpreter when it is imported, and another test's imports may have been first; then it
-is imported anew. The variable is set only during the import and these tests: servers that other tests start
-must not inherit it.
+Triton chooses the interpreter when it is imported, and other tests may have imported it before; then it is imported
+again. The variable is set only during the import and these tests, since servers that other tests start must not
+inherit it.
 """
 
 import importlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from paged_kernels import launch_table
 from paged_kernels.cpu import build
 
 HAS_GPU = torch.cuda.is_available()
@@ -51,12 +53,21 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the Triton kernels run: the GPU if there is one, the interpreter on CPU tensors otherwise."""
+    """The device of the Triton kernels: the GPU if there is one, else the CPU, where the interpreter runs them."""
     return "cuda" if HAS_GPU else "cpu"
 
 
 @pytest.fixture(scope="session")
 def compiled_environment() -> dict[str, str]:
-    """An environment for a process of its own, in which Triton compiles."""
+    """The environment of a subprocess in which Triton compiles."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), kept.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the tables that a test uses."""
+    launch_table._cached_row_tile.cache_clear()
+    monkeypatch.setattr(launch_table, "_tables", {})
+    yield
+    launch_table._cached_row_tile.cache_clear()

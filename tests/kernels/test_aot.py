@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from paged_kernels.aot import MAX_SPILLED_BYTES, SMALL
+from paged_kernels.aot import MAX_SPILLED_BYTES, SMALL_KERNELS
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -26,7 +26,7 @@ def check(rows: list[dict]) -> None:
     kernels, formats = ("decode", "split", "prefill", "prefix", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
     expected = {
         *itertools.product(kernels, formats),
-        *((kernel, None) for kernel in ("merge", "add_rms_norm", "swiglu", *SMALL)),
+        *((kernel, None) for kernel in ("merge", "add_rms_norm", "swiglu", *SMALL_KERNELS)),
     }
     assert {(row["kernel"], row["format"]) for row in rows} == expected
 

@@ -34,7 +34,7 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out(compiler, monkeypat
     monkeypatch.setitem(build.LEVELS, "amx", "-mamx-tile")
     assert build.main() == 0
     said = capsys.readouterr().out
-    assert "Left out amx: " in said and "level.cpp:1: error: unknown flag" in said
+    assert "Skipped level amx: " in said and "level.cpp:1: error: unknown flag" in said
     assert [file.name for file in build.BUILT.iterdir()] == [build.library().name]
     assert build.main() == 0
     assert capsys.readouterr().out == "", "compiled again"
@@ -46,7 +46,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(compiler, monkeypatch, capsy
     if missing:
         monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.main() == 1
-    reason = "no C++ compiler: none of no-such-compiler is on PATH" if missing else "gave 1: level.cpp:1: error"
+    reason = "no C++ compiler: none of no-such-compiler is on PATH" if missing else "exited with 1: level.cpp:1: error"
     assert reason in capsys.readouterr().err
     assert not build.library().exists()
 
@@ -67,10 +67,8 @@ def test_without_them_pytorch_serves_and_the_log_says_how_to_mend_it(tmp_path, m
     with caplog.at_level(logging.WARNING):
         attend = ops._implementation.__wrapped__("paged_attention", "paged_attention", True)
     assert attend.__module__ == "paged_kernels.cpu.paged_attention"
-    assert (
-        ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "paged_kernels.cpu.between_attentions"
-    )
-    assert "they were not compiled): PyTorch serves, slower. Mend: python -m paged_kernels.cpu.build" in caplog.text
+    assert ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "paged_kernels.cpu.layer_ops"
+    assert "(not compiled): PyTorch is used, which is slower. Fix: run python -m paged_kernels.cpu.build" in caplog.text
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")

@@ -1,7 +1,7 @@
-"""Compiles the CPU's kernels, one object for each level of instructions: `python -m paged_kernels.cpu.build`.
+"""The build of the C++ kernels, with one object per instruction set: `python -m paged_kernels.cpu.build`.
 
-A level that the compiler does not know is left out, and said. The result lies in `built/`, named after what it was
-made of, so that one of other sources or for another torch is never loaded.
+A level that the compiler does not support is skipped with a message. The library in `built/` is named after a hash of
+its sources, flags and torch version, so that a stale one is never loaded.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parent / "built"
-COMPILERS = ("g++", "clang++")  # the first that is there, or what CXX says
+COMPILERS = ("g++", "clang++")  # the first one found is used, unless CXX is set
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-psabi".split()
-TORCH_ABI = "0x020b000000000000"  # of 2.11: the oldest torch that pyproject.toml allows
+TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch that pyproject.toml allows
 
 _AVX2 = "-mavx2 -mfma -mf16c"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-# Best first. The last one is for tests: what tile instructions do, in plain C++.
+# The best first. The last one emulates tile instructions in plain C++, for tests.
 LEVELS = {
     "x86_64": {
         "amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
@@ -34,28 +34,28 @@ LEVELS = {
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
-# Levels whose linear layers are those of another: only their attention has instructions of its own.
+# Levels that differ from another in attention only, and use its linear layers.
 LINEAR = {"amx": "avx512", "amx_emulated": "plain"}
 
 
 class BuildFailed(Exception):
-    """No compiler, or one that could not; the message says which and what it said."""
+    """There is no compiler, or it failed. The message has the command and its error."""
 
 
 def library() -> Path:
-    """Where the library of these sources and this torch is, or would be."""
-    made_of = hashlib.sha256(repr((FLAGS, LEVELS, TORCH_ABI, torch.__version__, platform.machine())).encode())
+    """Return the path of the library for these sources and this torch, built or not."""
+    digest = hashlib.sha256(repr((FLAGS, LEVELS, TORCH_ABI, torch.__version__, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
-        made_of.update(source.name.encode() + source.read_bytes())
-    return BUILT / f"paged_cpu-{made_of.hexdigest()[:16]}.so"
+        digest.update(source.name.encode() + source.read_bytes())
+    return BUILT / f"paged_cpu-{digest.hexdigest()[:16]}.so"
 
 
 def build() -> tuple[Path, list[str]]:
-    """The library, and what was left out of it. Raises BuildFailed."""
+    """Compile the library. Returns its path and why levels were skipped. Raises BuildFailed."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
     if compiler is None or shutil.which(compiler) is None:
         raise BuildFailed(f"no C++ compiler: none of {', '.join([compiler] if compiler else COMPILERS)} is on PATH")
-    target = library()  # of the sources as they are now
+    target = library()  # before compiling: the hash of the sources as they are at the start
     BUILT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
@@ -65,7 +65,7 @@ def build() -> tuple[Path, list[str]]:
             level = [*flags.split(), f"-DPAGED_LEVEL={name}", f"-DPAGED_LINEAR={LINEAR.get(name, name)}"]
             sources = ["linear.cpp", "level.cpp"][name in LINEAR :]
             jobs[name] = [pool.submit(_compile, compiler, one, place / f"{name}-{one}.o", level) for one in sources]
-        objects, built, left_out = [binding.result()], list[str](), []
+        objects, built, skipped = [binding.result()], list[str](), list[str]()
         for name in sorted(LEVELS, key=LINEAR.__contains__):
             try:
                 made = [job.result() for job in jobs[name]]
@@ -74,7 +74,7 @@ def build() -> tuple[Path, list[str]]:
             except BuildFailed as error:
                 if name == "plain":
                     raise
-                left_out.append(f"{name}: {error}")
+                skipped.append(f"{name}: {error}")
                 continue
             objects += made
             built.append(name)
@@ -82,7 +82,7 @@ def build() -> tuple[Path, list[str]]:
         objects.append(_compile(compiler, "schedule.cpp", place / "schedule.o", [f"-DPAGED_LEVELS={names}"]))
         _run([compiler, "-shared", "-o", str(place / "whole.so"), *map(str, objects), *_libraries()])
         os.replace(place / "whole.so", target)
-    return target, left_out
+    return target, skipped
 
 
 def _compile(compiler: str, source: str, target: Path, flags: Sequence[str]) -> Path:
@@ -93,8 +93,8 @@ def _compile(compiler: str, source: str, target: Path, flags: Sequence[str]) -> 
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise BuildFailed(f"{command[0]} gave {done.returncode}: {said[0] if said else 'nothing'}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildFailed(f"{command[0]} exited with {done.returncode}: {errors[0] if errors else 'no output'}")
 
 
 def _torch_flags() -> list[str]:
@@ -109,19 +109,19 @@ def _libraries() -> list[str]:
 def main() -> int:
     if library().exists():
         return 0
-    print("Compiling the CPU's kernels: about a minute of one core", flush=True)
+    print("Compiling the C++ kernels: about a minute of one core", flush=True)
     started = time.monotonic()
     try:
-        made, left_out = build()
+        target, skipped = build()
     except (BuildFailed, OSError) as error:
-        print(f"The CPU's kernels were not compiled, and PyTorch's serve, slower: {error}", file=sys.stderr)
+        print(f"The C++ kernels were not compiled; PyTorch is used, which is slower: {error}", file=sys.stderr)
         return 1
-    for one in left_out:
-        print(f"Left out {one}")
+    for reason in skipped:
+        print(f"Skipped level {reason}")
     for other in BUILT.glob("paged_cpu-*.so"):
-        if other != made:
+        if other != target:
             other.unlink()
-    print(f"Compiled in {time.monotonic() - started:.0f} s: {made}")
+    print(f"Compiled in {time.monotonic() - started:.0f} s: {target}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Writes a step's new keys and values into their slots of the block pool, with PyTorch on a CPU."""
+"""The write of a step's new keys and values into their slots of the block pool with PyTorch on a CPU."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from paged_kernels.layer_cache import LayerCache, quantize
 
 
 def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """As `paged_kernels.kv_write.kv_write`: writes token t's key and value into slot slots[t], in place."""
+    """Compute `paged_kernels.kv_write.kv_write`."""
     check_kv_write(key, value, cache, slots)
     if len(slots) and int(slots.min()) < 0:
         written = slots >= 0

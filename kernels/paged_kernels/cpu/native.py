@@ -1,5 +1,6 @@
-"""The operations in C++, where `paged_kernels.cpu.build` has compiled them: csrc/ has the kernels, for each level of
-instructions that a CPU may have. The best level of this machine serves; PAGED_CPU_LEVEL names a lower one.
+"""Calls of the C++ kernels in csrc/, which `paged_kernels.cpu.build` compiles once per instruction set ("level").
+
+The best level that this machine supports is used, or the one that PAGED_CPU_LEVEL names.
 """
 
 import ctypes
@@ -27,57 +28,60 @@ from paged_kernels.paging import Paging
 log = logging.getLogger("paged_llm.kernels")
 
 LEVEL = "PAGED_CPU_LEVEL"
-KINDS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # of which the time is kept
-GROUP = 16  # outputs of a linear layer's weight that lie together
+BUILD_COMMAND = "python -m paged_kernels.cpu.build"
+TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # the order of OpKind in C++
+GROUP = 16  # outputs of a linear layer whose weights are stored together
 
 
 @cache
 def levels() -> tuple[str, ...]:
-    """Those that were built and that this machine runs, the best first; none where nothing was built, with a log line.
-    Raises ValueError for a PAGED_CPU_LEVEL that is not among them."""
+    """Return the levels that were built and that this machine supports, the best first.
+
+    Logs a warning and returns none if nothing was built. Raises ValueError if PAGED_CPU_LEVEL is not among them.
+    """
     try:
         torch.ops.load_library(path := library())
     except OSError as error:
-        reason = str(error) if path.exists() else "they were not compiled"
-        log.warning(
-            "no kernels for this CPU (%s): PyTorch serves, slower. Mend: python -m paged_kernels.cpu.build", reason
-        )
+        reason = str(error) if path.exists() else "not compiled"
+        log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", reason, BUILD_COMMAND)
         return ()
-    names = ctypes.CDLL(path).paged_levels
+    names = ctypes.CDLL(str(path)).paged_levels
     names.restype = ctypes.c_char_p
     found = tuple(names().decode().split())
-    asked = os.environ.get(LEVEL)
-    if asked and asked not in found:
-        raise ValueError(f"{LEVEL}={asked}: this machine has {', '.join(found)}")
-    log.info("kernels for this CPU: %s", asked or found[0])
+    requested = os.environ.get(LEVEL)
+    if requested and requested not in found:
+        raise ValueError(f"{LEVEL}={requested}: this machine has {', '.join(found)}")
+    log.info("C++ kernels: level %s", requested or found[0])
     return found
 
 
 @cache
-def _kept_seconds() -> Callable[[Any], None]:
-    found: Callable[[Any], None] = ctypes.CDLL(library()).paged_seconds
+def _read_seconds() -> Callable[[Any], None]:
+    found: Callable[[Any], None] = ctypes.CDLL(str(library())).paged_seconds
     return found
 
 
 def seconds() -> dict[str, float]:
-    """What this thread spent until now on each kind of operation, also where one call is several of them. Something
-    must be compiled."""
-    spent = (ctypes.c_double * len(KINDS))()
-    _kept_seconds()(spent)
-    return dict(zip(KINDS, spent, strict=True))
+    """Return the time that this thread has spent on each kind of operation so far, inside of `DecoderLayer` too.
+
+    The kernels must be compiled.
+    """
+    spent = (ctypes.c_double * len(TIMED_OPS))()
+    _read_seconds()(spent)
+    return dict(zip(TIMED_OPS, spent, strict=True))
 
 
 def level() -> str:
-    """The one that serves. There must be one."""
+    """Return the level in use. The kernels must be compiled."""
     return os.environ.get(LEVEL) or levels()[0]
 
 
 @cache
 def _index(name: str | None) -> int:
-    wanted = name or level()
-    if wanted not in levels():
-        raise ValueError(f"level={wanted}: this machine has {', '.join(levels())}")
-    return levels().index(wanted)
+    chosen = name or level()
+    if chosen not in levels():
+        raise ValueError(f"level={chosen}: this machine has {', '.join(levels())}")
+    return levels().index(chosen)
 
 
 @cache
@@ -98,8 +102,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """As `paged_kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros. Raises
-    RuntimeError for more queries than context, or a block that the pool does not have."""
+    """Compute `paged_kernels.paged_attention.paged_attention`. Padding rows get zeros.
+
+    Raises RuntimeError if a sequence has more queries than context, or a block outside the pool.
+    """
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     out = _like(query)
     _operator("paged_attention")(
@@ -112,7 +118,7 @@ def paged_attention(
 
 
 def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
-    """As `paged_kernels.kv_write.kv_write`."""
+    """Compute `paged_kernels.kv_write.kv_write`."""
     check_kv_write(key, value, cache, slots)
     _operator("kv_write")(
         _dense(key), _dense(value), cache.keys, cache.values, cache.key_scales, cache.value_scales,
@@ -134,7 +140,7 @@ def rope_kv_write(
     eps: float = 0.0,
     level: str | None = None,
 ) -> Tensor:
-    """As `paged_kernels.rope_kv_write.rope_kv_write`."""
+    """Compute `paged_kernels.rope_kv_write.rope_kv_write`."""
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     out = _like(query)
     _operator("rope_kv_write")(
@@ -148,7 +154,7 @@ def rope_kv_write(
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, level: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `paged_kernels.add_rms_norm.add_rms_norm`."""
+    """Compute `paged_kernels.add_rms_norm.add_rms_norm`."""
     check_add_rms_norm(x, residual, weight)
     residual = None if residual is None else _dense(residual)
     normed, total = _operator("add_rms_norm")(_dense(x), residual, weight.contiguous(), eps, _index(level))
@@ -156,24 +162,26 @@ def add_rms_norm(
 
 
 def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
-    """As `paged_kernels.swiglu.swiglu`."""
+    """Compute `paged_kernels.swiglu.swiglu`."""
     check_swiglu(gate_up)
     out: Tensor = _operator("swiglu")(_dense(gate_up), _index(level))
     return out
 
 
 class PackedLinear(NamedTuple):
-    """The weight of a linear layer as `linear` reads it: in groups of 16 outputs, by input [groups, in_features, 16],
-    or in bfloat16 by pairs of inputs [groups, in_features / 2, 16, 2]. Zeros fill up."""
+    """The weight of a linear layer in the layout of `linear`: groups of 16 outputs, padded with zeros.
+
+    [groups, in_features, 16]; for bfloat16, in pairs of inputs, [groups, in_features / 2, 16, 2].
+    """
 
     groups: Tensor
     in_features: int
     out_features: int
-    scales: Tensor | None  # [out_features], float32, of codes in int8
+    scales: Tensor | None  # [out_features] float32, of an int8 weight
 
 
 def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
-    """weight: [out_features, in_features], float32, float16, bfloat16, or int8 with a scale for each output."""
+    """Pack a weight [out_features, in_features] in float32, float16, bfloat16, or int8 with a scale per output."""
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     padded = F.pad(weight, (0, weight.shape[1] % 2, 0, -weight.shape[0] % GROUP))
     groups = padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
@@ -181,8 +189,11 @@ def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
 
 
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
-    """x [..., in_features] of the weight's dtype, or of any with codes: [..., out_features]. Sums are float32. Raises
-    RuntimeError for types or sizes that do not fit."""
+    """Multiply x [..., in_features] by a packed weight: [..., out_features], accumulated in float32.
+
+    x has the type of the weight, or any floating-point type if the weight is int8. Raises RuntimeError for types or
+    sizes that do not match.
+    """
     groups, in_features, out_features, scales = weight
     if x.shape[-1] != in_features:
         raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {in_features} inputs")
@@ -192,8 +203,11 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
 
 
 class DecoderLayer(NamedTuple):
-    """A plain decoder layer, all of it in one call: what `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`),
-    `paged_attention`, `linear`, `add_rms_norm`, `linear`, `swiglu` and `linear` give one after the other."""
+    """A plain decoder layer in one call.
+
+    The result is that of `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`, `linear`,
+    `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit.
+    """
 
     norm: Tensor
     eps: float
@@ -217,8 +231,11 @@ class DecoderLayer(NamedTuple):
     down_bias: Tensor | None
 
     def bind(self, *, level: str | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-        """(output [num_tokens, hidden] of the layer before, residual stream or None, cos and sin [1, num_tokens,
-        head_dim], cache, paging) -> output, residual stream. All are dense."""
+        """Return the layer as a function of a step's tensors, which are all dense.
+
+        Its arguments are the output [num_tokens, hidden] of the previous layer, the residual stream or None, cos and
+        sin [1, num_tokens, head_dim], the cache and the paging; it returns the output and the residual stream.
+        """
         operator = _operator("decoder_layer")
         constants = (
             self.norm.contiguous(), self.eps, self.qkv.groups, self.qkv.scales, self.qkv_bias, self.num_heads,
@@ -241,7 +258,7 @@ class DecoderLayer(NamedTuple):
         return call
 
 
-def _like(x: Tensor) -> Tensor:  # half the time of `empty` with a shape and a type: a step asks for hundreds
+def _like(x: Tensor) -> Tensor:  # takes half the time of `torch.empty`, and a step needs hundreds of them
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

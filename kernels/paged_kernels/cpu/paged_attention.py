@@ -1,7 +1,7 @@
-"""Paged attention with PyTorch on a CPU: gather a few sequences' pages, then attend.
+"""Paged attention with PyTorch on a CPU: gather the pages of a few sequences, then compute attention.
 
-Once per step a plan turns the block tables into calls. Decode rows of similar length share a call; a prefill
-chunk becomes one call per QUERY_TILE of its queries, so that no call reads far past its own causal edge:
+Once per step, a plan turns the block tables into calls. Decode rows of similar length share a call; a prefill chunk
+becomes one call per QUERY_TILE of its queries, so that no call reads far past its own causal edge:
 
     calls of one step      keys ->
     seq 0, seq 3 (decode)  [kkkkkkkkkkkkkk....]  one row each, padded to the longer one
@@ -21,14 +21,14 @@ from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
 from paged_kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
-CALL_BYTES = 2 << 20  # keys and values gathered per decode call: what stays in a core's L2 cache
-PADDING_BYTES = 128 << 10  # padding that costs no more than one more call would
+CALL_BYTES = 2 << 20  # keys and values gathered per decode call: fits the L2 cache of a core
+PADDING_BYTES = 128 << 10  # padding that costs no more than an additional call
 PADDING_SHARE = 0.15
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive queries of one sequence and the blocks they see."""
+    """Consecutive queries of one sequence, and the blocks that they see."""
 
     seq: int
     row: int  # packed row of the first query
@@ -44,13 +44,13 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One gather and one attention: S spans with Q queries each, over L keys, padding included."""
+    """One gather and one attention: S spans with Q queries each over L keys, including padding."""
 
     rows: Tensor  # [S * Q] packed rows
     pages: Tensor  # [S * num_kv_heads * L / block_size]: block * num_kv_heads + head
-    unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] that are nobody's to read
+    unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] that hold no token of the sequence
     bias: Tensor  # [S, 1, Q, L]: 0 where visible, -inf elsewhere; query's type
-    keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by a plan's calls: they run in turn
+    keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by the calls of a plan, which run one after the other
     values: Tensor
 
 
@@ -70,15 +70,15 @@ def _spans(paging: Paging, block_size: int, window: int | None) -> Iterator[Span
 
 
 def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
-    """Decode rows of similar length together, within CALL_BYTES; every other span by itself."""
+    """Group decode rows of similar length, up to CALL_BYTES; every other span is a group of its own."""
     yield from ([span] for span in spans if span.length > 1)
     group: list[Span] = []
     used = 0
     for span in sorted((s for s in spans if s.length == 1), key=lambda s: -s.num_blocks):
         padded = (len(group) + 1) * (group[0] if group else span).num_blocks
         padding = (padded - used - span.num_blocks) * block_bytes
-        too_much = padding > max(PADDING_BYTES, PADDING_SHARE * padded * block_bytes)
-        if group and (too_much or padded * block_bytes > CALL_BYTES):
+        too_long = padding > max(PADDING_BYTES, PADDING_SHARE * padded * block_bytes)
+        if group and (too_long or padded * block_bytes > CALL_BYTES):
             yield group
             group, used = [], 0
         group.append(span)
@@ -102,7 +102,7 @@ def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Te
     age = position[:, :, None] - key_position[:, None, :]
     hidden = (age < 0) if window is None else (age < 0) | (age >= window)
     bias = torch.zeros(hidden.shape, dtype=scratch[0].dtype).masked_fill_(hidden, float("-inf"))
-    # Memory that no token of this sequence has filled may hold another request's NaN, and 0 * NaN is NaN.
+    # Memory that this sequence has not written may hold another request's NaN, and 0 * NaN is NaN.
     unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
     gathered = (len(spans), num_kv_heads, width * block_size, head_dim)
     return Call(
@@ -116,8 +116,10 @@ def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Te
 
 
 def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | None) -> list[Call]:
-    """The step's calls for layers with pools of this shape, queries of this type and this window; made by the first
-    such layer of a step."""
+    """Return the step's calls for layers with pools of this shape, queries of this type and this window.
+
+    The first such layer of a step makes them.
+    """
     _, num_kv_heads, block_size, head_dim = shape
     key = (num_kv_heads, block_size, head_dim, dtype, window)
     if key not in paging.derived:
@@ -131,7 +133,7 @@ def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | N
 
 
 def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Tensor:
-    """The call's pages of a pool, [S, num_kv_heads, L, head_dim], in one copy, or dequantized."""
+    """Gather the call's pages of a pool, [S, num_kv_heads, L, head_dim], in one copy, dequantized if needed."""
     block_size, head_dim = pool.shape[2:]
     pages = into.view(-1, block_size, head_dim)
     if scales is None:
@@ -144,7 +146,7 @@ def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Te
 
 
 def _select(pool: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows block * num_kv_heads + head of a tensor [num_blocks, num_kv_heads, ...]."""
+    """Select rows block * num_kv_heads + head of a tensor [num_blocks, num_kv_heads, ...]."""
     if pool.is_contiguous():
         return torch.index_select(pool.flatten(0, 1), 0, pages, out=out)
     num_kv_heads = pool.shape[1]
@@ -161,7 +163,7 @@ def _softmax_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """scaled_dot_product_attention with soft-cap and sinks [broadcast over query's rows], in fp32."""
+    """Compute scaled_dot_product_attention with soft-cap and sinks, broadcast over the query's rows, in fp32."""
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -182,7 +184,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_kernels.paged_attention.paged_attention`. Rows of no sequence, padding ones included, get zeros."""
+    """Compute `paged_kernels.paged_attention.paged_attention`. Padding rows get zeros."""
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.keys.shape[1]
@@ -195,10 +197,10 @@ def paged_attention(
         q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
         bias = call.bias
         sink = None if sinks is None else sinks.view(num_kv_heads, group, 1)
-        if query_len == 1:  # the group's heads are the rows: each key is read once for all of them
+        if query_len == 1:  # the heads of a group are the rows, so that each key is read once for all of them
             bias = bias.expand(num_spans, 1, group, -1)
             sink = None if sink is None else sink[:, :, 0]
-        else:  # KV heads are the batch: keys are shared over the group by a stride of 0
+        else:  # KV heads are the batch, and a stride of 0 shares the keys with all heads of a group
             q = q.permute(1, 2, 0, 3)
             keys, values = (x[0, :, None].expand(-1, group, -1, -1) for x in (keys, values))
         if softcap is None and sinks is None:

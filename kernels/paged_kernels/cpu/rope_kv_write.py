@@ -1,11 +1,11 @@
-"""Rotates a step's queries and keys and writes its keys and values, with PyTorch on a CPU."""
+"""Rotary position embedding and the write of keys and values with PyTorch on a CPU."""
 
 import torch
 from torch import Tensor
 
 from paged_kernels.arguments import check_rope_kv_write
-from paged_kernels.cpu.between_attentions import rms_norm
 from paged_kernels.cpu.kv_write import kv_write
+from paged_kernels.cpu.layer_ops import rms_norm
 from paged_kernels.layer_cache import LayerCache
 
 
@@ -22,9 +22,9 @@ def rope_kv_write(
     key_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """As `paged_kernels.rope_kv_write.rope_kv_write`."""
+    """Compute `paged_kernels.rope_kv_write.rope_kv_write`."""
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
-    if query_weight is not None:
+    if query_weight is not None and key_weight is not None:
         query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     kv_write(_rotate(key, cos, sin), value, cache, slots)
@@ -32,8 +32,8 @@ def rope_kv_write(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim] by angles [num_tokens, 1, head_dim] fp32, in fp32, rounded once."""
+    """Rotate x [num_tokens, heads, head_dim] by angles [num_tokens, 1, head_dim] fp32, in fp32, rounded once."""
     half = x.shape[2] // 2
-    turned = x.roll(half, dims=2).float() * sin
-    turned[..., :half].neg_()
-    return torch.addcmul(turned, x.float(), cos).to(x.dtype)
+    product = x.roll(half, dims=2).float() * sin
+    product[..., :half].neg_()
+    return torch.addcmul(product, x.float(), cos).to(x.dtype)

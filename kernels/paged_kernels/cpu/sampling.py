@@ -1,8 +1,8 @@
-"""Drawing tokens on a CPU, row by row with numpy, whose sort and argmax of one row are many times as fast as PyTorch's.
+"""Token sampling on a CPU, row by row with numpy, whose sort and argmax of a row are many times faster than PyTorch's.
 
-The result is that of `paged_kernels.sampling`: the largest of logit * scale + noise. Few tokens need a logarithm:
-those whose number w is below FEW, and of the others, whose noise is at most OTHERS_NOISE, those whose logit alone
-brings them so close to the best of the first that they could beat it.
+The result is that of `paged_kernels.sampling`: the largest logit * scale + noise. Only few tokens need a logarithm:
+those whose number w is below SMALL_W, and of all others, whose noise is at most MAX_OTHER_NOISE, those whose logit is
+large enough to beat the best of the first.
 """
 
 import math
@@ -12,54 +12,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kernels.draws import SamplingMetadata
+from paged_kernels.sampling_metadata import SamplingMetadata
 
-FEW = 2.0**-8
-OTHERS_NOISE = -math.log(-math.log1p(-FEW))  # 5.54
-NEAR = (4.0, 10.0, np.inf)  # nats below the largest: how far a filter looks, as long as it finds too little
+SMALL_W = 2.0**-8
+MAX_OTHER_NOISE = -math.log(-math.log1p(-SMALL_W))  # 5.54
+SEARCH_RANGES = (4.0, 10.0, np.inf)  # nats below the largest logit: a filter widens its search until it has enough
 
 
 def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The integers of `paged_kernels.sampling`, [len(seeds), len(tokens)] uint32; seeds and positions int64."""
+    """Return the random bits [len(seeds), len(tokens)] uint32 of int64 seeds and positions."""
     return np.stack([_row_bits(key, _token_hashes(tokens)) for key in _keys(seeds, positions)])
 
 
-def sample(logits: Tensor, draws: SamplingMetadata | None) -> Tensor:
-    """As `paged_kernels.sampling.sample`."""
+def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
+    """Compute `paged_kernels.sampling.sample`."""
     rows = logits.float().numpy()
-    if draws is None:
+    if metadata is None:
         return torch.from_numpy(_best(rows))
-    scales = draws.scales.numpy()
-    keys = _keys(draws.seeds.numpy(), draws.positions.numpy())
+    scales = metadata.scales.numpy()
+    keys = _keys(metadata.seeds.numpy(), metadata.positions.numpy())
     hashes = _vocabulary(rows.shape[-1])
     tokens = _best(rows)
     for row in np.flatnonzero(scales):
         if tokens[row] < 0:
             continue
-        logits_of, scale, allowed = rows[row], scales[row], None
-        if draws.filters is not None:
-            allowed = _allowed(logits_of, scale, *(values[row].item() for values in vars(draws.filters).values()))
-        if allowed is None:
-            tokens[row] = _draw(logits_of, scale, keys[row], hashes)
+        logits_of, scale, kept = rows[row], scales[row], None
+        if metadata.filters is not None:
+            kept = _kept_tokens(logits_of, scale, *(values[row].item() for values in vars(metadata.filters).values()))
+        if kept is None:
+            tokens[row] = _sample_row(logits_of, scale, keys[row], hashes)
         else:
-            scores = _scores(logits_of[allowed], scale, _row_bits(keys[row], hashes[allowed]))
-            tokens[row] = allowed[scores.argmax()]
+            scores = _scores(logits_of[kept], scale, _row_bits(keys[row], hashes[kept]))
+            tokens[row] = kept[scores.argmax()]
     return torch.from_numpy(tokens)
 
 
 def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
-    tokens = rows.argmax(-1)  # the first NaN, where there is one
+    tokens = rows.argmax(-1)  # argmax returns the first NaN if there is one
     tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
     return tokens
 
 
-def _draw(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:
+def _sample_row(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:
     bits = _row_bits(key, hashes)
-    lucky = np.flatnonzero(bits < np.uint32(FEW * 2**32))
+    lucky = np.flatnonzero(bits < np.uint32(SMALL_W * 2**32))
     least = -np.inf
     if len(lucky):
         best = _scores(logits[lucky], scale, bits[lucky]).max()
-        least = best - OTHERS_NOISE - 1e-3 - 1e-6 * abs(best)  # and what rounding may do
+        least = best - MAX_OTHER_NOISE - 1e-3 - 1e-6 * abs(best)  # with a margin for rounding
     likely = np.flatnonzero(logits * scale >= np.float32(least))
     tokens = np.union1d(lucky, likely)
     return int(tokens[_scores(logits[tokens], scale, bits[tokens]).argmax()])
@@ -70,23 +70,23 @@ def _scores(logits: np.ndarray, scale: np.float32, bits: np.ndarray) -> np.ndarr
     return logits * scale - np.log(-np.log1p(-numbers)).astype(np.float32)
 
 
-def _allowed(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float, margin: float) -> np.ndarray | None:
-    """The tokens that the row's filters leave, or None: all."""
+def _kept_tokens(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float, margin: float) -> np.ndarray | None:
+    """Return the tokens that the row's filters keep, or None for all."""
     vocab, top = len(logits), logits.max()
     if top_k >= vocab and top_p >= 1 and margin == np.inf:
         return None
     least = top - np.float32(margin)
     if top_k < vocab or top_p < 1:
-        least = max(least, _least(logits, top, scale, top_k, top_p))
+        least = max(least, _threshold(logits, top, scale, top_k, top_p))
     return np.flatnonzero(logits >= least)
 
 
-def _least(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
-    """The least logit that top_k and top_p leave."""
-    total = None  # of all weights; where there is a top_k, what it leaves is summed instead
+def _threshold(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
+    """Return the smallest logit that top_k and top_p keep."""
+    total = None  # of all weights; with a top_k, only the weights that it keeps are summed
     if top_k >= len(logits):
         total = _weights(logits, top, scale).sum(dtype=np.float64)
-    for reach in NEAR:
+    for reach in SEARCH_RANGES:
         near = logits.take(np.flatnonzero(logits >= top - np.float32(reach) / scale))
         ordered = np.sort(near)[::-1]
         if total is None:
@@ -108,7 +108,7 @@ def _weights(logits: np.ndarray, top: np.float32, scale: np.float32) -> np.ndarr
     return np.exp((logits - top) * scale)
 
 
-# --- the noise: see kernels/paged_kernels/sampling.py
+# --- noise: the generator is described in paged_kernels/sampling.py
 
 
 def _keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:  # [num_rows] uint64

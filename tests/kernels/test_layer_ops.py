@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from paged_kernels.cpu import between_attentions, native
+from paged_kernels.cpu import layer_ops, native
 from paged_kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
 from paged_kernels.kv_write import kv_write_reference
 from paged_kernels.layer_cache import FORMATS
@@ -43,7 +43,7 @@ def normal(*shape, dtype, device, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-NORMS = implementations(on_cpu=between_attentions.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
+NORMS = implementations(on_cpu=layer_ops.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -65,7 +65,7 @@ def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_res
                      **TOLERANCES[dtype])  # fmt: skip
 
 
-ACTIVATIONS = implementations(on_cpu=between_attentions.swiglu, compiled=native.swiglu, triton=swiglu)
+ACTIVATIONS = implementations(on_cpu=layer_ops.swiglu, compiled=native.swiglu, triton=swiglu)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -1,0 +1,306 @@
+"""The attention kernels: mixed prefill and decode, shared prefixes, and the merge of partial results.
+
+A program processes a tile of query rows of one sequence and one KV head: it walks the sequence's block table with the
+loop of `attention_tile`. If there are too few tiles to fill the device, several programs split a sequence's keys, and
+`merge_partials_kernel` combines their results (Flash-Decoding, Dao et al. 2023). Keys that many sequences share are
+processed once for all of them (Hydragen, arXiv:2402.05099). The grids depend on the number of rows and sequences only,
+never on their lengths, so that a CUDA graph can be captured.
+"""
+
+import triton
+import triton.language as tl
+
+from paged_kernels.attention_tile import attend_keys, find_sequence, key_range, split_len_of, unmasked_range
+
+
+@triton.jit
+def _attend_tile(  # type: ignore[no-untyped-def]
+    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    block_tables, context_lens, query_starts, shared_lens, sinks,
+    seq, q_first, query_start, query_len, kv_head, first_head, split, num_splits, slots, queries,
+    window, scale, softcap, stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
+    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M // HEADS queries of a sequence from q_first on, or one split's part of them (PARTIAL)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    context_len = tl.load(context_lens + seq)
+    row = tl.arange(0, BLOCK_M)
+    q_index = q_first + row // HEADS
+    head_of_group = first_head + row % HEADS
+    head = kv_head * GROUP + head_of_group
+    is_query = (row < BLOCK_Q * HEADS) & (q_index < query_len) & (head_of_group < GROUP)
+
+    position = context_len - query_len + q_index
+    first_position = context_len - query_len + q_first
+    last_position = first_position + tl.minimum(BLOCK_Q, query_len - q_first) - 1
+    prefix_len = 0
+    if PARTIAL and shared_lens is not None:
+        prefix_len = tl.load(shared_lens + seq)
+    first, begin, end = key_range(
+        first_position, last_position, context_len, prefix_len, window, HAS_WINDOW, BLOCK_SIZE, BLOCK_N
+    )  # fmt: skip
+    split_begin = begin
+    split_end = end
+    has_keys = True
+    if PARTIAL:
+        split_len = split_len_of(begin, end, num_splits, MIN_SPLIT, BLOCK_N)
+        split_begin = begin + split * split_len
+        split_end = tl.minimum(split_begin + split_len, end)
+        has_keys = split_begin < split_end
+    if has_keys:
+        d = tl.arange(0, BLOCK_D)
+        mask = is_query[:, None] & (d[None, :] < HEAD_DIM)
+        token = (query_start + q_index).to(tl.int64)
+        q = tl.load(
+            query + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :], mask=mask, other=0.0
+        )  # fmt: skip
+        if HAS_SINKS and not PARTIAL:  # a sink is one more key with this logit and value 0; the merge adds its own
+            row_max = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+            row_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+        else:
+            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        low, high = unmasked_range(
+            first_position, last_position, begin, split_begin, split_end, window, HAS_WINDOW, BLOCK_N
+        )  # fmt: skip
+        found, log = attend_keys(
+            q, row_max, row_sum, position, first, split_begin, low, high, split_end, window, scale, softcap,
+            block_tables + stride_table.to(tl.int64) * seq, kv_head, key_cache, value_cache, key_scales, value_scales,
+            STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
+            STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE,
+            BLOCK_D, BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, PRECISION,
+        )  # fmt: skip
+        if PARTIAL:
+            _store_partial(
+                partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + split) * queries + q_index, head,
+                NUM_HEADS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+        else:
+            o_offset = token * stride_o_token + head * stride_o_head
+            tl.store(out + o_offset[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_partial(  # type: ignore[no-untyped-def]
+    partials, logs, found, log, is_query, place, head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store into partials [num_seqs, slots, queries, NUM_HEADS, HEAD_DIM] and logs, which lack the last dimension."""
+    d = tl.arange(0, BLOCK_D)
+    place = place * NUM_HEADS + head
+    tl.store(
+        partials + place[:, None] * HEAD_DIM + d[None, :], found, mask=is_query[:, None] & (d[None, :] < HEAD_DIM)
+    )  # fmt: skip
+    tl.store(logs + place, log, mask=is_query)
+
+
+@triton.jit(
+    # These change between steps or layers: specializing on them would trigger compilation while serving.
+    do_not_specialize=["num_seqs", "large_tiles", "num_splits", "slots", "queries", "window", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "shared_lens", "sinks"],
+)
+def paged_attention_kernel(  # type: ignore[no-untyped-def]
+    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    block_tables, context_lens, query_starts, shared_lens, sinks,
+    num_seqs, large_tiles, num_splits, slots, queries, window, scale, softcap,
+    stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+    # The strides of the cache never change, and knowing their exact divisors (72 = 8 * 9) allows vector loads.
+    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
+    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SMALL_M: tl.constexpr, SMALL_N: tl.constexpr, SMALL_STAGES: tl.constexpr,
+    LARGE_M: tl.constexpr, LARGE_N: tl.constexpr, LARGE_STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
+
+    The large tiles process the sequences with more queries than a small tile holds, the longest work first. Every
+    other program processes one split of one of the remaining sequences. Scores are scaled by log2(e), so that exp is
+    exp2. FORMAT as in `layer_cache`: the scales are folded into scores and weights, so no tile is dequantized.
+    """
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    SMALL_Q: tl.constexpr = SMALL_M // HEADS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+    item = tl.program_id(0)
+    if LARGE_M > 0 and item < large_tiles:
+        LARGE_Q: tl.constexpr = LARGE_M // HEADS
+        tile = large_tiles - 1 - item
+        seq = find_sequence(query_starts, num_seqs, tile, LARGE_Q)
+        query_start = tl.load(query_starts + seq)
+        query_len = tl.load(query_starts + seq + 1) - query_start
+        q_first = (tile - (query_start // LARGE_Q + seq)) * LARGE_Q
+        if (query_len > SMALL_Q) & (q_first < query_len):
+            _attend_tile(
+                out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+                block_tables, context_lens, query_starts, shared_lens, sinks,
+                seq, q_first, query_start, query_len, kv_head, first_head, 0, 1, slots, queries, window,
+                scale, softcap,
+                stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N, LARGE_STAGES, BLOCK_D,
+                False, False, MIN_SPLIT, PRECISION,
+            )  # fmt: skip
+    else:
+        item -= large_tiles
+        split = item // num_seqs  # the last splits may be empty, so they are scheduled last
+        seq = item % num_seqs
+        query_start = tl.load(query_starts + seq)
+        query_len = tl.load(query_starts + seq + 1) - query_start
+        if (query_len > 0) & (query_len <= SMALL_Q):
+            _attend_tile(
+                out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+                block_tables, context_lens, query_starts, shared_lens, sinks,
+                seq, 0, query_start, query_len, kv_head, first_head, split, num_splits, slots, queries, window,
+                scale, softcap,
+                stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N, SMALL_STAGES, BLOCK_D,
+                True, PARTIAL, MIN_SPLIT, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "num_splits", "first_slot", "slots", "queries", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "shared_lens", "members", "group_starts"],
+)
+def prefix_attention_kernel(  # type: ignore[no-untyped-def]
+    partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    block_tables, query_starts, shared_lens, members, group_starts,
+    num_groups, num_splits, first_slot, slots, queries, scale, softcap,
+    stride_table, stride_q_token, stride_q_head,
+    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
+    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
+    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the shared-prefix part of decode rows.
+
+    Grid: (num_seqs // (BLOCK_M // HEADS) + num_groups, KV heads * tiles of a group, num_splits). A tile holds the
+    decode rows of BLOCK_M // HEADS members of a prefix group: row r is member r // HEADS, head r % HEADS. The result
+    for one split of the shared keys goes to slot first_slot + split of each member's partials.
+    """
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    BLOCK_S: tl.constexpr = BLOCK_M // HEADS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+    split = tl.program_id(2)
+    tile = tl.program_id(0)
+    group = find_sequence(group_starts, num_groups, tile, BLOCK_S)
+    group_start = tl.load(group_starts + group)
+    group_len = tl.load(group_starts + group + 1) - group_start
+    first_member = (tile - (group_start // BLOCK_S + group)) * BLOCK_S
+    if first_member < group_len:
+        leader = tl.load(members + group_start)
+        shared_len = tl.load(shared_lens + leader)
+        split_len = split_len_of(0, shared_len, num_splits, MIN_SPLIT, BLOCK_N)
+        begin = split * split_len
+        end = tl.minimum(begin + split_len, shared_len)
+        if begin < end:
+            row = tl.arange(0, BLOCK_M)
+            d = tl.arange(0, BLOCK_D)
+            index = first_member + row // HEADS
+            head_of_group = first_head + row % HEADS
+            head = kv_head * GROUP + head_of_group
+            is_query = (row < BLOCK_S * HEADS) & (index < group_len) & (head_of_group < GROUP)
+            seq = tl.load(members + group_start + index, mask=is_query, other=0)
+            token = tl.load(query_starts + seq, mask=is_query, other=0).to(tl.int64)
+            q_offset = token * stride_q_token + head * stride_q_head
+            mask = is_query[:, None] & (d[None, :] < HEAD_DIM)
+            q = tl.load(query + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
+            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+            found, log = attend_keys(
+                q, row_max, row_sum, tl.full([BLOCK_M], 0, tl.int32) + end, begin, begin, begin, end, end, 0,
+                scale, softcap, block_tables + stride_table.to(tl.int64) * leader, kv_head,
+                key_cache, value_cache, key_scales, value_scales,
+                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE,
+                BLOCK_D, BLOCK_M, BLOCK_N, STAGES, True, PRECISION,
+            )  # fmt: skip
+            _store_partial(
+                partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + first_slot + split) * queries, head,
+                NUM_HEADS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "prefix_splits", "slots", "queries", "window"],
+    do_not_specialize_on_alignment=["context_lens", "query_starts", "shared_lens", "sinks"],
+)
+def merge_partials_kernel(  # type: ignore[no-untyped-def]
+    out, partials, logs, context_lens, query_starts, shared_lens, sinks,
+    num_splits, prefix_splits, slots, queries, window, stride_o_token, stride_o_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_N: tl.constexpr,
+    MAX_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Merge the partials of one row's splits and of its shared prefix. Grid: (num_seqs, queries, NUM_HEADS).
+
+    Each partial is weighted by its part of the softmax's denominator, whose log2 is in `logs`.
+    """
+    STEP: tl.constexpr = 8  # partials loaded at once
+    seq = tl.program_id(0)
+    q_index = tl.program_id(1)
+    head = tl.program_id(2)
+    query_start = tl.load(query_starts + seq)
+    query_len = tl.load(query_starts + seq + 1) - query_start
+    if (q_index < query_len) & (query_len <= queries):
+        context_len = tl.load(context_lens + seq)
+        prefix_len = 0
+        if shared_lens is not None:
+            prefix_len = tl.load(shared_lens + seq)
+        first_position = context_len - query_len
+        _, begin, end = key_range(
+            first_position, context_len - 1, context_len, prefix_len, window, HAS_WINDOW, BLOCK_SIZE, BLOCK_N
+        )  # fmt: skip
+        split_len = split_len_of(begin, end, num_splits, MIN_SPLIT, BLOCK_N)
+        own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len
+        used = own
+        if shared_lens is not None:
+            prefix_split_len = split_len_of(0, prefix_len, prefix_splits, MIN_SPLIT, PREFIX_N)
+            used += (prefix_len + prefix_split_len - 1) // prefix_split_len
+
+        # Slots in use: 0 to own - 1, and those of the prefix from num_splits on.
+        place = (seq.to(tl.int64) * slots * queries + q_index) * NUM_HEADS + head
+        stride_slot = queries * NUM_HEADS
+        index = tl.arange(0, MAX_SLOTS)
+        slot = tl.where(index < own, index, index - own + num_splits)
+        log = tl.load(logs + place + slot * stride_slot, mask=index < used, other=float("-inf"))
+        top = tl.max(log, 0)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(top, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(log - top), 0)
+        if HAS_SINKS:
+            total += tl.exp2(sink - top)
+        total = tl.where(total == 0.0, 1.0, total)
+
+        d = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        for done in range(0, used, STEP):
+            i = done + tl.arange(0, STEP)
+            at = place + tl.where(i < own, i, i - own + num_splits) * stride_slot
+            weight = tl.exp2(tl.load(logs + at, mask=i < used, other=float("-inf")) - top)
+            mask = (i < used)[:, None] & (d[None, :] < HEAD_DIM)
+            found = tl.load(partials + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+            acc += tl.sum(found * weight[:, None], 0)
+        token = (query_start + q_index).to(tl.int64)
+        o_offset = token * stride_o_token + head * stride_o_head
+        tl.store(out + o_offset + d, (acc / total).to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -1,0 +1,280 @@
+"""Tile shapes for each kernel: the table of a chip, read from `configs/<chip>.json`, and defaults for everything else.
+
+Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape that no entry covers gets
+`default_tile` or `default_row_tile`. This module does not import triton.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).with_name("configs")
+ROW_BUCKETS = (4, 64, 4096)  # upper bounds of the row-count buckets; larger counts use the last bucket
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile shape of one loop over keys in an attention kernel."""
+
+    block_m: int  # rows: queries times query heads of a group
+    block_n: int  # keys per loop step
+    num_warps: int
+    num_stages: int  # loop steps whose keys are being loaded or used at the same time
+
+
+@dataclass(frozen=True)
+class TuningKey:
+    """The properties of an attention launch that select its `Tile`.
+
+    A table is looked up by the fields in this order. The last one is a bucket: the smallest that is large enough.
+    """
+
+    kind: str  # "decode": a tile holds all queries of a sequence; "prefill": one long chunk fills the tile
+    block_d: int  # head_dim rounded up to a power of two, at least 16
+    itemsize: int  # bytes per element of the query
+    rows: int  # rows of a tile that holds a sequence's queries ("prefill": one query); a power of two, at least 16
+    quantized: bool
+    length: int  # tokens: of the longest context for "decode", of the longest chunk for "prefill"
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """The part of a row that one program of a row-wise kernel processes."""
+
+    elements: int  # of one row, in whole heads where the row has heads, at least one; block_copy: bytes
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class RowTuningKey:
+    """The properties of a row-wise launch that select its `RowTile`; looked up like a `TuningKey`."""
+
+    kind: str  # a key of DEFAULT_ROW_TILES
+    width: int  # elements of a row, with heads padded, rounded up to a power of two; block_copy: bytes of a block
+    rows: int  # one of ROW_BUCKETS; for a kind of ROW_COUNT_INVARIANT always the last
+
+
+DEFAULT_ROW_TILES = {  # used where a table has no entry; clipped to one row
+    "kv_write": RowTile(2048, 4),
+    "rope_kv_write": RowTile(2048, 4),
+    "norm_rope_kv_write": RowTile(2048, 4),  # rope_kv_write with an RMSNorm of each head
+    "add_rms_norm": RowTile(2**30, 16),  # always a whole row
+    "swiglu": RowTile(1024, 4),
+    "sampling": RowTile(4096, 8),  # of the pass over all logits
+    "block_copy": RowTile(16384, 8),
+}
+# Kinds with one entry for any number of rows. The number of warps sets the order in which a row is summed: with an
+# entry per row count, the bits of a row would depend on the rest of the batch. A block_copy of few blocks already has
+# many tiles.
+ROW_COUNT_INVARIANT = ("norm_rope_kv_write", "add_rms_norm", "block_copy")
+
+AnyKey = TuningKey | RowTuningKey
+AnyTile = Tile | RowTile
+Entry = tuple[AnyKey, AnyTile]  # TuningKey with Tile, or RowTuningKey with RowTile
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def default_tile(chip: str, key: TuningKey) -> Tile:
+    """Return a tile that compiles without spilling on every chip of `paged_kernels.aot`.
+
+    It fits into 99 KiB of shared memory, which the smallest chips have. fp32 is multiplied in registers, so its tiles
+    stay small. Quantized keys and values are widened in registers on their way to a dot product, so their loops take
+    fewer keys per step, or have fewer stages.
+    """
+    wide, hip = key.block_d > 128, chip.startswith("gfx")
+    if key.itemsize == 4:
+        block_n = 32 if key.block_d <= 64 else 16
+        return Tile(16, block_n, 8 if wide else 4, 1 if key.quantized else 2)
+    block_n = 32 if key.quantized or wide else 64
+    if key.kind == "decode" and key.rows <= 32:
+        return Tile(key.rows, block_n, 4, 2 if hip else 3)
+    if hip:
+        return Tile(64, 32, 4, 1)
+    if wide and key.quantized:  # with 32 quantized keys per step, sm_90 would spill
+        return Tile(64, 16 if chip == "sm_90" else block_n, 8, 1)
+    if wide:
+        return Tile(64, block_n, 8, 2)
+    return Tile(64, block_n, 4 if key.block_d <= 64 else 8, 2)
+
+
+def default_row_tile(key: RowTuningKey) -> RowTile:
+    """Return the tile of DEFAULT_ROW_TILES for the key's kind, clipped to one row."""
+    tile = DEFAULT_ROW_TILES[key.kind]
+    warps = min(tile.num_warps, max(1, key.width // 512)) if key.kind == "add_rms_norm" else tile.num_warps
+    return RowTile(min(tile.elements, key.width), warps)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tile shapes of one chip."""
+
+    chip: str
+    measured: str | None  # machine and date of the measurement; None: chosen by reading compiled code
+    buckets: dict[tuple[Any, ...], tuple[tuple[int, AnyTile], ...]]  # key without its last field -> (upper bound, tile)
+
+    def find(self, key: AnyKey) -> AnyTile | None:
+        """Return the tile of the smallest bucket that holds the key's last field, else of the largest; None without."""
+        prefix, last = _split_key(key)
+        buckets = self.buckets.get(prefix, ())
+        return next((tile for bound, tile in buckets if last <= bound), buckets[-1][1] if buckets else None)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries in the order of the file."""
+        flat = [((*prefix, bound), tile) for prefix, buckets in self.buckets.items() for bound, tile in buckets]
+        return [((RowTuningKey if isinstance(tile, RowTile) else TuningKey)(*fields), tile) for fields, tile in flat]
+
+
+def _split_key(key: AnyKey) -> tuple[tuple[Any, ...], int]:
+    *prefix, last = vars(key).values()
+    return tuple(prefix), last
+
+
+def make_table(chip: str, measured: str | None, entries: Sequence[Entry]) -> Table:
+    """Build a table from entries in any order. Of two entries with the same key the later one counts."""
+    found: dict[tuple[Any, ...], dict[int, AnyTile]] = {}
+    for key, tile in entries:
+        prefix, last = _split_key(key)
+        found.setdefault(prefix, {})[last] = tile
+    return Table(chip, measured, {prefix: tuple(sorted(tiles.items())) for prefix, tiles in sorted(found.items())})
+
+
+# --- table files ------------------------------------------------------------------------------------------------------
+
+
+def _powers(least: int, most: int) -> tuple[int, ...]:
+    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()))
+
+
+ALLOWED: dict[type, dict[str, tuple[Any, ...]]] = {  # allowed values of each field in a file
+    TuningKey: {
+        "kind": ("decode", "prefill"), "block_d": _powers(16, 256), "itemsize": (2, 4), "rows": _powers(16, 64),
+        "quantized": (False, True), "length": _powers(1, 2**30),
+    },
+    Tile: {
+        "block_m": _powers(16, 128), "block_n": _powers(16, 128), "num_warps": _powers(1, 16),
+        "num_stages": tuple(range(1, 9)),
+    },
+    RowTuningKey: {"kind": tuple(DEFAULT_ROW_TILES), "width": _powers(1, 2**20), "rows": ROW_BUCKETS},
+    RowTile: {"elements": _powers(1, 2**20), "num_warps": _powers(1, 16)},
+}  # fmt: skip
+
+
+def _parse(cls: type, fields: dict[str, Any], **narrower: tuple[Any, ...]) -> Any:
+    """Build an object of `cls`. Raises ValueError for a field that is missing, unknown or out of range."""
+    limits = ALLOWED[cls] | narrower
+    _check_names(fields, tuple(limits))
+    for name, value in {**dict.fromkeys(limits), **fields}.items():
+        allowed = limits[name]
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            raise ValueError(f"{name}={value!r}: must be one of {allowed}")
+    return cls(**fields)
+
+
+def _check_names(fields: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"{name}={value!r}: must be one of the fields {known}")
+
+
+def read_entry(entry: dict[str, Any]) -> Entry:
+    """Parse an entry of a table file or of the tuner's journal. Raises ValueError with the field and its value."""
+    kind, kinds = entry["for"].get("kind"), (*ALLOWED[TuningKey]["kind"], *DEFAULT_ROW_TILES)
+    if kind not in kinds:
+        raise ValueError(f"kind={kind!r}: must be one of {kinds}")
+    if kind not in DEFAULT_ROW_TILES:
+        attention = _parse(TuningKey, entry["for"])
+        block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= attention.rows)
+        return attention, _parse(Tile, entry["tile"], block_m=block_ms)
+    row = _parse(RowTuningKey, entry["for"], **({"rows": ROW_BUCKETS[-1:]} if kind in ROW_COUNT_INVARIANT else {}))
+    least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # a whole row; a whole word
+    return row, _parse(RowTile, entry["tile"], elements=_powers(least, row.width))
+
+
+def read_table(file: Path) -> Table:
+    """Read a table. Raises ValueError that names the file and, for an invalid field, the field and its value."""
+    try:
+        content = json.loads(file.read_text())
+        _check_names(content, ("chip", "measured", "entries"))
+        if content["chip"] != file.stem:
+            raise ValueError(f"chip={content['chip']!r}: must be {file.stem!r}, as the file's name")
+        if not isinstance(content["measured"], str | None):
+            raise ValueError(f"measured={content['measured']!r}: must be a text, or null")
+        for entry in content["entries"]:
+            _check_names(entry, ("for", "tile"))
+        return make_table(content["chip"], content["measured"], [read_entry(entry) for entry in content["entries"]])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
+
+
+def write_table(table: Table, file: Path) -> None:
+    """Write a table with one entry per line, so that diffs are easy to read."""
+    lines = [json.dumps({"for": vars(key), "tile": vars(tile)}) for key, tile in table.entries()]
+    head = f'{{"chip": {json.dumps(table.chip)}, "measured": {json.dumps(table.measured)}, "entries": ['
+    file.write_text(head + "\n" + ",\n".join(lines) + "\n]}\n")
+
+
+# --- lookup -----------------------------------------------------------------------------------------------------------
+
+
+def nearest_chip(chip: str, known: list[str]) -> str | None:
+    """Return the chip whose table to use: itself, else the newest older one of the same vendor, else the oldest.
+
+    Returns None if no chip of the vendor is known. sm_120 and later have the matrix instructions and the shared memory
+    of sm_86, so they use the table of sm_80.
+    """
+    if chip in known:
+        return chip
+    if chip.startswith("sm_12") and "sm_80" in known:
+        return "sm_80"
+    vendor = chip[:3]
+    same = sorted((name for name in known if name.startswith(vendor)), key=lambda name: (len(name), name))
+    older = [name for name in same if (len(name), name) < (len(chip), chip)]
+    return older[-1] if older else same[0] if same else None
+
+
+_tables: dict[str, Table | None] = {}  # by chip; each file is read once per process
+
+
+def find_table(chip: str) -> Table | None:
+    """Return the table of the chip or of its nearest one; None if there is none."""
+    if chip not in _tables:
+        found = nearest_chip(chip, [file.stem for file in CONFIGS.glob("*.json")])
+        _tables[chip] = read_table(CONFIGS / f"{found}.json") if found else None
+    return _tables[chip]
+
+
+def use_table(table: Table) -> None:
+    """Use this table in place of its chip's file for the rest of the process."""
+    _tables[table.chip] = table
+    _cached_row_tile.cache_clear()
+
+
+def find_tile(chip: str, key: TuningKey) -> Tile:
+    """Return the tile from the chip's table, or the default."""
+    table = find_table(chip)
+    found = table.find(key) if table else None
+    return found if isinstance(found, Tile) else default_tile(chip, key)
+
+
+def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:
+    """Return the tile of a launch over `rows` rows of `width` elements, from the chip's table or the default.
+
+    For block_copy, `width` is the bytes of a block; the number of rows does not matter.
+    """
+    few, some, many = ROW_BUCKETS
+    bucket = many if kind in ROW_COUNT_INVARIANT or rows > some else some if rows > few else few
+    return _cached_row_tile(chip, kind, width, bucket)
+
+
+@cache
+def _cached_row_tile(chip: str, kind: str, width: int, rows: int) -> RowTile:
+    key, table = RowTuningKey(kind, power_of_two(width), rows), find_table(chip)
+    found = table.find(key) if table else None
+    return found if isinstance(found, RowTile) else default_row_tile(key)

@@ -1,0 +1,69 @@
+"""Launch shapes and splits of the attention kernels."""
+
+import pytest
+from paged_kernels import launch, launch_table
+from paged_kernels.launch import count_splits, launch_shape, prefix_tile
+from paged_kernels.launch_table import Tile, TuningKey
+
+LLAMA = dict(head_dim=128, itemsize=2, group=4, quantized=False, num_kv_heads=8, multiprocessors=132)
+
+
+def shape_of(chip="sm_90", **changes):
+    properties = {**LLAMA, "num_tokens": 64, "max_query_len": 1, "max_context_len": 8192, **changes}
+    return launch_shape(chip=chip, **properties)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 48, 71])
+def test_tiles_hold_the_rows_of_their_launch_shape(group, itemsize):
+    for max_query_len in (1, 2, 5, 512):
+        shape = shape_of(group=group, itemsize=itemsize, max_query_len=max_query_len, num_tokens=4096)
+        assert 1 <= shape.HEADS <= min(group, shape.SMALL_M)
+        assert shape.LARGE_M in (0, 16, 64, 128)
+        assert shape.LARGE_M > 0 or max_query_len * shape.HEADS <= shape.SMALL_M
+        assert max_query_len > 1 or shape.LARGE_M == 0
+
+
+def test_large_tiles_are_used_for_long_chunks():
+    assert shape_of(max_query_len=2048, num_tokens=4096).LARGE_M == 128
+    assert shape_of(max_query_len=256, num_tokens=256).LARGE_M == 64  # 64 programs of 128 rows would idle half of 132
+    assert shape_of(max_query_len=2048, num_tokens=4096).SMALL_M == 16  # for the decode rows beside the chunk
+
+
+@pytest.mark.parametrize("multiprocessors", [108, 132, 148, 304])
+def test_number_of_splits_fills_the_device(multiprocessors):
+    for rows in (1, 4, 16, 17, 64, 256):
+        for length in (1, 200, 512, 4096, 32768, 131072):
+            splits = count_splits(rows * 8, length, multiprocessors)
+            most = max(1, min(launch.MAX_SPLITS, launch_table.power_of_two(length) // launch.MIN_SPLIT))
+            assert 1 <= splits <= most
+
+            def occupancy(s, rows=rows):
+                return rows * 8 * s / (multiprocessors * -(-rows * 8 * s // multiprocessors))
+
+            assert occupancy(splits) >= 0.9 * max(occupancy(s) for s in range(1, most + 1))
+    assert count_splits(256 * 8, 8192, multiprocessors) == 1
+
+
+def test_slightly_more_programs_than_multiprocessors_are_split():
+    splits = count_splits(136, 8192, 132)
+    assert 136 * splits / (132 * -(-136 * splits // 132)) > 0.85
+
+
+def test_lengths_of_one_bucket_have_the_same_number_of_splits():
+    assert len({count_splits(8, length, 132) for length in range(4097, 8193, 64)}) == 1
+
+
+def test_prefix_tiles_fit_the_number_of_rows():
+    properties = dict(chip="sm_90", head_dim=128, itemsize=2, group=4, quantized=False)
+    assert prefix_tile(**properties, num_seqs=8).block_m == 64
+    assert prefix_tile(**properties, num_seqs=64).block_m == 128
+    assert prefix_tile(**{**properties, "group": 71, "itemsize": 4}, num_seqs=64).block_m == 16
+
+
+def test_table_in_use_determines_the_launch_shape(tables):
+    assert shape_of("sm_91").SMALL_N != 128
+    key = TuningKey("decode", 128, 2, 16, False, 8192)
+    launch_table.use_table(launch_table.make_table("sm_91", None, [(key, Tile(16, 128, 2, 5))]))
+    shape = shape_of("sm_91")
+    assert (shape.SMALL_N, shape.num_warps, shape.SMALL_STAGES) == (128, 2, 5)
