@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating contestants, medians and ratios, one JSON and one picture."""
+"""The parts that all benchmarks share: arguments, alternating runs, medians and ratios, and the JSON report."""
 
 from __future__ import annotations
 
@@ -23,22 +23,28 @@ class Record:
     """One measured figure."""
 
     name: str
-    value: float | None  # None: not measured, and `unit` says why
+    value: float | None  # None if it was not measured; `unit` then has the reason
     unit: str
-    target: float | None = None  # what we aim at
-    limit: float | None = None  # what no implementation can pass
-    peers: Mapping[str, float] = field(default_factory=dict)  # the same figure of others, in the same run
+    target: float | None = None  # the value to reach
+    limit: float | None = None  # the best possible value
+    peers: Mapping[str, float] = field(default_factory=dict)  # the same figure of others in the same run
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, documentation: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark. Its description is the first line of `documentation`."""
+    description = (documentation or "").partition("\n")[0]
     made = argparse.ArgumentParser(prog=f"paged bench {name}", description=description)
-    made.add_argument("--quick", action="store_true", help="under a minute on 2 cores; what is named beside it holds")
-    made.add_argument("--json", type=_new_file, metavar="FILE", help="write the records here, and a picture beside it")
+    made.add_argument(
+        "--quick", action="store_true", help="run for less than a minute on 2 cores; explicit options still apply"
+    )
+    made.add_argument(
+        "--json", type=_new_file, metavar="FILE", help="write the records to FILE and draw a picture next to it"
+    )
     return made
 
 
 def arguments(made: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, object]) -> argparse.Namespace:
-    """What `argv` says. With --quick the defaults are those of `quick`: what is named beside it holds all the same."""
+    """Parse `argv`. With --quick, `quick` replaces the defaults, but not the options that are given."""
     args = made.parse_args(argv)
     if args.quick:
         made.set_defaults(**quick)
@@ -47,14 +53,14 @@ def arguments(made: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping
 
 
 def count(text: str) -> int:
-    """An argument: how many, at least one."""
+    """Parse an integer that is at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """An argument: how many a second."""
+    """Parse a rate: a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -65,7 +71,7 @@ def rate(text: str) -> float:
 
 
 def _new_file(text: str) -> Path:
-    """Refused before the work is done that is to be written there."""
+    """Parse the path of a file to write. It is checked before the benchmark runs."""
     file = Path(text)
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no directory {str(file.parent)!r}")
@@ -73,7 +79,7 @@ def _new_file(text: str) -> Path:
 
 
 def machine() -> str:
-    """The machine and the versions that a figure belongs to."""
+    """Return the processor or GPU, and the versions of the software."""
     import torch
 
     if torch.cuda.is_available():
@@ -94,24 +100,24 @@ def _processor() -> str:
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each contestant once a round, starting one later each time; its figures by name, one a round."""
+    """Run each contestant once per round and return its figures by name. Each round starts with another contestant."""
     names = list(contestants)
     figures: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            print(f"round {turn + 1} of {rounds}: {name} ...", end=" ", file=sys.stderr, flush=True)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            print(f"round {number + 1} of {rounds}: {name} ...", end=" ", file=sys.stderr, flush=True)
             figures[name].append(contestants[name]())
             print(f"{figures[name][-1]:.4g}", file=sys.stderr, flush=True)
     return figures
 
 
 def not_measured(name: str, reason: str) -> Record:
-    """What a machine lacks is said, not left out."""
+    """Return the record of a figure that this machine cannot measure."""
     return Record(name, None, f"not measured: {reason}")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that `share` (0 to 1) of them do not exceed."""
+    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -119,33 +125,40 @@ def percentile(values: Sequence[float], share: float) -> float:
 def ratio(
     name: str, ours: Sequence[float], theirs: Sequence[float], target: float | None = None, limit: float | None = None
 ) -> Record:
-    """Of figures taken in the same rounds: the median of their ratios, with p10 and p90 as peers."""
+    """Return the median of the ratios of figures from the same rounds, with p10 and p90 as peers."""
     paired = [a / b for a, b in zip(ours, theirs, strict=True)]
     spread = {"p10": percentile(paired, 0.1), "p90": percentile(paired, 0.9)}
     return Record(name, statistics.median(paired), "x", target, limit, spread)
 
 
 def added_latency(
-    name: str, times: Mapping[str, Sequence[Sequence[float]]], own: str, target: float | None = None
+    name: str, times: Mapping[str, Sequence[Sequence[float]]], baseline: str, target: float | None = None
 ) -> list[Record]:
-    """What each contestant's median takes, and what that is more than `own`'s of the same round. times: the seconds of
-    each round, by contestant."""
+    """Return the median latency of each contestant, and how much more it is than the `baseline` of the same round.
+
+    Args:
+        times: latencies in seconds, by contestant, for each round.
+    """
     if not all(one for rounds in times.values() for one in rounds):
-        return [not_measured(name, "all tokens came in one response")]
-    medians = {who: [1e3 * statistics.median(one) for one in rounds] for who, rounds in times.items()}
-    records = [Record(f"{name} ({own})", statistics.median(medians[own]), "ms")]
-    for who, values in medians.items():
-        if who != own:
-            more = [later - earlier for later, earlier in zip(values, medians[own], strict=True)]
+        return [not_measured(name, "all tokens were in one response")]
+    medians = {contestant: [1e3 * statistics.median(one) for one in rounds] for contestant, rounds in times.items()}
+    records = [Record(f"{name} ({baseline})", statistics.median(medians[baseline]), "ms")]
+    for contestant, values in medians.items():
+        if contestant != baseline:
+            differences = [value - base for value, base in zip(values, medians[baseline], strict=True)]
             records += [
-                Record(f"{name} ({who})", statistics.median(values), "ms"),
-                Record(f"added to {name} ({who})", statistics.median(more), "ms", target),
+                Record(f"{name} ({contestant})", statistics.median(values), "ms"),
+                Record(f"added to {name} ({contestant})", statistics.median(differences), "ms", target),
             ]
     return records
 
 
 def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
-    """Print the records, and write them to `file` with a picture of the same name beside it."""
+    """Print the records, write them to `file` and draw a picture with the same name.
+
+    Args:
+        draw: draws a picture into a file, with the description of the machine as its caption.
+    """
     print(machine())
     for record in records:
         peers = "".join(f"; {name} {value:.4g}" for name, value in record.peers.items())

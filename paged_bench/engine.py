@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    made = parser("engine", __doc__.partition("\n")[0])
+    made = parser("engine", __doc__)
     add = made.add_argument
     shapes = ", ".join(model_names())
     add("--model", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes} (default: by machine)")

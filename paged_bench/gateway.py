@@ -24,8 +24,8 @@ from client.serving.tritonserver import TritonServer
 from client.wire import request_values
 from paged_bench import _http_load
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio
+from paged_bench._server_load import WORDS, LoadResult, cpu_seconds
 from paged_bench._workload import NULL, model_names, model_options
-from paged_bench.server import WORDS, LoadResult, cpu_seconds
 
 GRPC, GATEWAY = "gRPC", "gateway"
 PATH = "/v1/completions"
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    made = parser("gateway", __doc__.partition(":")[0])
+    made = parser("gateway", __doc__)
     add = made.add_argument
     shapes = ", ".join([NULL, *model_names()])
     add("--model", default="demo", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes}")

@@ -247,7 +247,7 @@ def _compare(what: str, unit: str, rounds: int, contestants: dict[str, Callable[
 
 
 def _parser() -> ArgumentParser:
-    made = parser("guided", __doc__.partition("\n")[0])
+    made = parser("guided", __doc__)
     made.add_argument("--model", default="demo", help="a Hugging Face directory whose tokenizer is used, or 'demo'")
     made.add_argument("--batches", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="rows of a step")
     made.add_argument("--rounds", type=count, default=5, metavar="N")

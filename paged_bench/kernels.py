@@ -201,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    made = parser("kernels", __doc__.partition("\n")[0])
+    made = parser("kernels", __doc__)
     made.add_argument("--rounds", type=count, default=9, metavar="N")
     made.add_argument("--only", default="", metavar="TEXT", help="cells whose name has this in it")
     return made

@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    made = parser("kv_dtype", __doc__.partition("\n")[0])
+    made = parser("kv_dtype", __doc__)
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
     made.add_argument("--windows", type=count, default=32, metavar="N", help="of the text")
     made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window")

@@ -65,7 +65,7 @@ def step(assembly: Assembly, adapters: Sequence[Adapter], rows: int, context: in
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser("lora", __doc__.partition("\n")[0])
+    made = parser("lora", __doc__)
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
     made.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     made.add_argument("--rows", type=count, default=16, metavar="N", help="sequences of a step")

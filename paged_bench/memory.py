@@ -1,8 +1,8 @@
-"""What pages do for memory: how full they are, how many requests fit, what sharing saves, what the bookkeeping costs.
+"""Measure what paging does for memory: wasted slots, capacity, savings by sharing, and the cost of bookkeeping.
 
-All but the last part runs the real scheduler and block manager with a model that draws token 0 in no time: which
-block belongs to whom depends on lengths alone. Lengths are log-normal with the means that the paper reports for
-ShareGPT (161 in, 338 out) and Alpaca (19 in, 58 out), cut at 1,024 (Kwon et al. 2023, section 6.1; arXiv:2309.06180).
+All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
+lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
+in, 58 out), and at most 1,024 (Kwon et al. 2023, section 6.1; arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -12,133 +12,28 @@ import random
 import statistics
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.step_result import StepResult
+from paged_bench._pool_simulation import POOL_SLOTS, RESERVATION, requests, simulate, utilisation
 from paged_bench._report import Record, arguments, count, parser, publish
-from paged_bench._workload import DATASETS, lengths
+from paged_bench._workload import DATASETS
 
-RESERVATION = 2048  # slots that a contiguous cache reserves for each request, whatever comes
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-POOL_SLOTS = 16_384
-LEAST_REQUESTS = 100
+MIN_REQUESTS = 100
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The pool at one moment, and what others would have reserved for the same requests."""
-
-    requests: int
-    live: int  # tokens in the pool
-    allocated: int  # slots
-    unshared: int  # slots that as many sequences would hold without sharing
-    analytic: int  # slots that they need by arithmetic, with sharing
-    maximum: int  # slots that a contiguous cache reserves: as many as any request may need,
-    power_of_two: int  # the next power of two of what this one will,
-    oracle: int  # or exactly that
-
-
-def requests(dataset: str, count: int, *, equal: bool = False, **sampling: int) -> list[GenerateRequest]:
-    """`equal`: all of the mean lengths."""
-    rnd = random.Random(0)
-    count *= 1 if dataset == "ShareGPT" else 6  # shorter ones: about as many tokens
-    prompts, outputs = ([mean] * count if equal else lengths(mean, count, rnd) for mean in DATASETS[dataset])
-    rnd.shuffle(outputs)
-    return [
-        GenerateRequest(key, tuple(range(prompt)), SamplingParams(max_tokens=output, **sampling), 0, frozenset())
-        for key, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-    ]
-
-
-def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
-    """Serve all requests, always as many as fit, and look at the pool from time to time while others wait."""
-    blocks = BlockManager(POOL_SLOTS // block_size, block_size)
-    scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
-    for request in work:
-        scheduler.add(request)
-    step, rnd = 0, random.Random(0)
-    while scheduler.has_work:
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.commit(plan, sampled(plan, rnd))
-        step += 1
-        if step % every == 0 and scheduler.stats.waiting:
-            yield look(scheduler)
-
-
-def sampled(plan: Plan, rnd: random.Random) -> StepResult:
-    """Return token 0 for each draw, and candidates for each live beam."""
-    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
-    widths = {draw: sequence.request.sampling.beam_width for draw, sequence in enumerate(draws)}
-    candidates = {draw: random_candidates(width, rnd) for draw, width in widths.items() if width > 1}
-    return StepResult([[0] for _ in draws], candidates=candidates)
-
-
-def random_candidates(width: int, rnd: random.Random) -> list[Candidate]:
-    """Return candidates whose probabilities fall about as fast as those of a fairly confident language model."""
-    log_prob, row = -rnd.expovariate(1), []
-    for token in range(2 * width):
-        row.append(Candidate(token, log_prob))
-        log_prob -= rnd.expovariate(1)
-    return row
-
-
-def distinct_slots(beams: Rows[Sequence], size: int) -> int:
-    """Slots that live beams need by arithmetic: beams that have a block's tokens and all before them in common need it
-    once."""
-    seen = set()
-    for beam in beams:
-        prefix = 0
-        for start in range(0, beam.computed, size):
-            prefix = hash((prefix, *beam.tokens[start : min(start + size, beam.computed)]))
-            seen.add((start, prefix))
-    return len(seen) * size
-
-
-def look(scheduler: Scheduler) -> Sample:
-    size = scheduler.blocks.block_size
-    groups = scheduler.running
-    totals = dict.fromkeys(("live", "unshared", "analytic", "maximum", "power_of_two", "oracle"), 0)
-    for group in groups:
-        prompt, samples = group.leader.num_prompt, len(group.sequences)
-        shared = prompt // size * size if samples > 1 and group.forked else 0
-        need = prompt + group.request.sampling.max_tokens
-        totals["maximum"] += RESERVATION * samples
-        totals["power_of_two"] += (1 << (need - 1).bit_length()) * samples
-        totals["oracle"] += need * samples
-        totals["live"] += shared
-        totals["analytic"] += shared
-        if group.beams:
-            totals["analytic"] += distinct_slots(group.sequences, size) - shared
-        for sequence in group.active:
-            held = len(sequence.blocks) * size
-            totals["unshared"] += held
-            totals["live"] += sequence.computed - shared
-            if not group.beams:
-                totals["analytic"] += -(-sequence.computed // size) * size - shared
-    return Sample(requests=len(groups), allocated=scheduler.blocks.num_used * size, **totals)
-
-
-def utilisation(samples: Rows[Sample], of: str) -> float:
-    """Token states over slots, over all moments."""
-    return sum(one.live for one in samples) / sum(getattr(one, of) for one in samples)
-
-
 def pages(count: int) -> tuple[list[Record], dict[str, dict[int, float]]]:
-    records, curves = [], {}
+    records: list[Record] = []
+    curves: dict[str, dict[int, float]] = {}
     for dataset in DATASETS:
         work, curves[dataset] = requests(dataset, count), {}
         for size in BLOCK_SIZES:
@@ -164,9 +59,11 @@ def pages(count: int) -> tuple[list[Record], dict[str, dict[int, float]]]:
 
 
 def capacity(count: int) -> list[Record]:
-    """Requests resident at once, against a contiguous cache that reserves RESERVATION slots for each. The limit is
-    what the same requests would reach if no slot were wasted: long ones stay longer, so that lengths that vary leave
-    less room than their means tell."""
+    """Measure how many requests run at once, relative to a contiguous cache with RESERVATION slots for each.
+
+    The limit is the figure without any wasted slot. It is below what the mean lengths suggest, because long requests
+    stay longer.
+    """
     records = []
     for name, equal in (("lengths that vary", False), ("all of mean length", True)):
         samples = list(simulate(requests("ShareGPT", count, equal=equal), 16))
@@ -177,10 +74,10 @@ def capacity(count: int) -> list[Record]:
 
 
 def sharing(count: int, widths: Rows[int]) -> list[Record]:
-    """Blocks saved by parallel sampling and by beam search over blocks without sharing, beside what arithmetic says."""
+    """Measure the share of blocks that parallel sampling and beam search save by sharing, beside the computed share."""
     records = []
     for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), widths):
-        samples = list(simulate(requests(dataset, count, **{kind: width}), 16))
+        samples = list(simulate(requests(dataset, count, {kind: width}), 16))
         unshared = sum(one.unshared for one in samples)
         saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
         analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
@@ -191,7 +88,7 @@ def sharing(count: int, widths: Rows[int]) -> list[Record]:
 
 
 def bookkeeping(steps: int) -> list[Record]:
-    """Microseconds of schedule and commit, for each sequence that decodes."""
+    """Measure the time of schedule and commit for each decoding sequence, in microseconds."""
     records = []
     for running in (256, 1024):
         for context in (64, 1024):
@@ -213,8 +110,10 @@ def bookkeeping(steps: int) -> list[Record]:
 
 
 def attention_speed(rounds: int) -> list[Record]:
-    """Milliseconds of one layer's attention and write for 16 sequences that decode at context 512, by block size, on
-    this machine's device: 9 heads of 64, 3 KV heads, as in the demo model. The sizes take turns."""
+    """Measure attention and KV write of one layer by block size, in ms, for 16 decoding sequences with context 512.
+
+    The layer has 9 heads of 64 and 3 KV heads, as in the demo model. The block sizes run alternately.
+    """
     import torch
     from paged_kernels.layer_cache import LayerCache
     from paged_kernels.ops import kv_write, paged_attention
@@ -253,14 +152,16 @@ def attention_speed(rounds: int) -> list[Record]:
 
 
 def system_prompt(model: str, count: int) -> list[Record]:
-    """The real model: requests that share a system prompt of 512 tokens (or half of what the model takes), one after
-    the other, cache on and off."""
+    """Measure the time to first token of requests with a shared system prompt, with the prefix cache on and off.
+
+    The system prompt has 512 tokens, or half of the model's maximum length. Requests run one after the other.
+    """
     from client.serving.repository import resolve_model
     from paged_backend.api.config import EngineConfig
     from paged_backend.engine.assembly import assemble
     from paged_bench._engine import serve
 
-    rnd = random.Random(0)
+    rng = random.Random(0)
     options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 512}
     first: dict[bool, list[float]] = {True: [], False: []}
     hit_rate = 0.0
@@ -272,7 +173,7 @@ def system_prompt(model: str, count: int) -> list[Record]:
         system = [draw(vocab) for _ in range(shared)]
         total = 0
         for key in range(count):
-            prompt = system + [rnd.randrange(vocab) for _ in range(24)]
+            prompt = system + [rng.randrange(vocab) for _ in range(24)]
             total += len(prompt)
             started = time.perf_counter()
             sampling = SamplingParams(max_tokens=1, temperature=0)
@@ -290,7 +191,7 @@ def system_prompt(model: str, count: int) -> list[Record]:
 
 
 def main(argv: Rows[str]) -> int:
-    args = arguments(_parser(), argv, {"requests": LEAST_REQUESTS})
+    args = arguments(_parser(), argv, {"requests": MIN_REQUESTS})
     count, widths = args.requests, WIDTHS[:2] if args.quick else WIDTHS
     records, curves = pages(count)
     records += capacity(count)
@@ -302,19 +203,23 @@ def main(argv: Rows[str]) -> int:
     return 0
 
 
-def _enough(text: str) -> int:
-    """So many that some wait for room: the pool is looked at while they do."""
-    if (value := count(text)) < LEAST_REQUESTS:
-        raise ArgumentTypeError(f"{text!r}: must be at least {LEAST_REQUESTS}, or all have room at once")
+def _num_requests(text: str) -> int:
+    """Parse --requests. The pool is sampled while requests wait for blocks, so that there must be enough of them."""
+    if (value := count(text)) < MIN_REQUESTS:
+        raise ArgumentTypeError(f"{text!r}: must be at least {MIN_REQUESTS}, so that some wait for blocks")
     return value
 
 
 def _parser() -> ArgumentParser:
-    made = parser("memory", __doc__.partition("\n")[0])
+    made = parser("memory", __doc__)
     made.add_argument(
-        "--requests", type=_enough, default=2000, metavar="N", help="to simulate; a tenth for the real model"
+        "--requests",
+        type=_num_requests,
+        default=2000,
+        metavar="N",
+        help="requests to simulate (default: 2000); a tenth of them for the model",
     )
-    made.add_argument("--model", default="demo", help="for the part that runs a model")
+    made.add_argument("--model", default="demo", help="model of the last part (default: demo)")
     return made
 
 

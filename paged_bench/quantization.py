@@ -53,7 +53,7 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser("quantization", __doc__.partition("\n")[0])
+    made = parser("quantization", __doc__)
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
     made.add_argument("--windows", type=count, default=32, metavar="N", help="of the text")
     made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window")

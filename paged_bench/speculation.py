@@ -136,7 +136,7 @@ def _records(kind: str, figures: dict[str, list[float]], counts: dict[str, Count
 
 
 def _parser() -> ArgumentParser:
-    made = parser("speculation", __doc__.partition("\n")[0])
+    made = parser("speculation", __doc__)
     made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
     made.add_argument("--draft", help="a smaller model with the same tokens, to guess as well")
     made.add_argument("--dtype", default="float32", help="of weights, keys and values")

@@ -24,8 +24,8 @@ from client.serving.repository import MODEL_NAME
 from client.serving.tritonserver import TritonServer
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
+from paged_bench._server_load import WORDS, LoadResult
 from paged_bench._workload import NULL, model_names, model_options
-from paged_bench.server import WORDS, LoadResult
 
 MODELS = (MODEL_NAME, ENSEMBLE, BLS)
 TARGET_MS = 1.0
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    made = parser("trtllm", __doc__.partition(":")[0])
+    made = parser("trtllm", __doc__)
     add = made.add_argument
     shapes = ", ".join([NULL, *model_names()])
     add("--model", default="demo", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes}")

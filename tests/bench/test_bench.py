@@ -186,7 +186,7 @@ def test_every_target_of_attention_is_held_against_somebody():
         (["engine", "--rate", "0"], "'0': must be a number above 0"),
         (["server", "--null", "--tokens", "-3"], "'-3': must be a whole number of at least 1"),
         (["kernels", "--json", "/nonexistent/x.json"], "there is no directory '/nonexistent'"),
-        (["memory", "--requests", "99"], "'99': must be at least 100, or all have room at once"),
+        (["memory", "--requests", "99"], "'99': must be at least 100, so that some wait for blocks"),
         (["kernels", "--only", "nothing"], "argument --only: 'nothing': in none of"),
     ],
 )

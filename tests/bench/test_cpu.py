@@ -13,24 +13,23 @@ from transformers import AutoModelForCausalLM
 
 from client.cli import main
 from paged_bench._child import CHILDREN, Child, ChildError
-from paged_bench._report import Record
-from paged_bench._workload import Job, Run, workload
-from paged_bench.cpu import (
+from paged_bench._cpu_contestants import Contestants
+from paged_bench._cpu_report import target_report
+from paged_bench._cpu_scenarios import (
     DECODE,
-    OURS,
     PADDED,
     PEERS,
-    THEIRS,
-    Contestants,
+    VLLM_NAME,
     Scenario,
-    agreement,
-    measure,
     output_rate,
     permute_tokens,
     scenarios,
     step_ms,
-    target_report,
 )
+from paged_bench._report import Record
+from paged_bench._workload import Job, Run, workload
+from paged_bench.cpu import agreement, measure
+from paged_bench.engine import OURS
 
 FAKE = """
 import os, sys
@@ -133,44 +132,52 @@ def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target
         raise RuntimeError("out of memory\nand more")
 
     jobs = [Job([1, 2], 2), Job([3], 1)]
-    there = Contestants({OURS: lambda jobs: run_of([1, 2], [3]), THEIRS: fails}, {"another": "no wheel"})
-    scenario = Scenario("words", jobs, output_rate, "tokens/s", {THEIRS: 1.3, "another": 2.0})
-    records = {one.name: one for one in measure(scenario, there, 10, rounds=2, exact=True)}
+    contestants = Contestants({OURS: lambda jobs: run_of([1, 2], [3]), VLLM_NAME: fails}, {"another": "no wheel"})
+    scenario = Scenario("words", jobs, output_rate, "tokens/s", {VLLM_NAME: 1.3, "another": 2.0})
+    records = {one.name: one for one in measure(scenario, contestants, 10, rounds=2, exact=True)}
     assert records["words"].value == 3 and records["words"].peers == {}
-    theirs, another = records[f"words: times {THEIRS}"], records["words: times another"]
+    theirs, another = records[f"words: times {VLLM_NAME}"], records["words: times another"]
     assert (theirs.value, theirs.unit, theirs.target) == (None, "not measured: RuntimeError: out of memory", 1.3)
     assert (another.value, another.unit, another.target) == (None, "not measured: no wheel", 2.0)
 
 
 def test_a_run_without_a_steady_moment_is_listed_with_the_reason():
-    there = Contestants({who: lambda jobs: run_of([1]) for who in (OURS, THEIRS)})
-    scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {THEIRS: 1.3}, 28.0)
-    records = {one.name: one for one in measure(scenario, there, 10, rounds=1, exact=False)}
-    why = "Unsteady: no step in which all 1 sequences decode"
+    contestants = Contestants({who: lambda jobs: run_of([1]) for who in (OURS, VLLM_NAME)})
+    scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {VLLM_NAME: 1.3}, 28.0)
+    records = {one.name: one for one in measure(scenario, contestants, 10, rounds=1, exact=False)}
+    why = "NoSteadyStep: no step in which all 1 sequences decode"
     assert (records["words"].unit, records["words"].target) == (f"not measured: {why}", 28.0)
-    assert records[f"words: times {THEIRS}"].unit.startswith("not measured: ")
+    assert records[f"words: times {VLLM_NAME}"].unit.startswith("not measured: ")
 
 
 @pytest.mark.parametrize(("figure", "unit"), [(output_rate, "tokens/s"), (step_ms, "ms")])
 def test_ratios_above_one_are_in_our_favour(figure, unit):
-    there = Contestants({OURS: lambda jobs: run_of([1, 2, 3]), THEIRS: lambda jobs: run_of([1, 2, 4], gap=2.0)})
-    scenario = Scenario("words", [Job([1], 3)], figure, unit, {THEIRS: 1.3})
-    records = {one.name: one for one in measure(scenario, there, 10, rounds=3, exact=False)}
-    paired = records[f"words: times {THEIRS}"]
+    contestants = Contestants(
+        {OURS: lambda jobs: run_of([1, 2, 3]), VLLM_NAME: lambda jobs: run_of([1, 2, 4], gap=2.0)}
+    )
+    scenario = Scenario("words", [Job([1], 3)], figure, unit, {VLLM_NAME: 1.3})
+    records = {one.name: one for one in measure(scenario, contestants, 10, rounds=3, exact=False)}
+    paired = records[f"words: times {VLLM_NAME}"]
     assert (paired.value, dict(paired.peers)) == (2.0, {"p10": 2.0, "p90": 2.0})
-    same = records[f"words: same as {THEIRS}"]
+    same = records[f"words: same as {VLLM_NAME}"]
     assert (same.value, same.target, dict(same.peers)) == (0.0, None, {"tokens before they differ, median": 2})
 
 
 def test_contestants_get_the_same_tokens_in_a_round_and_others_in_the_next():
-    asked = {OURS: [], THEIRS: []}
+    asked = {OURS: [], VLLM_NAME: []}
 
     def contestant(who):
         return lambda jobs: asked[who].append([job.prompt for job in jobs]) or run_of([1])
 
-    there = Contestants({who: contestant(who) for who in asked})
-    measure(Scenario("words", [Job([1, 2, 1], 1)], output_rate, "tokens/s", {THEIRS: None}), there, 50, 3, exact=False)
-    assert asked[OURS] == asked[THEIRS]
+    contestants = Contestants({who: contestant(who) for who in asked})
+    measure(
+        Scenario("words", [Job([1, 2, 1], 1)], output_rate, "tokens/s", {VLLM_NAME: None}),
+        contestants,
+        50,
+        3,
+        exact=False,
+    )
+    assert asked[OURS] == asked[VLLM_NAME]
     assert len({tuple(prompt) for (prompt,) in asked[OURS]}) == 3
 
 
@@ -216,7 +223,7 @@ def test_the_scenarios_are_those_of_the_targets():
     even = [
         found[f"even lengths{how}"] for how in ("", ", 8 requests/s", ", 4 samples", " behind 512 tokens in common")
     ]
-    assert all(one.ratios == {THEIRS: 1.3} and len(one.jobs) == 32 for one in even)
+    assert all(one.ratios == {VLLM_NAME: 1.3} and len(one.jobs) == 32 for one in even)
     assert sum(job.output for job in even[0].jobs) == 3260
     assert even[1].jobs[-1].arrival > 0
     assert {job.n for job in even[2].jobs} == {4}
@@ -242,7 +249,7 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
         torch.set_num_threads(threads)
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     records = {record["name"]: record for record in json.loads(file.read_text())}
-    assert records[f"{DECODE}: times {THEIRS}"]["unit"] == "not measured: not among --peers (generate)"
+    assert records[f"{DECODE}: times {VLLM_NAME}"]["unit"] == "not measured: not among --peers (generate)"
     assert records[f"{DECODE}: same as {PADDED}"]["value"] == 100
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
     parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
@@ -255,13 +262,13 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
     assert records[f"{DECODE}: least for weights"]["peers"]["MB"] == pytest.approx(weights / 1e6)
     shown = capsys.readouterr().out
     assert "paged: dtype=float32, block_size=16, enable_prefix_caching=True" in shown
-    assert f"not measured     {DECODE}: times {THEIRS}: not among --peers (generate)" in shown
+    assert f"not measured     {DECODE}: times {VLLM_NAME}: not among --peers (generate)" in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "vllm,tgi"], "'tgi': must be of vllm, llama.cpp, generate, batching"),
+        (["--peers", "vllm,tgi"], "'tgi': must be one of vllm, llama.cpp, generate, batching"),
         (["--threads", "0"], "'0': must be a whole number of at least 1"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
