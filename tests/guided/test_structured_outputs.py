@@ -21,7 +21,7 @@ from tests.support.in_process import TINY, WAIT, byte_tokenizer, running, tiny_a
 from tests.support.logprobs import Caller
 from tests.support.pb_utils import PB_UTILS
 
-overlapped_too = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("planning")
 EXPRESSION = r"[a-z]{3,6}(-[0-9]{2}){1,3}"
 SCHEMA = {
     "type": "object",
@@ -85,7 +85,7 @@ def text_of(tokens):
     return byte_tokenizer().decode(tokens[:-1])
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_outputs_match_their_structure_and_others_are_unchanged(tiny, grammars, prompts, sampling):
     with running(tiny_assembly(tiny[0])) as engine:
@@ -102,7 +102,7 @@ def test_outputs_match_their_structure_and_others_are_unchanged(tiny, grammars, 
         check(text_of(output.tokens))
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_does_not_change_guided_outputs(tiny, grammars, mode):
     rnd = random.Random(1)
@@ -122,7 +122,7 @@ def test_preemption_does_not_change_guided_outputs(tiny, grammars, mode):
     assert all(fits_schema(text_of(one)) is None for one in tokens if one[-1] in (2, 256))
 
 
-@overlapped_too
+@sync_and_async
 def test_every_sample_matches_its_structure(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         submit(engine, grammars, prompts[2], "regex", EXPRESSION, n=3, logprobs=1, max_tokens=40, **SAMPLED)
@@ -138,7 +138,7 @@ def test_every_sample_matches_its_structure(tiny, grammars, prompts):
     assert all([drawn.token for drawn, *_ in told[sample]] == tokens[sample] for sample in range(3))
 
 
-@overlapped_too
+@sync_and_async
 def test_max_tokens_truncates_incomplete_output(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(submit(engine, grammars, prompts[1], "regex", "[a-c]{50}", max_tokens=7))
@@ -146,7 +146,7 @@ def test_max_tokens_truncates_incomplete_output(tiny, grammars, prompts):
     assert re.fullmatch("[a-c]{7}", byte_tokenizer().decode(output.tokens))
 
 
-@overlapped_too
+@sync_and_async
 def test_min_tokens_applies_while_the_grammar_can_continue(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         asked = [

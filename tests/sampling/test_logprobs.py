@@ -1,4 +1,4 @@
-"""Log probabilities: those of transformers' log_softmax over prompt and output, whatever else the step does."""
+"""Log probabilities match transformers' log_softmax over prompt and output, with any kind of step."""
 
 import random
 from collections import defaultdict
@@ -17,14 +17,14 @@ from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check
 from tests.support.pb_utils import PB_UTILS
 
-overlapped_too = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("planning")
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    rnd = random.Random(5)
-    return [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 6, 17, 40)]
+    rng = random.Random(5)
+    return [[rng.randrange(3, 320) for _ in range(length)] for length in (1, 6, 17, 40)]
 
 
 GREEDY = {}
@@ -34,11 +34,11 @@ PENALISED = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "temperature": 
 BANNED = {"min_tokens": 5, "stop_token_ids": list(range(160))}
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [(GREEDY, 0), (GREEDY, 1), (SAMPLED, 20), (FILTERED, 5), (PENALISED, 5), (BANNED, 5)],
-    ids=["greedy, chosen alone", "greedy", "sampled", "filtered", "penalised", "banned"],
+    ids=["greedy, sampled token only", "greedy", "sampled", "filtered", "penalised", "banned"],
 )
 def test_values_and_ranks_match_raw_logits(tiny, prompts, sampling, count):
     with running(tiny_assembly(tiny[0])) as engine:
@@ -48,14 +48,14 @@ def test_values_and_ranks_match_raw_logits(tiny, prompts, sampling, count):
 
 
 def test_sampled_token_outside_top_logprobs_has_true_rank(tiny):
-    """Hot samples of a flat distribution: a token that is not among the likeliest comes first, with its true rank."""
+    """At high temperature most sampled tokens are not among the top tokens."""
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(engine.submit([5, 6], max_tokens=20, logprobs=2, temperature=50, seed=1))
-    assert max(drawn.rank for drawn, *_ in output.logprobs) > 20
+    assert max(sampled.rank for sampled, *_ in output.logprobs) > 20
     assert max(map(len, output.logprobs)) == 3
 
 
-@overlapped_too
+@sync_and_async
 def test_requests_of_a_step_get_different_counts(tiny, prompts):
     counts = [None, 3, 0, 20]
     with running(tiny_assembly(tiny[0])) as engine:
@@ -75,11 +75,11 @@ def test_no_logprobs_computed_unless_requested(tiny, prompts, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "log_softmax", None)
         assert all(engine.generate(prompts, max_tokens=4))
         (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4, logprobs=1))
-    assert output.error is not None  # whoever asks needs it
+    assert output.error is not None  # a request with logprobs does need it
 
 
 def test_no_logprobs_computed_unless_returned(tiny, monkeypatch):
-    """The sampling parameter alone sends nothing."""
+    """Without return_logprobs, the sampling parameter alone has no effect."""
     service = Service(EngineConfig.from_options(TINY | {"model": str(tiny[0])}), PB_UTILS, {"model": "tiny"})
     monkeypatch.setattr(torch.Tensor, "log_softmax", None)
     try:
@@ -91,11 +91,11 @@ def test_no_logprobs_computed_unless_returned(tiny, monkeypatch):
         service.stop()
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_neither_repeats_nor_drops_logprobs(tiny, mode):
-    rnd = random.Random(1)
-    prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 320) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
     with running(tiny_assembly(tiny[0], **small)) as engine:
         keys = [engine.submit(prompt, max_tokens=16, logprobs=2) for prompt in prompts]
@@ -112,19 +112,19 @@ def test_prefix_cache_hit_does_not_change_logprobs(tiny, prompts):
         assert engine.history[-1].stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-def test_draft_tokens_do_not_change_logprobs(tiny, draft, prompts, guesser):
-    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
+@pytest.mark.parametrize("drafter", ["lookup", "itself", "draft"])
+def test_draft_tokens_do_not_change_logprobs(tiny, draft, prompts, drafter):
+    model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[drafter]
     options = {"num_speculative_tokens": 3, "speculative_model": model, "prompt_lookup_min": 1}
-    every = [*prompts, REPEATING]
+    all_prompts = [*prompts, REPEATING]
     with running(tiny_assembly(tiny[0], **options)) as engine:
         for sampling in (GREEDY, SAMPLED):
-            keys = [engine.submit(prompt, max_tokens=16, logprobs=2, **sampling) for prompt in every]
-            for prompt, output in zip(every, engine.wait(*keys), strict=True):
+            keys = [engine.submit(prompt, max_tokens=16, logprobs=2, **sampling) for prompt in all_prompts]
+            for prompt, output in zip(all_prompts, engine.wait(*keys), strict=True):
                 check(tiny[1], prompt, output.tokens, output.logprobs, 2)
         stats = engine.history[-1].stats
     assert stats.draft_tokens > 0
-    if guesser != "draft":
+    if drafter != "draft":
         assert stats.accepted_tokens > 0
 
 
@@ -137,36 +137,36 @@ def test_stop_token_among_drafts_ends_logprobs(tiny):
     check(tiny[1], [5, 6, 7], tokens[: tokens.index(end) + 1], output.logprobs, 1)
 
 
-@overlapped_too
+@sync_and_async
 def test_every_sample_has_its_own_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         engine.submit(prompts[2], max_tokens=8, n=2, logprobs=3, **SAMPLED)
-        tokens, told, left = defaultdict(list), defaultdict(list), 2
-        while left:
+        tokens, logprobs, remaining = defaultdict(list), defaultdict(list), 2
+        while remaining:
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 tokens[delta.sample] += delta.token_ids
-                told[delta.sample] += delta.logprobs
-                left -= delta.last
+                logprobs[delta.sample] += delta.logprobs
+                remaining -= delta.last
     assert tokens[0] != tokens[1]
     for sample in range(2):
-        check(tiny[1], prompts[2], tokens[sample], told[sample], 3)
+        check(tiny[1], prompts[2], tokens[sample], logprobs[sample], 3)
 
 
-@overlapped_too
+@sync_and_async
 def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
-    """A recording that writes its logits into one place, as a CUDA graph does: they are read before the next step."""
+    """Replays overwrite their logits like a CUDA graph, so they must be read before the next step."""
     replays = []
 
-    def record(step):
-        place = step()
+    def capture(step):
+        output = step()
 
         def replay():
-            replays.append(len(place))
-            return place.copy_(step())
+            replays.append(len(output))
+            return output.copy_(step())
 
         return replay
 
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: record)
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=8, logprobs=2) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
@@ -174,28 +174,30 @@ def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
     assert replays
 
 
-def beams_of(engine, **sampling):
-    """(tokens, what was told of them) of each output of one beam search."""
+def beam_outputs(engine, **sampling):
+    """Return (tokens, log probabilities) of each output of a beam search."""
     engine.submit(sampling.pop("prompt"), **sampling)
-    outputs, left = defaultdict(lambda: ([], [])), sampling["n"]
-    while left:
+    outputs, remaining = defaultdict(lambda: ([], [])), sampling["n"]
+    while remaining:
         for delta in engine.steps.get(timeout=WAIT).deltas:
             assert not delta.error, delta.error
             outputs[delta.sample][0].extend(delta.token_ids)
             outputs[delta.sample][1].extend(delta.logprobs)
-            left -= delta.last
+            remaining -= delta.last
     return [outputs[index] for index in sorted(outputs)]
 
 
-@pytest.mark.parametrize("options", [{}, {"min_tokens": 4, "stop_token_ids": list(range(0, 320, 3))}], ids=["", "ends"])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_tokens": 4, "stop_token_ids": list(range(0, 320, 3))}], ids=["plain", "stop tokens"]
+)
 def test_beams_return_logprobs_of_their_tokens(tiny, prompts, options):
     with running(tiny_assembly(tiny[0])) as engine:
         for prompt in prompts:
             for count in (0, 3):
-                found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=3, n=3, logprobs=count, **options)
+                found = beam_outputs(engine, prompt=prompt, max_tokens=10, beam_width=3, n=3, logprobs=count, **options)
                 assert len(found) == 3
-                for tokens, told in found:
-                    check(tiny[1], prompt, tokens, told, count)
+                for tokens, logprobs in found:
+                    check(tiny[1], prompt, tokens, logprobs, count)
 
 
 def test_beam_logprobs_match_transformers(tiny, prompts):
@@ -204,15 +206,15 @@ def test_beam_logprobs_match_transformers(tiny, prompts):
     with running(tiny_assembly(directory)) as engine:
         for prompt in prompts[:3]:
             ids = torch.tensor([prompt])
-            theirs = model.generate(
+            reference = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, num_beams=4, num_return_sequences=2,
                 do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
             )  # fmt: skip
-            expected = model.compute_transition_scores(theirs.sequences, theirs.scores, theirs.beam_indices)
-            found = beams_of(engine, prompt=prompt, max_tokens=10, beam_width=4, n=2, logprobs=0)
-            for (tokens, told), sequence, scores in zip(found, theirs.sequences, expected, strict=True):
+            expected = model.compute_transition_scores(reference.sequences, reference.scores, reference.beam_indices)
+            found = beam_outputs(engine, prompt=prompt, max_tokens=10, beam_width=4, n=2, logprobs=0)
+            for (tokens, logprobs), sequence, scores in zip(found, reference.sequences, expected, strict=True):
                 assert tokens == sequence[len(prompt) :].tolist()
-                assert [drawn.logprob for (drawn,) in told] == pytest.approx(scores.tolist(), abs=1e-4)
+                assert [sampled.logprob for (sampled,) in logprobs] == pytest.approx(scores.tolist(), abs=1e-4)
 
 
 def test_preempted_beams_keep_logprobs(tiny, prompts):
@@ -224,7 +226,7 @@ def test_preempted_beams_keep_logprobs(tiny, prompts):
         assert engine.history[-1].stats.preemptions > 0
 
 
-@overlapped_too
+@sync_and_async
 def test_beams_with_and_without_logprobs_in_a_step(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [
@@ -238,36 +240,37 @@ def test_beams_with_and_without_logprobs_in_a_step(tiny, prompts):
     check(tiny[1], prompts[0], sample.tokens, sample.logprobs, 1)
 
 
-def scores_of(logits, drawn, counts):
+def logprobs_of(logits, sampled, counts):
+    """Return the log probabilities to return, by row."""
     rows = []
     for count in counts:
         request = GenerateRequest(0, (1,), SamplingParams(), 0, frozenset(), logprobs=count)
         rows.append((Sequence(request, [1], []), 1))
-    scores = compute_logprobs(logits, torch.tensor(drawn), prepare(rows))
-    return {row: told for row, (told,) in scores.by_row()} if scores else {}
+    tensors = compute_logprobs(logits, torch.tensor(sampled), prepare(rows))
+    return {row: entries for row, (entries,) in tensors.by_row()} if tensors else {}
 
 
 def test_equal_logits_have_equal_ranks():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 1.0]])
-    for drawn, rank in ((1, 1), (2, 1), (0, 3), (4, 3), (3, 5)):
-        (own, *others) = scores_of(logits, [drawn], [5])[0]
-        assert (own.token, own.rank) == (drawn, rank)
-        ranks = {one.token: one.rank for one in (own, *others)}
+    for token, rank in ((1, 1), (2, 1), (0, 3), (4, 3), (3, 5)):
+        (own, *others) = logprobs_of(logits, [token], [5])[0]
+        assert (own.token, own.rank) == (token, rank)
+        ranks = {entry.token: entry.rank for entry in (own, *others)}
         assert ranks == {0: 3, 1: 1, 2: 1, 3: 5, 4: 3}
 
 
 def test_vocabulary_smaller_than_top_logprobs():
-    (told,) = scores_of(torch.tensor([[0.0, 1.0]]), [0], [20]).values()
-    assert [one.token for one in told] == [0, 1]
+    (entries,) = logprobs_of(torch.tensor([[0.0, 1.0]]), [0], [20]).values()
+    assert [entry.token for entry in entries] == [0, 1]
 
 
 def test_masked_token_has_a_finite_logprob():
     logits = torch.tensor([[0.0, float("-inf")]])
-    (told,) = scores_of(logits, [0], [2]).values()
-    assert told[0].logprob == 0
-    assert told[1].logprob == pytest.approx(torch.finfo(torch.float32).min)
+    (entries,) = logprobs_of(logits, [0], [2]).values()
+    assert entries[0].logprob == 0
+    assert entries[1].logprob == pytest.approx(torch.finfo(torch.float32).min)
 
 
 def test_only_requesting_rows_have_logprobs():
-    assert set(scores_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
-    assert scores_of(torch.eye(2), [0, 1], [None, None]) == {}
+    assert set(logprobs_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
+    assert logprobs_of(torch.eye(2), [0, 1], [None, None]) == {}

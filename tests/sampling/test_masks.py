@@ -1,4 +1,4 @@
-"""Rows that may draw some tokens only: those that a guide allows, whatever else the step does."""
+"""Token bitmasks of guides and allowed tokens, with any kind of step."""
 
 import random
 from collections import defaultdict
@@ -15,12 +15,12 @@ from paged_backend.sampling.masks import Mask, apply_mask, build_mask
 from paged_backend.scheduling.sequence import Sequence
 from tests.support.in_process import WAIT, running, tiny_assembly
 
-overlapped_too = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("planning")
 VOCAB, END = 320, 319
 
 
 class Stepping:
-    """After `count` tokens, any of those whose id is 1 + the last one's modulo 7; the end after `most`."""
+    """Allows tokens whose id is one more than the previous one modulo 7, and only END after `most` tokens."""
 
     num_words = VOCAB // 32
 
@@ -32,14 +32,14 @@ class Stepping:
         return len(self.tokens)
 
     def advance(self, tokens):
-        assert min(tokens) >= 0, "a token that is not known yet"
+        assert min(tokens) >= 0, "a placeholder token"
         self.tokens += tokens
 
     def allowed(self):
         if len(self.tokens) >= self.most:
             return [END]
-        wanted = (self.tokens[-1] + 1) % 7 if self.tokens else 0
-        return [token for token in range(300) if token % 7 == wanted]
+        residue = (self.tokens[-1] + 1) % 7 if self.tokens else 0
+        return [token for token in range(300) if token % 7 == residue]
 
     def fill(self, words):
         if len(self.tokens) >= self.breaks_at:
@@ -54,7 +54,7 @@ def submit(engine, prompt, guides, **sampling):
 
 
 def expected(model, prompt, count, most=99):
-    """What a guided request gives by the model's own logits, all computed anew for each token."""
+    """Return the output of a guided request, from logits that are recomputed by the model for each token."""
     guide = Stepping(most)
     for _ in range(count):
         with torch.inference_mode():
@@ -68,24 +68,24 @@ def expected(model, prompt, count, most=99):
 
 @pytest.fixture(scope="module")
 def prompts():
-    rnd = random.Random(8)
-    return [[rnd.randrange(3, 300) for _ in range(length)] for length in (1, 9, 18, 40)]
+    rng = random.Random(8)
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 9, 18, 40)]
 
 
-@overlapped_too
+@sync_and_async
 def test_guided_rows_sample_allowed_tokens_and_others_are_unchanged(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
-        (alone,) = engine.generate([prompts[1]], max_tokens=12)
+        (plain,) = engine.generate([prompts[1]], max_tokens=12)
         keys = [submit(engine, prompt, [Stepping()]) for prompt in prompts]
         beside = engine.submit(prompts[1], max_tokens=12)
         outputs = engine.wait(*keys, beside)
-    assert outputs.pop().tokens == alone
+    assert outputs.pop().tokens == plain
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.tokens == expected(tiny[1], prompt, 12)
         assert output.finish is FinishReason.LENGTH
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("min_tokens", [0, 8])
 def test_complete_output_ends_before_min_tokens(tiny, prompts, min_tokens):
     with running(tiny_assembly(tiny[0])) as engine:
@@ -95,12 +95,12 @@ def test_complete_output_ends_before_min_tokens(tiny, prompts, min_tokens):
 
 
 def test_min_tokens_masks_stop_tokens_unless_nothing_else_is_left():
-    assert filled([3, END], min_tokens=4, generated=3) == [3]
-    assert filled([3, END], min_tokens=4, generated=4) == [3, END]
-    assert filled([END], min_tokens=4, generated=3) == [END]
+    assert masked_tokens([3, END], min_tokens=4, generated=3) == [3]
+    assert masked_tokens([3, END], min_tokens=4, generated=4) == [3, END]
+    assert masked_tokens([END], min_tokens=4, generated=3) == [END]
 
 
-def filled(allowed, *, min_tokens, generated):
+def masked_tokens(allowed, *, min_tokens, generated):
     class Fixed(Stepping):
         def allowed(self):
             return allowed
@@ -113,11 +113,11 @@ def filled(allowed, *, min_tokens, generated):
     return row.isfinite().nonzero()[:, 0].tolist()
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_does_not_change_guided_outputs(tiny, mode):
-    rnd = random.Random(1)
-    prompts = [[rnd.randrange(3, 300) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
     small = {"num_gpu_blocks_override": 27, "max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
     with running(tiny_assembly(tiny[0], **small)) as engine:
         keys = [submit(engine, prompt, [Stepping()], max_tokens=16) for prompt in prompts]
@@ -127,16 +127,16 @@ def test_preemption_does_not_change_guided_outputs(tiny, mode):
         assert output.tokens == expected(tiny[1], prompt, 16)
 
 
-@overlapped_too
+@sync_and_async
 def test_every_sample_has_its_own_guide(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         guides = [Stepping(), Stepping(most=4), Stepping()]
         submit(engine, prompts[2], guides, n=3, temperature=2.0, seed=5)
-        tokens, left = defaultdict(list), 3
-        while left:
+        tokens, remaining = defaultdict(list), 3
+        while remaining:
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 tokens[delta.sample] += delta.token_ids
-                left -= delta.last
+                remaining -= delta.last
     assert tokens[0] != tokens[2]
     assert [len(tokens[sample]) for sample in range(3)] == [12, 5, 12]
     for sample in range(3):
@@ -151,33 +151,33 @@ def test_no_draft_tokens_for_guided_sequences(tiny, prompts):
     assert output.tokens == expected(tiny[1], [11, 12, 13] * 5, 12)
 
 
-@overlapped_too
+@sync_and_async
 def test_logprobs_are_computed_from_raw_logits(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         (output,) = engine.wait(submit(engine, prompts[1], [Stepping()], logprobs=2))
     with torch.inference_mode():
         logits = tiny[1](torch.tensor([[*prompts[1], *output.tokens]])).logits[0, len(prompts[1]) - 1 : -1]
-    for token, row, (drawn, *_) in zip(output.tokens, logits.log_softmax(-1), output.logprobs, strict=True):
-        assert (drawn.token, drawn.logprob) == (token, pytest.approx(row[token].item(), abs=1e-4))
+    for token, row, (sampled, *_) in zip(output.tokens, logits.log_softmax(-1), output.logprobs, strict=True):
+        assert (sampled.token, sampled.logprob) == (token, pytest.approx(row[token].item(), abs=1e-4))
 
 
-@overlapped_too
+@sync_and_async
 @pytest.mark.parametrize("n", [1, 3])
 def test_failing_guide_fails_only_its_request(tiny, prompts, n):
     with running(tiny_assembly(tiny[0])) as engine:
         beside = submit(engine, prompts[0], [Stepping()])
-        lost = submit(engine, prompts[1], [Stepping(breaks_at=3) for _ in range(n)], n=n, temperature=1.0)
-        engine.wait(lost)
-        (kept,) = engine.wait(beside)
-    error = engine.outputs[lost].error
+        failing = submit(engine, prompts[1], [Stepping(breaks_at=3) for _ in range(n)], n=n, temperature=1.0)
+        engine.wait(failing)
+        (other,) = engine.wait(beside)
+    error = engine.outputs[failing].error
     assert (error.code, str(error)) == (ErrorCode.INVALID_ARGUMENT, "INVALID_ARGUMENT: regex: no token can follow")
-    assert kept.tokens == expected(tiny[1], prompts[0], 12)
+    assert other.tokens == expected(tiny[1], prompts[0], 12)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 320])
 def test_tokens_beyond_the_mask_are_not_allowed(vocab):
-    rnd = np.random.default_rng(vocab)
-    bits = rnd.integers(0, 2, (3, 96), dtype=np.uint8)
+    rng = np.random.default_rng(vocab)
+    bits = rng.integers(0, 2, (3, 96), dtype=np.uint8)
     words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
     padded = np.pad(bits, ((0, 0), (0, max(0, vocab - 96))))[:, :vocab]
     allowed = apply_mask(torch.zeros(3, vocab), Mask(torch.arange(3), words)).isfinite()
@@ -197,15 +197,15 @@ def test_apply_mask_does_not_modify_its_input(rows, dtype):
         assert torch.equal(masked[row, list(kept)], logits[row, list(kept)])
 
 
-@overlapped_too
+@sync_and_async
 def test_other_constraints_apply_to_guided_outputs(tiny, prompts):
-    """A bad word, and tokens that are not allowed."""
+    """A bad word, and allowed_token_ids."""
     (first, *_) = expected(tiny[1], prompts[1], 12)
     with running(tiny_assembly(tiny[0])) as engine:
         without = submit(engine, prompts[1], [Stepping()], bad_words=((first,),), max_tokens=1)
-        alone = submit(engine, prompts[1], [Stepping()], allowed_token_ids=[7, 8, 16], max_tokens=9)
-        (one, two) = engine.wait(without, alone)
-    assert one.tokens[0] != first
-    assert one.tokens[0] % 7 == 0
-    assert two.tokens == [7, 8, 16]
-    assert "no token is left: allowed_token_ids exclude every possible next token" in str(two.error)
+        allowed = submit(engine, prompts[1], [Stepping()], allowed_token_ids=[7, 8, 16], max_tokens=9)
+        (first_output, second_output) = engine.wait(without, allowed)
+    assert first_output.tokens[0] != first
+    assert first_output.tokens[0] % 7 == 0
+    assert second_output.tokens == [7, 8, 16]
+    assert "no token is left: allowed_token_ids exclude every possible next token" in str(second_output.error)

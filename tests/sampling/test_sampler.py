@@ -1,4 +1,4 @@
-"""Drawing tokens: filters, penalties and seeds, against transformers' processors and against counted frequencies."""
+"""Sampling: filters, penalties and seeds, compared with transformers' processors and with expected frequencies."""
 
 import pytest
 import torch
@@ -24,11 +24,12 @@ def sequence(prompt=(1, 2, 3), generated=(), seed=0, stop_ids=frozenset(), **sam
 
 
 def draw(logits, sequences):
-    return sample(logits, prepare([(one, len(one.tokens)) for one in sequences])).tolist()
+    """Sample one token per sequence, of which row i of the logits belongs to sequence i."""
+    return sample(logits, prepare([(seq, len(seq.tokens)) for seq in sequences])).tolist()
 
 
 def support(logits, tries=400, **sampling):
-    """The set of tokens that `tries` different seeds draw from one row."""
+    """Return the set of tokens that `tries` different seeds sample from one row."""
     sequences = [sequence(seed=seed, **sampling) for seed in range(tries)]
     return set(draw(logits.expand(tries, -1), sequences))
 
@@ -47,17 +48,17 @@ def test_temperature_0_is_greedy(logits):
 
 
 def test_tiny_parameters_stay_finite(logits):
-    """1e-45 is the least that float32 holds, 1e-300 is none of its."""
-    for least in (1e-45, 1e-300):
-        assert support(logits, temperature=least) == {logits.argmax().item()}
-        assert support(logits, repetition_penalty=least) <= {1, 2, 3}
-        assert support(logits, top_p=least) == {logits.argmax().item()}
-        assert support(logits, min_p=least) == support(logits)
+    """1e-45 is the smallest positive float32 number; 1e-300 is not representable."""
+    for tiny in (1e-45, 1e-300):
+        assert support(logits, temperature=tiny) == {logits.argmax().item()}
+        assert support(logits, repetition_penalty=tiny) <= {1, 2, 3}
+        assert support(logits, top_p=tiny) == {logits.argmax().item()}
+        assert support(logits, min_p=tiny) == support(logits)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_top_k_matches_transformers(logits, top_k):
-    flat = logits / 20  # so flat that 400 draws meet every token that is kept
+    flat = logits / 20  # so flat that 400 samples include every remaining token
     assert support(flat, top_k=top_k) == kept(TopKLogitsWarper(top_k)(None, flat.clone()))
 
 
@@ -88,7 +89,7 @@ def test_frequencies_follow_the_distribution(logits):
 
 
 def test_rows_are_independent_of_the_batch(logits):
-    """Every filter beside every other one: a row draws what it draws alone."""
+    """A row samples the same token alone and beside rows with other parameters."""
     rows = [
         sequence(temperature=0),
         sequence(seed=1, top_k=3),
@@ -108,18 +109,18 @@ def test_samples_depend_on_seed_and_position_only(logits):
         return [sequence(seed=5, generated=range(count)) for count in range(tokens)]
 
     flat = torch.zeros(1, 50_000)
-    drawn = draw(flat.expand(200, -1), numbers(200))
-    assert drawn == draw(flat.expand(200, -1), numbers(200))
+    sampled = draw(flat.expand(200, -1), numbers(200))
+    assert sampled == draw(flat.expand(200, -1), numbers(200))
     others = draw(flat.expand(200, -1), [sequence(seed=seed) for seed in range(200)])
-    assert len({*drawn, *others}) > 390
-    assert drawn[0] == others[5]
-    for seed in (-1, -(2**63), 2**63, 2**64 - 1, 2**64 + 7):  # sample 8 of seed 2**64 - 1 has the last of these
+    assert len({*sampled, *others}) > 390
+    assert sampled[0] == others[5]
+    for seed in (-1, -(2**63), 2**63, 2**64 - 1, 2**64 + 7):  # the last one is the seed of sample 8 of seed 2**64 - 1
         assert draw(flat, [sequence(seed=seed)]) == draw(flat, [sequence(seed=seed % 2**64)])
     assert draw(flat, [sequence(seed=2**32)]) != draw(flat, [sequence(seed=0)])
 
 
 def test_prompt_length_does_not_change_samples(logits):
-    """The position counts from the first token of the output."""
+    """Positions count from the first output token."""
     short, long = (sequence(prompt=range(size), generated=(1, 2), seed=3) for size in (4, 40))
     assert draw(logits.expand(2, -1), [short, long]) == draw(logits, [short]) * 2
 

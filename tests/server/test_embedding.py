@@ -17,7 +17,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.server.embedding import EmbeddingCall, embedding_json, parse_embedding_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
-overlapped_too = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("planning")
 LIMITS = EngineLimits(64, 320, 256, 4, 8, embedding=EmbeddingSpec(64))
 
 
@@ -34,7 +34,7 @@ def check(model, prompt, hidden):
     torch.testing.assert_close(torch.tensor(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
-@overlapped_too
+@sync_and_async
 def test_hidden_states_match_transformers(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.embed(prompt) for prompt in prompts]
@@ -56,7 +56,7 @@ def test_embeddings_of_other_model_families(config, prompts, tmp_path):
             check(model, prompt, output.hidden)
 
 
-@overlapped_too
+@sync_and_async
 def test_embeddings_batched_with_generation_change_no_token(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         plain = engine.generate(prompts, max_tokens=12)
@@ -70,7 +70,7 @@ def test_embeddings_batched_with_generation_change_no_token(tiny, prompts):
             check(tiny[1], prompt[::-1], output.hidden)
 
 
-@overlapped_too
+@sync_and_async
 def test_embeddings_use_and_fill_the_prefix_cache(tiny, prompts):
     (prompt,) = prompts[-1:]
     with running(tiny_assembly(tiny[0])) as engine:
@@ -105,7 +105,7 @@ def test_embeddings_with_a_draft_model(tiny, draft, prompts):
             check(tiny[1], prompt, output.hidden)
 
 
-@overlapped_too
+@sync_and_async
 def test_an_embedding_waits_for_free_blocks(tiny):
     rnd = random.Random(1)
     prompts = [[rnd.randrange(3, 320) for _ in range(60)] for _ in range(4)]
@@ -123,7 +123,7 @@ def test_an_embedding_prompt_may_fill_the_context(tiny):
             engine.embed([*prompt, 7])
 
 
-@overlapped_too
+@sync_and_async
 def test_an_aborted_embedding_leaks_nothing(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         key = engine.embed(prompts[3])

@@ -8,23 +8,26 @@ import pytest
 import torch
 
 
-def check(model, prompt, tokens, told, count):
-    """Hold what was told of generated tokens against the model's own logits, computed at once."""
+def check(model, prompt, tokens, logprobs, count):
+    """Compare the log probabilities of generated tokens with the model's own logits."""
     ids = torch.tensor([[*prompt, *tokens]])
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     log_probs = logits.log_softmax(-1)
-    assert len(told) == len(tokens)
-    for token, row, expected, (drawn, *others) in zip(tokens, logits, log_probs, told, strict=True):
+    assert len(logprobs) == len(tokens)
+    for token, row, expected, (sampled, *others) in zip(tokens, logits, log_probs, logprobs, strict=True):
         best = expected.topk(count).indices.tolist()
-        assert [drawn.token, *(one.token for one in others)] == [token, *(one for one in best if one != token)]
-        for one in (drawn, *others):
-            assert one.logprob == pytest.approx(expected[one.token].item(), abs=1e-4)
-            assert one.rank == 1 + (row > row[one.token]).sum().item()
+        assert [sampled.token, *(entry.token for entry in others)] == [
+            token,
+            *(other for other in best if other != token),
+        ]
+        for entry in (sampled, *others):
+            assert entry.logprob == pytest.approx(expected[entry.token].item(), abs=1e-4)
+            assert entry.rank == 1 + (row > row[entry.token]).sum().item()
 
 
 class Caller(SimpleQueue):
-    """A request of the server's and its way back: whether each answer is an error."""
+    """A Triton request that is also its own response sender. Receives whether each response is an error."""
 
     def __init__(self, **inputs):
         self.tensors = [
