@@ -1,78 +1,83 @@
-"""One request: what came, and the way back to its client, with the promise of exactly one final response."""
+"""A channel: one request of a client, and the way to send responses to it, of which exactly one is final."""
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.server.wire.write import error_text
 
-_CODES = {  # our classes by the names of Triton's codes
+log = logging.getLogger("paged_llm")
+
+_CODES = {  # names of Triton's error codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
     ErrorCode.UNAVAILABLE: "UNAVAILABLE",
     ErrorCode.CANCELLED: "CANCELLED",
-    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",  # Triton has none for it; the text names ours
+    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",  # Triton has no code for it; the text starts with ours
     ErrorCode.INTERNAL: "INTERNAL",
 }
 
-
-# Tensors by name, the request's parameters, its time limit in microseconds (0: none), its sequence (0 or "": none), its
-# flags, and its id ("": none).
+# Tensors by name, request parameters, timeout in microseconds (0: none), sequence id (0 or "": none), flags, and
+# request id ("": none).
 Received = tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]
 
 
 class Channel(Protocol):
-    """Owned by one thread at a time: the one that admits the request, then the responder's; only whether it was
-    cancelled may be asked from another one as well. Sending and asking may wait for another process: never on the
-    engine's thread."""
+    """The request and response side of one client request.
+
+    Used by one thread at a time: the one that admits the request, then the responder's. `is_cancelled` may be called
+    from another thread as well. Sending and polling may wait for another process, so the engine's thread does neither.
+    """
 
     closed: bool  # whether the final response has been sent
-    stopped: bool  # whether its client has asked it to end with what there is
+    stopped: bool  # whether the client has asked to end the request with the output so far
 
     def received(self) -> Received:
-        """Raises RequestError for what cannot be read."""
+        """Return the request. Raises RequestError if it cannot be decoded."""
 
-    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None: ...
+    def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
+        """Send a response."""
 
     def fail(self, error: RequestError) -> None:
-        """End the request with an error. Does nothing where it has ended already."""
+        """Send an error as the final response. Does nothing if the final response has been sent."""
 
     def is_cancelled(self) -> bool:
-        """Whether the client is gone or has called the request off. False while a response is on its way to it, and
-        after the last."""
+        """Return whether the client has disconnected or cancelled; False during a send and after the final response."""
 
 
 class ServerChannel:
-    """Of a request of the server's."""
+    """A request of Triton's Python backend."""
 
     def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = error_text):
-        """`error_text`: what the client reads of an error."""
+        """error_text: from an error to the text that the client gets."""
         self._pb_utils = pb_utils
         self._request = request
         self._sender = request.get_response_sender()
         self._error_text = error_text
-        self._busy = threading.Lock()  # with a round trip: the server forgets a request with its final response
+        self._busy = threading.Lock()  # held during a round trip: the server drops a request with its final response
         self.closed = False
         self.stopped = False
 
     def received(self) -> Received:
         request = self._request
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # the server lets no others in
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # undeclared ones never get here
         try:
             parameters = json.loads(request.parameters() or "{}")
             own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
-        except UnicodeDecodeError as error:  # over HTTP a name or a value may be any bytes
+        except UnicodeDecodeError as error:  # over HTTP names and values may be any bytes
             reason = f"the request's parameters or id: byte {error.start} is not valid UTF-8; send UTF-8 text"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from None
         return tensors, parameters, *own
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
-        """A round trip to the server process."""
+        """Send a response: a round trip to the server process."""
         tensors = [self._pb_utils.Tensor(name, value) for name, value in outputs.items()]
         self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), final)
 
@@ -83,7 +88,7 @@ class ServerChannel:
             self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=failure), True)
 
     def is_cancelled(self) -> bool:
-        """A round trip, like `send`."""
+        """Ask the server: a round trip, like `send`."""
         if not self._busy.acquire(blocking=False):
             return False
         try:
@@ -96,6 +101,30 @@ class ServerChannel:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         with self._busy:
             self._sender.send(response, flags=flags)
-            self.closed = final  # not before: where sending failed, an error may still go out
-            if final:  # not left to the collector, which may come when the server has gone
+            self.closed = final  # only after a successful send: otherwise an error may still be sent
+            if final:  # not left to the garbage collector, which may run after the server has exited
                 self._request = self._sender = None
+
+
+class Failable(Protocol):
+    """What `send_error` can fail: a Channel, or a Job of trtllm/."""
+
+    def fail(self, error: RequestError) -> None: ...
+
+
+def send_error(channel: Failable, error: RequestError) -> None:
+    """Send an error, and log it if that fails. Never raises: an exception in `execute` would fail other requests."""
+    try:
+        channel.fail(error)
+    except Exception:
+        log.exception("could not send the error: %s", error)
+
+
+def respond(channel: Channel, answer: Callable[[], None]) -> None:
+    """Call `answer`, which answers a control request; if it raises, send that as an error. Never raises."""
+    try:
+        answer()
+    except Exception as error:
+        log.exception("could not answer a control request")
+        with suppress(Exception):
+            channel.fail(internal_error(error))

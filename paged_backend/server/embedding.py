@@ -1,4 +1,7 @@
-"""From a prompt's last hidden state to an embedding, as vLLM makes it of a causal model: cut, then of length 1."""
+"""Embedding requests: from a prompt's last hidden state to a vector, like vLLM's pooling of a causal model.
+
+The last token's hidden state is truncated to `dimensions`, then normalized to length 1.
+"""
 
 from __future__ import annotations
 
@@ -15,45 +18,45 @@ from paged_backend.api.request import HiddenState
 from paged_backend.api.sampling_params import SamplingParams
 
 INPUT, DIMENSIONS = "embedding_request.input", "embedding_request.pooling_params.dimensions"
-# What of the sampling parameters has a meaning without a draw.
+# Sampling parameters that have an effect although no token is sampled.
 _SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms", "truncate_prompt_tokens", "add_special_tokens")
 
 
 @dataclass(frozen=True)
 class EmbeddingCall:
-    """What is to be embedded, as it was sent."""
+    """The content of an embedding_request."""
 
     input: str | list[Any]  # text or token ids
-    dimensions: Any = None  # to which the embedding is to be cut
+    dimensions: Any = None  # that the embedding is truncated to
 
     @classmethod
     def parse(cls, values: Any) -> EmbeddingCall:
-        """Raises RequestError for what does not have the shape of a request. What lists hold is left to `checked`."""
+        """Check the structure of the request. The elements of lists are checked by `checked`."""
         if not isinstance(values, dict):
             raise invalid_argument("embedding_request", values, 'must be a JSON object like {"input": "…"}')
-        _refuse_others("embedding_request", values, ("input", "pooling_params"))
+        _reject_unknown("embedding_request", values, ("input", "pooling_params"))
         text = values.get("input")
         if not (isinstance(text, list) or is_utf8_text(text)) or not text:
-            raise invalid_argument(
-                INPUT, text, "must be a string of whole characters or a list of token ids, not empty"
-            )
+            raise invalid_argument(INPUT, text, "must be a valid Unicode string or a list of token ids, not empty")
         pooling = values.get("pooling_params")
         pooling = {} if pooling is None else pooling
         if not isinstance(pooling, dict):
             raise invalid_argument("embedding_request.pooling_params", pooling, "must be a JSON object")
-        _refuse_others("embedding_request.pooling_params", pooling, ("dimensions",))
+        _reject_unknown("embedding_request.pooling_params", pooling, ("dimensions",))
         return cls(text, pooling.get("dimensions"))
 
     @property
     def text(self) -> str | None:
+        """The prompt; None if it is token ids."""
         return self.input if isinstance(self.input, str) else None
 
     @property
-    def ids(self) -> np.ndarray | None:  # [num_tokens] int32
+    def ids(self) -> np.ndarray | None:
+        """The prompt's token ids, [num_tokens] int32; None if it is text."""
         return np.array(self.input, np.int32) if isinstance(self.input, list) else None
 
     def checked(self, limits: EngineLimits) -> EmbeddingCall:
-        """The same, its dimensions a number or None. Raises RequestError for what the model cannot do."""
+        """Return the call with `dimensions` as a number or None. Raises RequestError for what the model cannot do."""
         if limits.embedding is None:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "embedding_request: this model gives no embeddings")
         if isinstance(self.input, list):
@@ -62,7 +65,7 @@ class EmbeddingCall:
 
 
 def parse_embedding_sampling(values: Mapping[str, Any], limits: EngineLimits) -> SamplingParams:
-    """Raises RequestError for what would have no effect."""
+    """Return the sampling parameters of an embedding_request. Raises RequestError for one that has no effect."""
     for name in values:
         if name not in _SAMPLING and values[name] is not None:
             raise invalid_argument(name, values[name], "has no effect with embedding_request; leave it out")
@@ -72,29 +75,29 @@ def parse_embedding_sampling(values: Mapping[str, Any], limits: EngineLimits) ->
 
 
 def embedding_json(hidden: HiddenState, dimensions: int | None) -> str:
-    """A JSON list of numbers. Raises ValueError where the model gave none that have a direction."""
+    """Return the embedding as a JSON list of numbers. Raises ValueError if the hidden state cannot be normalized."""
     vector = np.frombuffer(hidden, np.float32)[:dimensions].astype(np.float64)
     length = float(np.linalg.norm(vector))
     if not 0 < length < float("inf"):
-        raise ValueError(f"the hidden state has the length {length}, which no embedding can be made of")
+        raise ValueError(f"the hidden state has the length {length}, so no embedding can be made of it")
     return json.dumps((vector / length).astype(np.float32).tolist())
 
 
-def _refuse_others(where: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _reject_unknown(where: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in values:
         if name not in known:
             raise invalid_argument(f"{where}.{name}", values[name], f"unknown; known are {', '.join(known)}")
 
 
 def _check_ids(ids: list[Any], limits: EngineLimits) -> None:
-    for index, one in enumerate(ids):
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < limits.vocab_size:
-            reason = f"must be a token id, 0..{limits.vocab_size - 1}; give one prompt a request"
-            raise invalid_argument(f"{INPUT}[{index}]", one, reason)
+    for index, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+            reason = f"must be a token id, 0..{limits.vocab_size - 1}; send one prompt per request"
+            raise invalid_argument(f"{INPUT}[{index}]", token, reason)
 
 
 def _pick_dimensions(value: Any, spec: EmbeddingSpec) -> int | None:
-    """A list of one is what clients of Triton's vLLM backend send."""
+    """Check `dimensions`, which clients of Triton's vLLM backend send as a list of one number."""
     wanted = value[0] if isinstance(value, list) and len(value) == 1 else value
     if wanted is None:
         return None

@@ -111,7 +111,7 @@ Send = Callable[..., None]
 
 def _last_response(when: int, service: Service, instead: Callable[[Channel, Send, Outputs], None]) -> None:
     """Have `instead` send the last response of one answer."""
-    take, count = service.take, itertools.count(1)
+    handle, count = service.handle, itertools.count(1)
 
     def watch(channel: Channel) -> None:
         send = channel.send
@@ -123,9 +123,9 @@ def _last_response(when: int, service: Service, instead: Callable[[Channel, Send
                 send(outputs, final=final)
 
         channel.send = sends  # type: ignore[method-assign]
-        take(channel)
+        handle(channel)
 
-    service.take = watch  # type: ignore[method-assign]
+    service.handle = watch  # type: ignore[method-assign]
 
 
 def _nan_row(when: int, service: Service, assembly: Assembly) -> None:
@@ -170,11 +170,12 @@ def _stuck_step(when: int, service: Service, assembly: Assembly) -> None:
 
 def _tell_drops(when: int, service: Service, assembly: Assembly) -> None:
     """No fault but a witness: from this one on, the log tells when a request is dropped and its blocks are free."""
-    scheduler, responder, count = assembly.scheduler, service._responder, itertools.count(1)
-    ask, abort, ids = responder._abort, scheduler.abort, {}
+    scheduler, engine, count = assembly.scheduler, service._engine, itertools.count(1)
+    ask, abort, ids = engine.abort, scheduler.abort, {}
+    streams = service._responder.streams.by_key
 
     def asks(key: int) -> None:
-        if stream := responder._streams.get(key):  # else it has been answered
+        if stream := streams.get(key):  # else it has been answered
             ids[key] = stream.call.request_id
         ask(key)
 
@@ -184,21 +185,21 @@ def _tell_drops(when: int, service: Service, assembly: Assembly) -> None:
             log.info("dropped %s at %.6f", name, time.monotonic())
         return dropped
 
-    responder._abort, scheduler.abort = asks, tells  # type: ignore[method-assign]
+    engine.abort, scheduler.abort = asks, tells  # type: ignore[method-assign]
 
 
 def _wall_clock(when: int, service: Service, assembly: Assembly) -> None:
     """The wall clock of this process goes an hour ahead, and with the next request an hour back, in turn."""
-    take, count, own = service.take, itertools.count(1), (time.time, time.time_ns)
+    handle, count, own = service.handle, itertools.count(1), (time.time, time.time_ns)
 
     def jump(channel: Channel) -> None:
         if (late := next(count) - when) >= 0:
             hours = 1 if late % 2 == 0 else -1
             time.time = lambda: own[0]() + 3600 * hours
             time.time_ns = lambda: own[1]() + 3600 * 10**9 * hours
-        take(channel)
+        handle(channel)
 
-    service.take = jump  # type: ignore[method-assign]
+    service.handle = jump  # type: ignore[method-assign]
 
 
 def _step(when: int, assembly: Assembly, instead: Callable[[Callable[[], ForwardOutput]], ForwardOutput]) -> None:

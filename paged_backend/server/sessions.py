@@ -1,10 +1,10 @@
-"""Conversations that the server remembers between requests, under Triton's own sequence ids.
+"""Sessions: conversations that the server remembers between requests, identified by Triton's sequence ids.
 
-A turn sends only its new text; what came before is kept here, as tokens or as messages. Its keys and values are kept
-by the scheduler, which pins their blocks (pins.py); where it had to let them go, they are computed again.
+A turn sends only its new text. The text before it is kept here, as token ids or as messages; its KV cache blocks are
+pinned by the scheduler (scheduling/pins.py), and recomputed if they had to be evicted.
 
-Messages are kept as JSON and tokens as an array, so that what a session takes is known: parsed, a message may take 20
-times as much.
+Messages are stored as JSON bytes and tokens as an array, so that their size is known: parsed messages may take 20 times
+as much memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 
 class SessionName(NamedTuple):
-    """Sequences of different salts are different: knowing another tenant's id opens nothing."""
+    """Identifies a session. A tenant cannot open another tenant's session: the salts differ."""
 
     salt: str
     sequence_id: int | str
@@ -32,19 +32,19 @@ class SessionName(NamedTuple):
 
 @dataclass(eq=False)
 class Session:
-    """What has been said. One of `tokens` and `messages` is None: a conversation stays with what it began with."""
+    """The text of a session so far, either as `tokens` or as `messages`: a session cannot mix both."""
 
     name: SessionName
     tokens: array[int] | None = None  # int32
-    messages: list[bytes] | None = None  # lists of messages, as JSON, one after the other
-    num_chars: int = 0  # of them
-    busy: bool = False
+    messages: list[bytes] | None = None  # JSON lists of messages, in order
+    num_chars: int = 0  # of `messages`
+    busy: bool = False  # whether a turn is in progress
     expires: float = 0.0
-    counted: int = 0  # bytes, with those of the turn that is under way
+    counted: int = 0  # bytes counted against the limit, including a turn in progress
 
     @property
     def nbytes(self) -> int:
-        """What it keeps."""
+        """Bytes of the stored text."""
         if self.tokens is not None:
             return len(self.tokens) * self.tokens.itemsize
         return sum(map(len, self.messages or ()))
@@ -52,96 +52,102 @@ class Session:
 
 @dataclass(eq=False)
 class Turn:
-    """One request of a session, which is its own until `finish` or `undo`."""
+    """One request of a session. No other turn can begin until `finish` or `undo` is called."""
 
     sessions: Sessions
     session: Session
     is_first: bool
     is_last: bool
-    replaced: Session | None = None  # what had the name before a start
-    messages: list[bytes] = field(default_factory=list)  # the whole conversation, this turn's included, as a session's
-    num_chars: int = 0  # of them
+    replaced: Session | None = None  # the session of this name before sequence_start
+    messages: list[bytes] = field(default_factory=list)  # the conversation including this turn, as in Session
+    num_chars: int = 0  # of `messages`
     is_over: bool = False
 
     @property
     def name(self) -> SessionName:
         return self.session.name
 
-    def tokens_before(self) -> list[int]:
-        """What the new text continues. Raises RequestError in a conversation of messages."""
+    def earlier_tokens(self) -> list[int]:
+        """Return the token ids before this turn's. Raises RequestError if the session consists of messages."""
         if self.session.messages is not None:
-            raise invalid_argument("sequence_id", self.name.sequence_id, "was begun with messages; go on with messages")
+            raise invalid_argument(
+                "sequence_id", self.name.sequence_id, "was begun with messages; continue with messages"
+            )
         return list(self.session.tokens or ())
 
-    def hold(self, num_tokens: int) -> None:
-        """The prompt with what came before has so many tokens. Raises RequestError where there is no room for them."""
+    def reserve(self, num_tokens: int) -> None:
+        """Count the prompt, which has this many tokens with those before it. Raises RequestError beyond the limit."""
         if not self.messages:
-            self.sessions.hold(self, num_tokens * array("i").itemsize)
+            self.sessions.reserve(self, num_tokens * array("i").itemsize)
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """All messages, with these new ones. Raises RequestError in a conversation of plain text, and where there is no
-        room for them."""
+        """Return all messages, ending with these new ones, and count their bytes.
+
+        Raises RequestError if the session consists of plain text, or beyond the limit.
+        """
         if self.session.tokens is not None:
             raise invalid_argument(
-                "sequence_id", self.name.sequence_id, "was begun with text_input; go on with text_input"
+                "sequence_id", self.name.sequence_id, "was begun with text_input; continue with text_input"
             )
-        before = self.session.messages or []
-        self._say(before, self.session.num_chars, messages)
-        self.sessions.hold(self, sum(map(len, self.messages)))
-        return [*(message for said in before for message in json.loads(said)), *messages]
+        earlier = self.session.messages or []
+        self._append(earlier, self.session.num_chars, messages)
+        self.sessions.reserve(self, sum(map(len, self.messages)))
+        return [*(message for part in earlier for message in json.loads(part)), *messages]
 
     def finish(self, tokens: list[int], text: str) -> None:
-        """The turn was answered. tokens: everything so far, the answer included; text: the answer."""
+        """Store the turn. tokens: all token ids so far, including the output. text: the output."""
         if self.messages:
-            self._say(self.messages, self.num_chars, [{"role": "assistant", "content": text}])
+            self._append(self.messages, self.num_chars, [{"role": "assistant", "content": text}])
             self.session.messages, self.session.num_chars = self.messages, self.num_chars
         else:
             self.session.tokens = array("i", tokens)
         self.sessions.close(self, forget=self.is_last)
 
     def undo(self) -> None:
-        """The turn failed or was cancelled: as if it had never been sent."""
+        """Restore the session to its state before the turn, which failed or was cancelled."""
         self.sessions.close(self, forget=self.is_first, put_back=self.replaced)
 
-    def _say(self, before: list[bytes], num_chars: int, messages: list[Message]) -> None:
-        said = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
-        self.messages, self.num_chars = [*before, said.encode()], num_chars + len(said)
+    def _append(self, earlier: list[bytes], num_chars: int, messages: list[Message]) -> None:
+        text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
+        self.messages, self.num_chars = [*earlier, text.encode()], num_chars + len(text)
 
 
 class Sessions:
-    """All sessions of a model instance. Safe to use from any thread.
-
-    ttl: seconds without a turn after which a session is forgotten; most: how many there may be; unpin: called for
-    each that ends, so that its blocks are let go of; most_mib: what all of them may keep of what was said, the answers
-    that are under way not counted; most_of_tenant: sessions of one salt, 0: as many as like.
-    """
+    """The sessions of one model instance. Thread-safe."""
 
     def __init__(
         self,
         ttl: float,
-        most: int,
+        max_sessions: int,
         unpin: Callable[[SessionName], None],
         clock: Callable[[], float] = time.monotonic,
         *,
         max_mib: int = 256,
         max_per_tenant: int = 0,
     ):
+        """ttl: seconds after the last turn until a session expires.
+        unpin: called for each session that ends, to release its blocks.
+        max_mib: for the stored text of all sessions, without outputs in progress.
+        max_per_tenant: sessions with the same salt; 0: unlimited."""
         self._ttl = ttl
-        self._most = most
-        self._most_mib = max_mib
-        self._most_of_tenant = max_per_tenant
-        self._counted = 0  # bytes of all sessions, those that a start may put back among them
+        self._max_sessions = max_sessions
+        self._max_mib = max_mib
+        self._max_per_tenant = max_per_tenant
+        self._counted = 0  # bytes of all sessions, including replaced ones that may be put back
         self._unpin = unpin
         self._clock = clock
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # in the order in which they expire
+        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # in order of expiry
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def begin(self, name: SessionName, *, start: bool, end: bool) -> Turn:
-        """Raises RequestError for a session that is unknown or has expired, that is in the middle of a turn, or that
-        would be one too many."""
+        """Begin a turn of a session, which `start` creates.
+
+        Raises RequestError if the session is unknown or has expired, if a turn is in progress, or if there are too many
+        sessions.
+        """
         self.expire()
         with self._lock:
             session = self._sessions.get(name)
@@ -153,9 +159,9 @@ class Sessions:
             replaced = session if start else None
             if start:
                 if session is None:
-                    self._check_place(name)
-                if session is not None:
-                    self._unpin(name)  # a start begins anew, as everywhere in Triton
+                    self._check_room(name)
+                else:
+                    self._unpin(name)  # as in Triton, sequence_start replaces an existing sequence
                 session = self._sessions[name] = Session(name)
             elif session is None:
                 raise invalid_argument(
@@ -167,27 +173,27 @@ class Sessions:
             session.busy = True
             return Turn(self, session, is_first=start, is_last=end, replaced=replaced)
 
-    def _check_place(self, name: SessionName) -> None:
-        """Raises RequestError where there is none for one more."""
-        full, most = "", self._most_of_tenant
-        if len(self._sessions) >= self._most:
-            full = f"max_sessions={self._most} are open"
-        elif most and sum(one.salt == name.salt for one in self._sessions) >= most:
-            full = f"max_tenant_sessions={most} of this cache_salt are open"
+    def _check_room(self, name: SessionName) -> None:
+        """Raise RequestError if no further session can be created."""
+        full, limit = "", self._max_per_tenant
+        if len(self._sessions) >= self._max_sessions:
+            full = f"max_sessions={self._max_sessions} are open"
+        elif limit and sum(one.salt == name.salt for one in self._sessions) >= limit:
+            full = f"max_tenant_sessions={limit} of this cache_salt are open"
         if full:
             reason = f"sequence_id={name.sequence_id!r}: {full}; end one, or wait for one to expire"
             raise RequestError(ErrorCode.UNAVAILABLE, reason)
 
-    def hold(self, turn: Turn, nbytes: int) -> None:
-        """With this turn its session keeps so many bytes, if it stays. Raises RequestError where there is no room."""
+    def reserve(self, turn: Turn, nbytes: int) -> None:
+        """Count this many bytes for the turn's session. Raises RequestError if that exceeds `max_mib`."""
         with self._lock:
-            if turn.is_last or turn.is_over:  # as its prompt was tokenized
+            if turn.is_last or turn.is_over:  # a turn may end while its prompt is tokenized
                 return
-            if self._counted - turn.session.counted + nbytes > self._most_mib << 20:
+            if self._counted - turn.session.counted + nbytes > self._max_mib << 20:
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
                     f"sequence_id={turn.name.sequence_id!r}: its {nbytes} bytes are more than the other sessions leave"
-                    f" of max_sessions_mib={self._most_mib}; end one, or wait for one to expire",
+                    f" of max_sessions_mib={self._max_mib}; end one, or wait for one to expire",
                 )
             self._count(turn.session, nbytes)
 
@@ -196,6 +202,7 @@ class Sessions:
         session.counted = nbytes
 
     def close(self, turn: Turn, *, forget: bool, put_back: Session | None = None) -> None:
+        """End a turn. forget: remove the session. put_back: the session that it had replaced."""
         with self._lock:
             turn.is_over = True
             session = put_back or turn.session
@@ -214,18 +221,18 @@ class Sessions:
             self._unpin(turn.name)
 
     def expire(self) -> None:
-        """Forget those whose time is over."""
-        over = []
+        """Remove the sessions that have expired."""
+        expired = []
         with self._lock:
             while (idle := self._first_idle()) and idle.expires <= self._clock():
-                over.append(idle.name)
+                expired.append(idle.name)
                 self._count(idle, 0)
                 del self._sessions[idle.name]
-        for name in over:
+        for name in expired:
             self._unpin(name)
 
     def seconds_left(self) -> float | None:
-        """Until the next one expires; None where nothing is to expire."""
+        """Return the time until the next session expires; None if none will."""
         with self._lock:
             idle = self._first_idle()
         return None if idle is None else idle.expires - self._clock()

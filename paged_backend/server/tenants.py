@@ -1,4 +1,4 @@
-"""How many requests each tenant has open. A tenant is a `cache_salt`; requests without one are one tenant's."""
+"""Counts the open requests of each tenant. A tenant is a `cache_salt`; requests without one belong to one tenant."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paged_backend.api.errors import TenantLimitReached
 
 
 class Tenants:
-    """Safe to use from any thread; who checks before entering must be one thread at a time. most: requests of one
-    tenant that may be open; 0: as many as like."""
+    """Open requests by tenant. Thread-safe, but `check` and the following `enter` must be one thread at a time."""
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_requests: int):
+        """max_requests: open requests per tenant; 0: unlimited."""
+        self._max_requests = max_requests
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
 
@@ -21,16 +21,20 @@ class Tenants:
         return len(self._open)
 
     def check(self, salt: str, leaving: int = 0) -> None:
-        """Raises TenantFull where there is no place for one more. leaving: requests that have left, and still take
-        memory."""
-        if self._most and self._open.get(salt, 0) + leaving >= self._most:
-            raise TenantLimitReached(self._most)
+        """Raise TenantLimitReached if the tenant can have no further request.
+
+        leaving: requests that have left but whose text is still in memory.
+        """
+        if self._max_requests and self._open.get(salt, 0) + leaving >= self._max_requests:
+            raise TenantLimitReached(self._max_requests)
 
     def enter(self, salt: str) -> None:
+        """Count a request as open."""
         with self._lock:
             self._open[salt] += 1
 
     def leave(self, salt: str) -> None:
+        """Count a request as ended."""
         with self._lock:
             self._open[salt] -= 1
             if not self._open[salt]:

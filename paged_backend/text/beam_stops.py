@@ -1,5 +1,4 @@
-"""Where beams end that stop strings, or words of several tokens, end: what the search itself has to know, since a beam
-that has ended makes room for another."""
+"""Stop strings and stop words of beam search, which the engine checks: a beam that has ended makes room for another."""
 
 from __future__ import annotations
 
@@ -10,33 +9,36 @@ from paged_backend.text.detokenizer import CONTEXT, Detokenizer
 from paged_backend.text.stop_tokens import StopTokens
 from paged_backend.text.tokenizing import DecodeError
 
-SLACK = 16  # tokens beside those of a stop string's bytes: some have no text
+SLACK = 16  # tokens to decode in addition to one per byte of a stop string: some tokens have no text
 
 
 def ending(
     sampling: SamplingParams, prompt: Sequence[int], decode: Callable[[list[int]], str]
 ) -> Callable[[Sequence[int]], bool] | None:
-    """Whether an output has ended with its last token, if no token before has ended it; None: none ever does so. For
-    the engine's thread: a few microseconds, as only the end of the output is looked at."""
+    """Return a function that tells whether the last token of an output completes a stop string or stop word.
+
+    The function assumes that no earlier token did, and takes a few microseconds on the engine's thread, as it decodes
+    only the end of the output. Returns None if the request has neither stop strings nor stop words.
+    """
     words = StopTokens.of(sampling, frozenset())
     if not (sampling.stop or words.words):
         return None
-    most = max((len(stop.encode()) for stop in sampling.stop), default=0) + SLACK
+    max_tokens = max((len(stop.encode()) for stop in sampling.stop), default=0) + SLACK
 
     def ends(tokens: Sequence[int]) -> bool:
         if words.find(tokens[:-1], tokens[-1:]):
             return True
-        skipped = max(0, len(tokens) - most)
+        skipped = max(0, len(tokens) - max_tokens)
         before = [*prompt[-CONTEXT:], *tokens[max(0, skipped - CONTEXT) : skipped]]
         tail = list(tokens[skipped:])
         try:
             text = decode([*before, *tail])
             if not any(stop in text for stop in sampling.stop):
                 return False
-            least = max(0, sampling.min_tokens - skipped)
-            output = Detokenizer(decode, before, stop=sampling.stop, min_tokens=least)
+            min_tokens = max(0, sampling.min_tokens - skipped)
+            output = Detokenizer(decode, before, stop=sampling.stop, min_tokens=min_tokens)
             output.push(tail)
-        except DecodeError:  # the search goes on; whoever is to send this output tells its client
+        except DecodeError:  # the search continues; sending this output fails with the error
             return False
         return output.stopped
 

@@ -1,7 +1,7 @@
-"""Chat templates, applied to what clients send: by the engine, and by the gateway where it has one of its own.
+"""Renders chat templates for the engine, and for the OpenAI gateway if it has a template of its own.
 
-Templates run in Jinja's sandbox, and on a thread that is ended past its time: one may loop over what a client sent as
-often as it likes.
+Templates run in Jinja's sandbox, on a thread that is ended when its time limit is over: a template may loop over the
+client's input without end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ RENDER_SECONDS = 2.0  # the demo model's template takes 0.05 s for megabytes of 
 
 
 class TemplateTimeout(Exception):
-    """A template that has not ended in time."""
+    """The template did not finish within its time limit."""
 
 
 class TemplateRefusal(Exception):
-    """Why a template makes no prompt of a conversation."""
+    """The template rejected the messages; the text says why."""
 
 
 def render(
@@ -32,9 +32,12 @@ def render(
     *,
     seconds: float = RENDER_SECONDS,
 ) -> str:
-    """The prompt that the tokenizer's chat template makes. seconds: that it may take. Raises TemplateTimeout, and
-    TemplateRefusal: templates refuse, for example, two user turns in a row, or trip over odd values."""
-    from jinja2 import TemplateError  # as late as transformers does
+    """Return the prompt that the tokenizer's chat template makes of the messages.
+
+    Raises TemplateTimeout after `seconds`, and TemplateRefusal if the template raises: many reject two user turns in a
+    row, or fail on unexpected values.
+    """
+    from jinja2 import TemplateError  # imported late, as transformers does
 
     try:
         return apply(tokenizer, messages, tools, seconds=seconds)
@@ -52,7 +55,7 @@ def apply(
     *,
     seconds: float = RENDER_SECONDS,
 ) -> str:
-    """As `render`, but raises what the template does."""
+    """Like `render`, but raises the template's own errors instead of TemplateRefusal."""
 
     def call() -> str:
         given = {"tools": list(tools) if tools else None, "tokenize": False, "add_generation_prompt": True}
@@ -62,12 +65,12 @@ def apply(
 
 
 class _Rendering(threading.Thread):
-    """One call on a thread of its own, so that it can be ended and nothing else with it."""
+    """One call on a thread of its own, which can be ended without affecting anything else."""
 
     def __init__(self, call: Callable[[], str]):
         super().__init__(name="template", daemon=True)
         self._call = call
-        self._lock = threading.Lock()  # while it is held the thread's number is the thread's
+        self._lock = threading.Lock()  # while held, `ident` belongs to this thread: it has not ended
         self._done = False
         self._text: str | None = None
         self._error: Exception | None = None
@@ -75,7 +78,7 @@ class _Rendering(threading.Thread):
     def run(self) -> None:
         try:
             self._text = self._call()
-        except SystemExit:  # it was ended
+        except SystemExit:  # raised by `result`
             pass
         except Exception as error:
             self._error = error
@@ -84,13 +87,13 @@ class _Rendering(threading.Thread):
                 self._done = True
 
     def result(self, seconds: float) -> str:
-        """Raises TemplateTimeout, or what the call raised."""
+        """Return the result of the call. Raises TemplateTimeout, or what the call raised."""
         self.start()
         self.join(seconds)
         with self._lock:
             if not self._done:
                 thread = ctypes.c_ulong(self.ident or 0)
-                # With SystemExit it ends without a word, as soon as it is in Python code.
+                # SystemExit ends the thread without a traceback, as soon as it executes Python code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
                 raise TemplateTimeout(f"does not end within {seconds:g} s")
         if self._error:

@@ -1,4 +1,4 @@
-"""Conversations with tools, as chat templates take them: what may be in one."""
+"""Checks the messages and tools of a chat request."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 
-def check_messages(turns: Any, input_limits: InputLimits) -> list[Message]:
-    """Raises RequestError for what is no conversation. A message may lack a content only where it calls tools; what
-    else it holds is the template's to judge."""
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise _refused('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
-    check_count(turns, input_limits)
-    for index, turn in enumerate(turns):
-        called = _check_calls(f"messages[{index}].tool_calls", turn.get("tool_calls"), input_limits)
-        has_content = is_utf8_text(turn.get("content")) or (called and turn.get("content") is None)
-        if not is_utf8_text(turn.get("role")) or not has_content:
-            raise _refused(
-                f"messages[{index}]: must have a `role` and a `content` that are strings of whole characters"
-            )
-    if not is_utf8_text(json.dumps(turns, ensure_ascii=False)):
-        raise _refused("messages: hold half a character; send UTF-8 text")
-    return turns
+def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
+    """Return `messages` if it is a conversation; raise RequestError otherwise.
+
+    A message may lack content only if it calls tools. Other fields are left to the chat template.
+    """
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise _invalid('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
+    check_count(messages, input_limits)
+    for index, message in enumerate(messages):
+        has_calls = _check_calls(f"messages[{index}].tool_calls", message.get("tool_calls"), input_limits)
+        has_content = is_utf8_text(message.get("content")) or (has_calls and message.get("content") is None)
+        if not is_utf8_text(message.get("role")) or not has_content:
+            raise _invalid(f"messages[{index}]: must have a `role` and a `content` that are valid Unicode strings")
+    if not is_utf8_text(json.dumps(messages, ensure_ascii=False)):
+        raise _invalid("messages: contain a lone surrogate; send UTF-8 text")
+    return messages
 
 
-def check_count(turns: list[Message], input_limits: InputLimits) -> None:
-    """Raises RequestError for a conversation of too many messages."""
-    input_limits.check("max_messages", "messages", len(turns), "messages")
+def check_count(messages: list[Message], input_limits: InputLimits) -> None:
+    """Raise RequestError if the conversation has too many messages."""
+    input_limits.check("max_messages", "messages", len(messages), "messages")
 
 
 def _check_calls(name: str, calls: Any, input_limits: InputLimits) -> bool:
-    """Whether there are any."""
+    """Return whether there are tool calls; raise RequestError if they are invalid or too many."""
     if calls is None:
         return False
     if not isinstance(calls, list) or not all(map(_is_function, calls)):
-        raise _refused(
+        raise _invalid(
             f'{name}: must be a list of objects like {{"type": "function", "function": {{"name": "…", "arguments":'
             " {…}}}"
         )
@@ -49,22 +49,22 @@ def _check_calls(name: str, calls: Any, input_limits: InputLimits) -> bool:
 
 
 def check_tools(tools: Any, input_limits: InputLimits) -> list[Tool]:
-    """Raises RequestError for what is no list of functions."""
+    """Return `tools` if it is a list of functions; raise RequestError otherwise."""
     if not isinstance(tools, list) or not all(map(_is_function, tools)):
-        raise _refused('tools: must be a JSON list of objects like {"type": "function", "function": {"name": "…", …}}')
+        raise _invalid('tools: must be a JSON list of objects like {"type": "function", "function": {"name": "…", …}}')
     input_limits.check("max_tools", "tools", len(tools), "tools")
     text = json.dumps(tools, ensure_ascii=False)
     input_limits.check("max_tools_chars", "tools", len(text), "characters")
     if not is_utf8_text(text):
-        raise _refused("tools: hold half a character; send UTF-8 text")
+        raise _invalid("tools: contain a lone surrogate; send UTF-8 text")
     return tools
 
 
 def _is_function(value: Any) -> bool:
-    """A tool, or a call of one."""
+    """Return whether a tool, or a tool call, names a function."""
     function = value.get("function") if isinstance(value, dict) else None
     return isinstance(function, dict) and is_utf8_text(function.get("name")) and bool(function["name"])
 
 
-def _refused(message: str) -> RequestError:
+def _invalid(message: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ARGUMENT, message)

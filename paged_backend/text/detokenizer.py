@@ -1,21 +1,24 @@
-"""Token ids to text as they come: never half a character, never part of a stop string."""
+"""Incremental detokenization: token ids to text as they arrive.
+
+Never returns an incomplete character or part of a stop string.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
 
-CONTEXT = 5  # prompt tokens decoded along, so that the first output token gets the space it has in context
-TAIL = 16  # tokens that tell whether a long text ends inside a character, which has four bytes at the most
-INCOMPLETE = "\ufffd"  # what a decoder puts where bytes of a character are still missing
+CONTEXT = 5  # prompt tokens that are decoded too, so that the first output token gets its leading space
+TAIL = 16  # tokens that show whether a long text ends inside a character, which has at most four bytes
+INCOMPLETE = "\ufffd"  # what a decoder returns where bytes of a character are missing
 
 
 class Detokenizer:
-    """The text of one request.
+    """The text of one sample.
 
-    ids    | prompt's last few | generated .................. |
-                 ^ prefix          ^ sent up to here    ^ ids whose text is not yet a whole character
-    text   ... sent | held back: it may be the start of a stop string |
+    ids    | last prompt ids | generated .................. |
+                 ^ prefix          ^ decoded up to here   ^ ids after it end inside a character
+    text   ... returned | held back: may be the start of a stop string |
 
     Owned by the responder's thread.
     """
@@ -31,46 +34,52 @@ class Detokenizer:
         record_offsets: bool = False,
         prefix_chars: int = 0,
     ):
-        """stop, include_stop, min_tokens: as the sampling parameters. notes_offsets: whether to fill `offsets`.
-        num_before: characters of the text that stand before what these tokens give."""
+        """stop, include_stop, min_tokens: sampling parameters.
+        record_offsets: whether to fill `offsets`.
+        prefix_chars: characters of an echoed prompt, which come before this text."""
         self._decode = decode
         self._ids = list(prompt_ids[-CONTEXT:])
         self._prefix = 0
         self._read = len(self._ids)
-        self._prefix_text: str | None = None  # of the ids from `prefix` to `read`, once it is asked for
+        self._prefix_text: str | None = None  # of the ids from `prefix` to `read`, once needed
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
-        self._notes_offsets = record_offsets
+        self._record_offsets = record_offsets
         self.num_tokens = 0
-        self.num_chars = prefix_chars  # certain so far, held back or not
-        self.offsets: list[int] = []  # where each token's text begins, or the character that it is a part of
-        self.met: str | None = None  # the stop string that is complete
+        self.num_chars = prefix_chars  # of decoded text, including text that is held back
+        self.offsets: list[int] = []  # where the text of each token, or the character that it is part of, begins
+        self.matched_stop: str | None = None  # the stop string that ended the text
 
     @property
-    def watches(self) -> bool:
-        """Whether a stop string may end the output, so that tokens should not wait to be pushed."""
+    def has_stop(self) -> bool:
+        """Whether a stop string may end the text, so that tokens should be pushed at once."""
         return bool(self._stop)
 
     @property
     def stopped(self) -> bool:
-        return self.met is not None
+        return self.matched_stop is not None
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens made certain: the same whether they come one by one or at once. Sets `met` where a
-        stop string is complete; `num_tokens` then tells with which of them."""
-        if not self._stop and not self._notes_offsets:
-            return self._read_on(tokens)
+        """Return the text that these tokens complete; it does not depend on how tokens are grouped into calls.
+
+        When a stop string is complete, `matched_stop` is set, and `num_tokens` counts up to the token that completed
+        it.
+        """
+        if not self._stop and not self._record_offsets:
+            return self._decode_new(tokens)
         text = ""
         for token in tokens:
-            text += self._release(self._note(token) if self._notes_offsets else self._read_on((token,)))
+            text += self._release(
+                self._decode_with_offset(token) if self._record_offsets else self._decode_new((token,))
+            )
             if self.stopped:
                 break
         return text
 
     def flush(self) -> str:
-        """What is left at the end: held back text, but not the bytes that have not become a character."""
+        """Return the text held back at the end, without bytes that do not form a character."""
         text = ""
         if self._read < len(self._ids):
             text = self._advance(self._decode(self._ids[self._prefix :]), len(self._ids)).rstrip(INCOMPLETE)
@@ -79,13 +88,13 @@ class Detokenizer:
         held, self._held = self._held, ""
         return released if self.stopped else released + held
 
-    def _read_on(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, up to the last of them after which no character is cut."""
+    def _decode_new(self, tokens: Sequence[int]) -> str:
+        """Add tokens and return the new text up to the last token that does not end inside a character."""
         assert not self.stopped
         self.num_tokens += len(tokens)
         self._ids += tokens
         for end in range(len(self._ids), len(self._ids) - len(tokens), -1):
-            if end - self._read > TAIL:  # or a long run of what never becomes a character would be decoded each time
+            if end - self._read > TAIL:  # else a long run of invalid bytes would be decoded whole for each token
                 tail = self._decode(self._ids[end - TAIL : end])
                 if not tail or tail.endswith(INCOMPLETE):
                     continue
@@ -96,22 +105,22 @@ class Detokenizer:
                 return new
         return ""
 
-    def _note(self, token: int) -> str:
-        """As `_read_on`, and where the token's own text begins."""
-        before, uncertain = self.num_chars, self._uncertain()
-        new = self._read_on((token,))
-        same = commonprefix([uncertain, new]) if new else uncertain.rstrip(INCOMPLETE)  # noqa: RUF071  of characters
+    def _decode_with_offset(self, token: int) -> str:
+        """Add a token like `_decode_new`, and record where its text begins."""
+        before, pending = self.num_chars, self._pending_text()
+        new = self._decode_new((token,))
+        same = commonprefix([pending, new]) if new else pending.rstrip(INCOMPLETE)  # noqa: RUF071  of characters
         self.offsets.append(before + len(same))
         return new
 
-    def _uncertain(self) -> str:
-        """What the tokens look like after which a character is cut: an incomplete character, or bytes of none."""
+    def _pending_text(self) -> str:
+        """Return the text of the ids after `read`: an incomplete character, or invalid bytes."""
         if not 0 < len(self._ids) - self._read <= TAIL:
             return ""
         return self._decode(self._ids[self._prefix :])[len(self._decode(self._ids[self._prefix : self._read])) :]
 
     def _advance(self, text: str, end: int) -> str:
-        """What of `text`, that of all ids from `prefix` to `end`, is new."""
+        """Return what is new in `text`, the text of the ids from `prefix` to `end`, and continue from `end`."""
         if self._prefix_text is None:
             self._prefix_text = self._decode(self._ids[self._prefix : self._read])
         new = text[len(self._prefix_text) :]
@@ -119,25 +128,26 @@ class Detokenizer:
         return new
 
     def _release(self, text: str) -> str:
+        """Return the text that is not part of a stop string and cannot become part of one."""
         if not self._stop:
             return text
         text = self._held + text
         if self.num_tokens > self._min_tokens and (end := self._find_stop(text)) is not None:
             self._held = ""
             return text[:end]
-        keep = self._could_begin_stop(text)
+        keep = self._stop_prefix_length(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def _find_stop(self, text: str) -> int | None:
-        """Where the output ends: at the stop string that begins first."""
+        """Return where the text ends because of the stop string that begins first; None if there is none."""
         found = [(text.find(stop), len(stop), stop) for stop in self._stop if stop in text]
         if not found:
             return None
-        start, length, self.met = min(found)
+        start, length, self.matched_stop = min(found)
         return start + length if self._include_stop else start
 
-    def _could_begin_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+    def _stop_prefix_length(self, text: str) -> int:
+        """Return the length of the longest end of `text` that a stop string begins with."""
         longest = min(len(text), max(len(stop) for stop in self._stop) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -1,4 +1,4 @@
-"""Tokens that end an output: those that the engine looks for, and words of several, which are looked for here."""
+"""Tokens that end an output: single stop tokens, which the engine checks, and stop words of several tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Word = list[int]
 
 @dataclass(frozen=True, eq=False)
 class StopTokens:
-    """Of one request."""
+    """The stop tokens and stop words of one request."""
 
-    ids: frozenset[int] = frozenset()  # the client's own: the end of sequence is not among them unless it is ignored
+    ids: frozenset[int] = frozenset()  # without the model's end of sequence, unless `ignore_eos`
     words: Mapping[int, Sequence[Word]] = field(default_factory=dict)  # by their last token
     min_tokens: int = 0  # before which no word ends the output
 
     @classmethod
     def of(cls, sampling: SamplingParams, eos: frozenset[int]) -> StopTokens:
+        """Return those of the sampling parameters. eos: the model's end-of-sequence tokens."""
         words: dict[int, list[Word]] = {}
         for word in sampling.stop_words_token_ids:
             words.setdefault(word[-1], []).append(list(word))
@@ -28,7 +29,10 @@ class StopTokens:
         return cls(ids if sampling.ignore_eos else ids - eos, words, sampling.min_tokens)
 
     def find(self, before: Sequence[int], new: Sequence[int]) -> tuple[int, Word] | None:
-        """How many of the new tokens of an output there are up to the end of the first word, and that word."""
+        """Find the first stop word that ends within `new`, the tokens after `before`.
+
+        Returns how many of the new tokens there are up to its end, and the word.
+        """
         for count, token in enumerate(new, 1):
             for word in self.words.get(token, ()) if len(before) + count > self.min_tokens else ():
                 if _ends_with(before, new[:count], word):
@@ -36,7 +40,7 @@ class StopTokens:
         return None
 
     def reason(self, token: int) -> str | None:
-        """Why an output that the engine ended with this token has ended; None: it was the end of sequence."""
+        """Return the stop reason of an output that the engine ended with this token; None for the end of sequence."""
         return str(token) if token in self.ids else None
 
 
@@ -47,4 +51,5 @@ def _ends_with(before: Sequence[int], new: Sequence[int], word: Word) -> bool:
 
 
 def stop_word_reason(word: Word) -> str:
+    """Return the stop reason of an output that a stop word ended."""
     return json.dumps(word)

@@ -1,4 +1,4 @@
-"""The model's chat template: looked at when it is loaded, and applied to what clients send."""
+"""Checks the model's chat template when the model is loaded, and renders prompts with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ MAX_TEMPLATE_CHARS = 1 << 20
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
-    """Raises ValueError for a template that is too large, is no Jinja, or does not end with a short conversation. That
-    it refuses one says nothing: some do, unless there are two turns, or a system's."""
-    from jinja2 import TemplateSyntaxError  # as late as transformers does
+    """Raise ValueError for a template that is too large, is not valid Jinja, or does not terminate on a short prompt.
+
+    A template that rejects the short prompt is accepted: some need two turns, or a system message.
+    """
+    from jinja2 import TemplateSyntaxError  # imported late, as transformers does
 
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template] if template else []:
@@ -39,17 +41,19 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None, seconds: float
 ) -> str:
-    """The prompt that the model's chat template makes. seconds: that it may take. Raises RequestError where there is
-    none, or where it refuses, or does not end."""
+    """Return the prompt that the model's chat template makes of the messages.
+
+    Raises RequestError if the model has no template, or if the template rejects the messages or exceeds `seconds`.
+    """
     if not tokenizer.chat_template:
-        raise _refused("this model has no chat template; use text_input")
+        raise _invalid("this model has no chat template; use text_input")
     try:
         return chat_templates.render(tokenizer, messages, tools, seconds=seconds)
     except TemplateTimeout as error:
-        raise _refused(f"the chat template {error} on them (chat_template_timeout)") from error
+        raise _invalid(f"the chat template {error} on them (chat_template_timeout)") from error
     except TemplateRefusal as error:
-        raise _refused(str(error)) from error
+        raise _invalid(str(error)) from error
 
 
-def _refused(reason: str) -> RequestError:
+def _invalid(reason: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ARGUMENT, f"messages: {reason}")

@@ -1,9 +1,9 @@
-"""From a prompt's text to its tokens, and from tokens to their text.
+"""Text to tokens and tokens to text, with the model's tokenizer.
 
-What the library panics of is no Exception, and would end the thread that meets it: here it becomes one.
+A panic in the tokenizers library is not an `Exception` and would end the calling thread; here it becomes one.
 
-The library works outside of Python's lock, so that no step and no answer waits for it; but it cannot be ended, either.
-Long texts are therefore tokenized on a thread of their own, and who waits for one does so for a limited time.
+The library releases the GIL, so tokenizing does not delay steps or responses, but it cannot be interrupted. Long texts
+are therefore tokenized on a thread of their own, with a time limit for the caller.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paged_backend.api.errors import ErrorCode, RequestError
 
-LONG_CHARS = 1 << 16  # from which on a text is a long one: a tenth of a second at the most
+LONG_CHARS = 1 << 16  # a shorter text is tokenized in at most a tenth of a second
 
 
 class DecodeError(Exception):
-    """Tokens that the tokenizer makes no text of."""
+    """The tokenizer could not decode the tokens."""
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """From token ids to their text. It raises DecodeError, whatever the library does."""
+    """Return a function from token ids to their text, which raises DecodeError if the library fails."""
     kind = type(tokenizer)
     own = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
     if isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == own:
-        # All that those two come to, in a fifth of the time.
+        # The same result as `decode`, in a fifth of the time.
         decode = functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     else:
         decode = functools.partial(
@@ -49,15 +49,19 @@ def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Ca
 
 
 class PromptTokenizer:
+    """Tokenizes text; long text with a time limit."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seconds: float):
-        """seconds: that a long text may take."""
+        """seconds: the time limit of `encode_long`."""
         self._tokenizer = tokenizer
         self._seconds = seconds
-        self._late: threading.Thread | None = None  # that nobody waits for any more
+        self._overdue: threading.Thread | None = None  # that exceeded the time limit
 
     def encode(self, field: str, text: str, *, special: bool = False) -> list[int]:
-        """special: whether the tokenizer adds its special tokens. Raises RequestError, which names the field, for a
-        text that the tokenizer fails on."""
+        """Return the token ids of the text. Raises RequestError, which names `field`, if the tokenizer fails.
+
+        special: whether the tokenizer adds its special tokens.
+        """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
         except (KeyboardInterrupt, SystemExit):
@@ -67,10 +71,13 @@ class PromptTokenizer:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: the tokenizer fails on it: {reason}") from error
 
     def encode_long(self, field: str, text: str, *, special: bool = False) -> list[int]:
-        """As `encode`, for one thread at a time. Raises RequestError as well where it takes too long, and where one
-        that did is not over yet: there is never more than one of those."""
-        if self._late and self._late.is_alive():
-            reason = f"another prompt still is tokenized after tokenize_timeout={self._seconds:g} seconds"
+        """Like `encode`, with a time limit. For one thread at a time.
+
+        Raises RequestError if tokenizing exceeds the time limit, or if an earlier text that exceeded it is still being
+        tokenized: at most one thread is ever overdue.
+        """
+        if self._overdue and self._overdue.is_alive():
+            reason = f"another prompt is still being tokenized after tokenize_timeout={self._seconds:g} seconds"
             raise RequestError(ErrorCode.UNAVAILABLE, f"{field}: {reason}; send it again later")
         done: Future[list[int]] = Future()
         thread = threading.Thread(target=self._work, args=(done, field, text, special), name="tokenizer", daemon=True)
@@ -78,7 +85,7 @@ class PromptTokenizer:
         try:
             return done.result(self._seconds)
         except FutureTimeout:
-            self._late = thread
+            self._overdue = thread
             reason = f"tokenizing its {len(text)} characters takes more than {self._seconds:g} s (tokenize_timeout)"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: {reason}") from None
 

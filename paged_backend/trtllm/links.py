@@ -1,4 +1,4 @@
-"""Connections to the engine's model: one to each of its instances."""
+"""Connections to the local sockets of the engine's model: one per instance of it."""
 
 from __future__ import annotations
 
@@ -19,122 +19,124 @@ from paged_backend.server.tensors import OUTPUTS
 log = logging.getLogger("paged_llm")
 
 Outputs = dict[str, np.ndarray]
+Receive = Callable[[int, Outputs | RequestError, bool], None]  # request id, response, whether it is the last
 
 
 class RetryElsewhere(RequestError):
-    """From an engine that leaves: another instance may take the request."""
+    """An instance that is being unloaded has rejected the request: another instance may run it."""
 
 
 class Link:
-    """To one instance. Its thread hands on what comes: `hear` gets a request's id, its outputs or its error, and
-    whether that is its last; `lose` gets the link when it has ended."""
+    """A connection to one instance, with a thread that receives responses."""
 
     def __init__(
         self,
         name: str,
         connection: Connection,
-        hear: Callable[[int, Outputs | RequestError, bool], None],
-        lose: Callable[[Link], None],
+        receive: Receive,
+        on_ended: Callable[[Link], None],
     ):
-        self.name = name  # of the socket, which no other instance has
-        self.num_open = 0  # requests; whoever makes them counts
-        self.takes = True  # whether it lets new ones in
-        self.leaving = False  # whether the engine has said that it will end
-        self.end = "the engine's model was unloaded, or has ended"  # why there are no more answers, once there are none
+        """name: of the socket, which identifies the instance.
+        receive: called for each response, on the link's thread.
+        on_ended: called once the connection has ended, on the link's thread."""
+        self.name = name
+        self.num_open = 0  # open requests, counted by the relay
+        self.accepts_requests = True
+        self.unloading = False  # whether the instance has announced that it is being unloaded
+        self.end_reason = "the engine's model was unloaded, or has ended"
         self._connection = connection
-        self._hear = hear
-        self._lose = lose
-        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._receive = receive
+        self._on_ended = on_ended
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError where the link has ended, once all that came on it has been handed on."""
+        """Send a frame. Raises OSError if the link has ended, after all received responses have been handled."""
         try:
             self._connection.send(frame)
         except OSError:
             self.stop()
             raise
 
-    def pack(self, own_id: int, received: Received) -> bytes:
-        """The frame of a request. Raises RequestError for one that is too large."""
-        tensors, parameters, timeout_us, sequence_id, flags, request_id = received
+    def pack(self, request_id: int, received: Received) -> bytes:
+        """Return the frame of a request. Raises RequestError if it is too large."""
+        tensors, parameters, timeout_us, sequence_id, flags, client_id = received
         request = {
             "tensors": write_tensors(tensors),
             "parameters": parameters,
             "timeout_us": timeout_us,
             "sequence_id": sequence_id,
             "flags": flags,
-            "request_id": request_id,
+            "request_id": client_id,
         }
         try:
-            return pack({"id": own_id, "request": request}, self._connection.max_frame_bytes)
+            return pack({"id": request_id, "request": request}, self._connection.max_frame_bytes)
         except FrameError as error:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request is too large: {error}") from None
 
     def stop(self) -> None:
+        """Close the connection and wait for the link's thread."""
         self._connection.close()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             for frame in self._connection.frames():
-                self._read(frame)
+                self._handle(frame)
         except (FrameError, OSError) as error:
             log.warning("the connection to the engine's model ended: %s", error)
         finally:
-            self.takes = False
+            self.accepts_requests = False
             self._connection.close()
-            self._lose(self)
+            self._on_ended(self)
 
-    def _read(self, frame: Mapping[str, Any]) -> None:
+    def _handle(self, frame: Mapping[str, Any]) -> None:
         if "leaving" in frame:
-            self._leave()
+            self._mark_unloading()
         elif "refused" in frame:
-            self.end = f"the engine's model lets no connection in: {frame['refused']}"
+            self.end_reason = f"the engine's model refused the connection: {frame['refused']}"
         elif "error" in frame:
             code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
-            if not_begun := frame["error"].get("not_begun") is True:
-                self._leave()
-            self._hear(frame["id"], (RetryElsewhere if not_begun else RequestError)(code, text, verbatim=True), True)
+            can_retry = frame["error"].get("not_begun") is True
+            if can_retry:
+                self._mark_unloading()
+            self._receive(frame["id"], (RetryElsewhere if can_retry else RequestError)(code, text, verbatim=True), True)
         else:
-            self._hear(frame["id"], read_tensors(frame["outputs"], OUTPUTS), frame["final"])
+            self._receive(frame["id"], read_tensors(frame["outputs"], OUTPUTS), frame["final"])
 
-    def _leave(self) -> None:
-        self.takes, self.leaving = False, True
+    def _mark_unloading(self) -> None:
+        self.accepts_requests, self.unloading = False, True
 
 
 class Links:
-    """To the model `engine`. Made when first needed, and anew when it was loaded again. Many threads may pick."""
+    """The links to the model `engine`, made when they are needed. Thread-safe."""
 
-    def __init__(
-        self,
-        engine: str,
-        hear: Callable[[int, Outputs | RequestError, bool], None],
-        lose: Callable[[Link], None],
-        max_frame_bytes: int,
-    ):
+    def __init__(self, engine: str, receive: Receive, on_ended: Callable[[Link], None], max_frame_bytes: int):
+        """receive, on_ended: as of Link."""
         self._engine = engine
         self._max_frame_bytes = max_frame_bytes
-        self._hear = hear
-        self._lose = lose
-        self._links: dict[str, Link] = {}  # by the names of their sockets; guarded by the lock
+        self._receive = receive
+        self._on_ended = on_ended
+        self._links: dict[str, Link] = {}  # by socket name; guarded by the lock
         self._lock = threading.Lock()
 
-    def pick(self, tried: Collection[str] = ()) -> Link:
-        """The one with the fewest open requests, of those whose names are not in `tried`. Raises RequestError where
-        there is none: the model is not loaded."""
+    def pick(self, excluded: Collection[str] = ()) -> Link:
+        """Return the link with the fewest open requests whose name is not excluded.
+
+        Raises RequestError if there is none: the model is not loaded.
+        """
         try:
             names = local_socket.find(self._engine)
         except OSError as error:
             raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model cannot be reached: {error}") from None
         with self._lock:
-            self._links = {name: link for name, link in self._links.items() if link.takes}
+            self._links = {name: link for name, link in self._links.items() if link.accepts_requests}
             for name in names:
-                if name not in self._links and name not in tried:
-                    with suppress(OSError):  # of an instance that has just gone
+                if name not in self._links and name not in excluded:
+                    with suppress(OSError):  # the instance has just ended
                         connection = Connection(local_socket.connect(name), self._max_frame_bytes)
-                        self._links[name] = Link(name, connection, self._hear, self._lose)
-            links = [link for name, link in self._links.items() if name not in tried]
+                        self._links[name] = Link(name, connection, self._receive, self._on_ended)
+            links = [link for name, link in self._links.items() if name not in excluded]
         if not links:
             raise RequestError(ErrorCode.UNAVAILABLE, f"the engine's model, {self._engine}, is not loaded")
         return min(links, key=lambda link: link.num_open)
@@ -144,6 +146,6 @@ class Links:
             link.stop()
 
 
-def control_frame(own_id: int, wish: str) -> bytes:
-    """wish: "cancel", or "stop", which ends the request with what there is."""
-    return pack({"id": own_id, wish: True})
+def control_frame(request_id: int, action: str) -> bytes:
+    """Return a frame that ends a request. action: "cancel", or "stop", which keeps the output so far."""
+    return pack({"id": request_id, action: True})

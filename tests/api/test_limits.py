@@ -179,7 +179,10 @@ def test_the_limits_are_options(tiny):
 def test_a_conversation_is_measured_as_its_template_writes_it(tiny):
     """Before it is tokenized, which takes long for a long text."""
     with serving(tiny[0], max_prompt_chars=8) as server:
-        tokenizer, messages = server.service._tokenizer, json.dumps([{"role": "user", "content": "abcd"}])
+        tokenizer, messages = (
+            server.service._assembly.loaded.tokenizer,
+            json.dumps([{"role": "user", "content": "abcd"}]),
+        )
         once = {"messages": messages, "sampling_parameters": '{"max_tokens": 1}'}
         tokenizer.chat_template = "{{ messages[0].content * 3 }}"
         assert "messages: 12 characters; must be at most 8 (max_prompt_chars" in server.call(**once).refusal()

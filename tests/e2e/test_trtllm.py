@@ -427,7 +427,7 @@ def test_stop_ends_the_request_with_that_id(server):
             ids += part["output_ids"][0, 0].tolist() if part else []
         assert 0 < len(ids) < 2000
         stream.send("", **stop)
-        with pytest.raises(InferenceServerException, match="stop: needs the request id"):
+        with pytest.raises(InferenceServerException, match="stop: has no request id"):
             stream.all()
     assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 2
     idle(server)

@@ -21,19 +21,21 @@ from tests.support.in_process import WAIT, tiny_assembly
 from tests.support.pb_utils import PB_UTILS, Sent
 from tests.support.streams import POOL, STATS
 
+ENGINE = SimpleNamespace(busy_seconds=0.0)
+
 
 @pytest.fixture
 def responder():
-    made = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    made.start(SimpleNamespace(busy_seconds=0.0))
+    made = Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    made.start()
     yield made
     made.stop()
 
 
 def test_every_caller_gets_next_pool_map_once(responder):
     one, other, late = Sent(), Sent(), Sent()
-    responder.look(one.channel())
-    responder.look(other.channel())
+    responder.request_pool_map(one.channel())
+    responder.request_pool_map(other.channel())
     responder.emit(POOL)
     for sent in (one, other):
         tensors, error, final = sent.the_only()
@@ -50,7 +52,7 @@ def test_every_caller_gets_next_pool_map_once(responder):
             "cached_tokens_hit": 5,
             "preemptions": 0,
         }
-    responder.look(late.channel())
+    responder.request_pool_map(late.channel())
     responder.emit(POOL)
     late.the_only()
     assert one.empty() and other.empty()
@@ -68,11 +70,11 @@ def test_metrics_match_pool_map():
             held.append(list(shown))
             super().send(response, flags)
 
-    responder = Responder(Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
-    responder.start(SimpleNamespace(busy_seconds=0.0))
+    responder = Responder(ENGINE, Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    responder.start()
     for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
         sent = Reader()
-        responder.look(sent.channel())
+        responder.request_pool_map(sent.channel())
         responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
         sent.the_only()
         assert held[-1][-1].running == running
@@ -81,18 +83,21 @@ def test_metrics_match_pool_map():
 
 def test_engine_failure_answers_waiting_and_new_callers(responder):
     waiting, late = Sent(), Sent()
-    responder.look(waiting.channel())
+    responder.request_pool_map(waiting.channel())
     responder.emit(EngineDied("the engine died: it did"))
-    responder.look(late.channel())
+    responder.request_pool_map(late.channel())
     for sent in (waiting, late):
         assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
 
 
 def test_stalled_engine_times_out_pool_map():
-    made, waiting = Responder(Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0), Sent()
-    made.start(SimpleNamespace(busy_seconds=0.0))
-    made.look(waiting.channel())
-    reason = "the engine has not told what its pool holds within 0 s"
+    made, waiting = (
+        Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0),
+        Sent(),
+    )
+    made.start()
+    made.request_pool_map(waiting.channel())
+    reason = "the engine has not reported its block pool within 0 s"
     assert waiting.the_only() == ({}, f"Error generating stream: UNAVAILABLE: {reason}", True)
     made.emit(POOL)  # late
     made.stop()
@@ -101,8 +106,8 @@ def test_stalled_engine_times_out_pool_map():
 
 def test_send_failure_affects_only_its_client(responder):
     broken, whole = Sent(trouble=1), Sent()
-    responder.look(broken.channel())
-    responder.look(whole.channel())
+    responder.request_pool_map(broken.channel())
+    responder.request_pool_map(whole.channel())
     responder.emit(POOL)
     assert whole.the_only()[1] is None
     assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)

@@ -286,7 +286,7 @@ def test_bad_word_applies_with_and_without_leading_space(service, monkeypatch):
 def test_word_bias_applies_to_each_token(service, monkeypatch):
     requests = []
     monkeypatch.setattr(service._engine, "deliver", requests.append)
-    (a, b) = service._encode("ab")
+    (a, b) = service._admission._prompts.encode_text("ab")
     sampling = {"word_bias": {"ab": 2, "b": 0.5}, "logit_bias": {str(a): -1}}
     service.submit(Caller(text_input="The sea", sampling_parameters=json.dumps(sampling)))
     (request,) = requests
@@ -294,4 +294,4 @@ def test_word_bias_applies_to_each_token(service, monkeypatch):
 
 
 def _byte(service):
-    return lambda token: service._tokenizer.decode([token]).encode()[0]
+    return lambda token: service._assembly.loaded.tokenizer.decode([token]).encode()[0]

@@ -13,7 +13,7 @@ import pytest
 from paged_backend.engine import step_loop
 from paged_backend.engine.engine import Engine
 from paged_backend.execution.runner import Runner
-from paged_backend.server import responder
+from paged_backend.server import cancellation, engine_monitor, responder
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.parameters import SEQUENCE_END, SEQUENCE_START
 from tests.support.callers import Caller, serving
@@ -200,7 +200,7 @@ def patience(monkeypatch):
     """Waits until the engine was asked to end a search, for which it has all the time that it wants."""
     asked, expire = Event(), Engine.expire
     monkeypatch.setattr(Engine, "expire", lambda self, key: (expire(self, key), asked.set()))
-    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
+    monkeypatch.setattr(cancellation, "GRACE_SECONDS", HOUR)
     return lambda: asked.wait(WAIT) or pytest.fail("it was not asked")
 
 
@@ -232,7 +232,7 @@ def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, c
     clock.ahead += HOUR / 1e3
     patience()
     assert cut.empty()
-    clock.ahead += responder.GRACE_SECONDS
+    clock.ahead += cancellation.GRACE_SECONDS
     assert cut.answer()["finish_reason"] == [b"timeout"] * 3
     gate.open()
 
@@ -258,7 +258,7 @@ def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, patience):
     cut = ask(service, beam_width=2, n=2, max_tokens=20)
     gate.wait()
     gate.step(3)
-    (stream,) = service._responder._streams.values()
+    (stream,) = service._responder.streams.by_key.values()
     stream.channel.stopped = True
     patience()
     gate.open()
@@ -499,7 +499,7 @@ def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, mo
     lost, kept = ask(service), ask(service, "efgh")
     gate.wait()
     scheduler.abort(0)
-    clock.ahead += responder.AUDIT_SECONDS + 1
+    clock.ahead += engine_monitor.AUDIT_SECONDS + 1
     gate.open()
     assert "INTERNAL: the engine has lost the request" in lost.answer()
     assert finish(kept) == ("length", 9)
@@ -578,7 +578,7 @@ def test_a_blocked_response_makes_the_service_not_ready(serve, gate, monkeypatch
     until(lambda: not service._engine.busy_seconds)
     with two_seconds_later(monkeypatch):
         assert not service.ready
-        reason = "an answer to the server has taken 2 s, more than stall_timeout=1"
+        reason = "sending responses has taken 2 s, more than stall_timeout=1"
         assert reason in ask(service).answer()
     may_send.set()
     stuck.all()

@@ -167,12 +167,12 @@ def test_accepted_embedding_requests():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "embedding_request.input=null: must be a string of whole characters or a list of token ids, not empty"),
+        ({}, "embedding_request.input=null: must be a valid Unicode string or a list of token ids, not empty"),
         ({"input": ""}, 'embedding_request.input="": must be'),
         ({"input": []}, r"embedding_request.input=\[\]: must be"),
-        ({"input": "\ud800"}, "embedding_request.input=.*whole characters"),
+        ({"input": "\ud800"}, "embedding_request.input=.*valid Unicode"),
         ({"input": 3}, "embedding_request.input=3: must be"),
-        ({"input": ["a", "b"]}, r'embedding_request.input\[0\]="a": must be a token id, 0..319; give one prompt'),
+        ({"input": ["a", "b"]}, r'embedding_request.input\[0\]="a": must be a token id, 0..319; send one prompt'),
         ({"input": [1, True]}, r"embedding_request.input\[1\]=true: must be a token id"),
         ({"input": [1, 320]}, r"embedding_request.input\[1\]=320: must be a token id"),
         ({"input": "x", "model": "y"}, 'embedding_request.model="y": unknown; known are input, pooling_params'),

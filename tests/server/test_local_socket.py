@@ -290,7 +290,7 @@ def test_an_unloaded_engine_is_reported(relay):
 def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
     first = asked(relay)
     channel = engine.next()
-    refusal = "UNAVAILABLE: 1 rows are open, and 1 would come; at most 1 may be (max_open_rows)"
+    refusal = "UNAVAILABLE: 1 rows are open and 1 are added; at most 1 may be open (max_open_rows)"
     assert asked(relay).next() == (refusal, True)
     channel.send(answer("a", "stop"), final=True)
     assert first.next() == ([b"a"], True)
@@ -313,7 +313,7 @@ def test_a_refused_connection_reports_the_reason(relay):
     engine.next()
     for _ in range(3):  # whatever comes first, the request or the refusal
         assert asked(relay).next() == (
-            "UNAVAILABLE: the engine's model lets no connection in: 1 connections are open, which is"
+            "UNAVAILABLE: the engine's model refused the connection: 1 connections are open, which is"
             " max_local_connections",
             True,
         )
@@ -393,10 +393,10 @@ def test_a_row_stopped_before_it_was_sent_is_stopped_afterwards(relay, engine, m
     send = Relay._send
 
     def after(self, row, frame):
-        if not row.asked:
+        if not row.submitted:
             stop = asked(relay, name="mine", stop=[[True]])
             assert stop.next()[1]
-            until(lambda: not relay._wake.is_set())  # the teller has looked
+            until(lambda: not relay._wake.is_set())  # the row updater has run
         send(self, row, frame)
 
     monkeypatch.setattr(Relay, "_send", after)
@@ -469,14 +469,14 @@ def refuse(engine):
 def held(monkeypatch):
     """What is to be asked again waits: `come` tells that it does, and `go` ends that."""
     gate = SimpleNamespace(come=threading.Event(), go=threading.Event())
-    ask_again = Relay._ask_again
+    retry = Relay._retry
 
     def wait(self, row, error):
         gate.come.set()
         assert gate.go.wait(WAIT)
-        ask_again(self, row, error)
+        retry(self, row, error)
 
-    monkeypatch.setattr(Relay, "_ask_again", wait)
+    monkeypatch.setattr(Relay, "_retry", wait)
     yield gate
     gate.go.set()
 
@@ -601,7 +601,7 @@ def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old, mak
     def end_between(self, row, frame):
         if row is row.job.rows[-1] and row.link.name == old.listener._name:
             old.stop(seconds=0)
-            until(lambda: row.again)
+            until(lambda: row.retry_error)
         send(self, row, frame)
 
     monkeypatch.setattr(Relay, "_send", end_between)
@@ -610,14 +610,14 @@ def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old, mak
 
 
 def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old, make, monkeypatch):
-    ask_again, fails = Relay._ask_again, iter([RuntimeError("broken"), None])
+    retry, fails = Relay._retry, iter([RuntimeError("broken"), None])
 
     def sometimes(self, row, error):
         if broken := next(fails):
             raise broken
-        ask_again(self, row, error)
+        retry(self, row, error)
 
-    monkeypatch.setattr(Relay, "_ask_again", sometimes)
+    monkeypatch.setattr(Relay, "_retry", sometimes)
     first = asked(relay)
     channel, new = old.next(), make()
     channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)

@@ -11,7 +11,9 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta, TokenLogprob, Usage
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import EngineDied, StepOutput, UnknownRequests
-from paged_backend.server import watch
+from paged_backend.server import cancellation_poller
+from paged_backend.server.cancellation_poller import PollResult
+from paged_backend.server.messages import ClientsPolled
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import SessionName, Sessions
@@ -32,10 +34,10 @@ def tenants():
 def opened(tenants):
     """(responder, metrics, keys whose requests were aborted)"""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
-    made = Responder(metrics, Sessions(60, 1, print), tenants)
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
     engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
-    made.start(SimpleNamespace(**engine))
+    made = Responder(SimpleNamespace(**engine), metrics, Sessions(60, 1, print), tenants)
+    made.start()
     yield made, metrics, aborted
     made.stop()
 
@@ -90,7 +92,7 @@ def test_a_cancellation_is_detected_among_many_streams(opened):
 
 def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypatch):
     """Who is first among the next is asked after an hour, if nobody has gone."""
-    monkeypatch.setattr(watch, "SECONDS", 3600)
+    monkeypatch.setattr(cancellation_poller, "SECONDS", 3600)
     responder, _, aborted = opened
     clients = [Client(key) for key in range(100)]
     clients[0].may_send.clear()
@@ -325,7 +327,7 @@ def test_a_tenants_place_is_released_however_a_request_ends(opened, tenants, end
 def test_a_receipt_excludes_preempted_time_from_every_phase():
     """Of the 4 seconds to the first token after the queue 2 were waited, and 3 of the 5 after it."""
     stream = Client(1).stream
-    stream.entered = 1.0
+    stream.mark_scheduled(1.0)
     for when, waited in ((5.0, 2.0), (10.0, 5.0)):
         usage = Usage(*[0] * 6, preempted_seconds=waited)
         stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
@@ -362,11 +364,11 @@ def test_a_result_that_was_already_finished_wins_over_a_cancellation(opened):
     made, _, aborted = opened
     done = Client(1)
     busy = held_up(made, done)
-    made._inbox.put(watch.PollResult([done.stream]))
+    made._inbox.put(ClientsPolled(PollResult([done.stream])))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
     assert done.got.get(timeout=WAIT) == ("b", None, True)
-    made._inbox.put(watch.PollResult([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
+    made._inbox.put(ClientsPolled(PollResult([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))])))
     made.emit(step(0, "c", FinishReason.LENGTH))
     while not busy.got.get(timeout=WAIT)[2]:
         pass
@@ -379,7 +381,7 @@ def test_a_stream_reported_cancelled_twice_is_cancelled_once(opened, caplog):
     gone = Client(1)
     busy = held_up(made, gone)
     for _ in range(2):
-        made._inbox.put(watch.PollResult([gone.stream]))
+        made._inbox.put(ClientsPolled(PollResult([gone.stream])))
     busy.may_send.set()
     reason = "CANCELLED: the request was cancelled by its client"
     assert gone.got.get(timeout=WAIT) == (None, reason, True)

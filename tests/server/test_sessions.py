@@ -49,7 +49,7 @@ def refusal(sessions, name=NAME, **flags):
 
 def test_a_turn_continues_the_previous_one(sessions):
     begun(sessions)
-    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
 
 
 def test_messages_and_replies_are_remembered(sessions):
@@ -71,7 +71,7 @@ def test_a_session_cannot_mix_text_and_messages(sessions):
     other.conversation([{"role": "user", "content": "hello"}])
     other.finish([], "hi")
     with pytest.raises(RequestError, match="sequence_id=8: was begun with messages"):
-        sessions.begin(SessionName("", 8), start=False, end=False).tokens_before()
+        sessions.begin(SessionName("", 8), start=False, end=False).earlier_tokens()
 
 
 def test_an_unknown_session_is_rejected(sessions):
@@ -129,7 +129,7 @@ def test_a_failed_turn_restores_the_session(sessions, unpinned):
     for flags in ({}, {"end": True}):
         sessions.begin(NAME, **{"start": False, "end": False} | flags).undo()
     assert unpinned == []
-    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
 
 
 def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
@@ -140,7 +140,7 @@ def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
 
 def test_sequence_start_replaces_the_session(sessions, unpinned):
     begun(sessions)
-    assert sessions.begin(NAME, start=True, end=False).tokens_before() == []
+    assert sessions.begin(NAME, start=True, end=False).earlier_tokens() == []
     assert unpinned == [NAME]
 
 
@@ -159,14 +159,14 @@ def test_a_failed_start_restores_the_replaced_session(sessions, clock):
     sessions.begin(NAME, start=True, end=False).undo()
     assert len(sessions) == 1
     assert sessions.seconds_left() == 10
-    assert sessions.begin(NAME, start=False, end=False).tokens_before() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
 
 
 def full(sessions):
     """Whether there is no room for much of another session."""
     turn = sessions.begin(SessionName("", 8), start=True, end=False)
     try:
-        turn.hold(len(MANY))
+        turn.reserve(len(MANY))
     except RequestError as error:
         return "UNAVAILABLE: sequence_id=8: its 800000 bytes" in str(error)
     finally:
@@ -190,14 +190,14 @@ def test_stored_bytes_are_counted_until_the_session_is_removed(sessions, clock):
 
 def test_a_turn_reserves_bytes_once_its_size_is_known(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
-    turn.hold(len(MANY))
+    turn.reserve(len(MANY))
     assert full(sessions)
     turn.undo()
     assert not full(sessions)
-    turn.hold(len(MANY))  # it was cancelled while its prompt was tokenized
+    turn.reserve(len(MANY))  # it was cancelled while its prompt was tokenized
     assert not full(sessions)
     ending = sessions.begin(NAME, start=True, end=True)
-    ending.hold(len(MANY))
+    ending.reserve(len(MANY))
     assert not full(sessions)
 
 
@@ -213,7 +213,7 @@ def served(tiny):
 
     def serve(**options):
         server = stack.enter_context(serving(tiny[0], **options))
-        server.service._tokenizer.chat_template = "{{ messages[-1].content }}"
+        server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[-1].content }}"
 
         def turn(sequence_id, ignored, salt="", **flags):
             said = [{"role": "user", "content": "hi", "x": "y" * ignored}]

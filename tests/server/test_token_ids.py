@@ -161,7 +161,7 @@ def test_a_session_rejects_truncation(service):
     caller = Caller(input_ids=IDS, sampling_parameters=sampling(truncate_prompt_tokens=3))
     caller.correlation_id, caller.flags = lambda: 8, lambda: 3
     service.service.submit(caller)
-    assert "truncate_prompt_tokens=3: means nothing in a session" in caller.refusal()
+    assert "truncate_prompt_tokens=3: a session keeps all of its prompt" in caller.refusal()
 
 
 @pytest.fixture(scope="module")

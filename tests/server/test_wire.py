@@ -164,7 +164,7 @@ def test_an_invalid_request_id_is_rejected(name):
 
 def test_a_lone_surrogate_in_messages_is_rejected():
     turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
-    assert "messages: hold half a character" in refusal({}, messages=turns)
+    assert "messages: contain a lone surrogate" in refusal({}, messages=turns)
 
 
 def test_only_a_sequence_end_may_omit_the_prompt():

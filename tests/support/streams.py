@@ -10,7 +10,8 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.channel import ServerChannel
-from paged_backend.server.stream import Sample, Stream
+from paged_backend.server.sample import Sample
+from paged_backend.server.stream import Stream
 from paged_backend.server.wire.call import Call
 from paged_backend.text.detokenizer import Detokenizer
 from tests.support.in_process import WAIT, byte_tokenizer

@@ -47,7 +47,7 @@ def test_messages_and_tools_are_passed_through():
             f'tools="{InputLimits.max_tools + 1} tools": must be at most {InputLimits.max_tools}',
         ),
         ([{"function": {"name": "a" * InputLimits.max_tools_chars}}], f"must be at most {InputLimits.max_tools_chars}"),
-        ([{"function": {"name": "a", "description": "\ud800"}}], "tools: hold half a character"),
+        ([{"function": {"name": "a", "description": "\ud800"}}], "tools: contain a lone surrogate"),
     ],
 )
 def test_invalid_tools_are_rejected(tools, reason):

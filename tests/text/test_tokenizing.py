@@ -11,8 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import responder
-from paged_backend.server import service as service_module
+from paged_backend.server import admission, responder
 from paged_backend.server.metrics import Metrics
 from paged_backend.text.tokenizing import PromptTokenizer
 from tests.support.callers import Caller, serving
@@ -64,7 +63,7 @@ def test_a_tokenizer_panic_fails_the_request():
 def test_a_decode_panic_fails_only_its_request(tiny, inputs, sampling):
     (panics,) = byte_tokenizer().encode("b")
     with serving(tiny[0]) as server:
-        server.service._tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
+        server.service._assembly.loaded.tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
         asked = {"max_tokens": 3, "logit_bias": {panics: 100}} | sampling
         caller = server.call(**inputs, sampling_parameters=json.dumps(asked))
         assert "INTERNAL: DecodeError: PanicException: index out of bounds" in caller.refusal()
@@ -81,7 +80,7 @@ def test_slow_tokenization_times_out_and_never_runs_twice(slow):
     )
     for _ in range(3):
         with pytest.raises(
-            RequestError, match=r"another prompt still is tokenized after tokenize_timeout=0.05"
+            RequestError, match=r"another prompt is still being tokenized after tokenize_timeout=0.05"
         ) as caught:
             tokenizing.encode_long("text_input", LONG)
         assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -99,7 +98,7 @@ def test_slow_tokenization_times_out_and_never_runs_twice(slow):
 @pytest.fixture
 def serve(tiny, slow, monkeypatch):
     """A service whose long prompts wait until they are let go on, and the outcomes that it counts."""
-    monkeypatch.setattr(service_module, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "LONG_CHARS", 200)
     monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
     outcomes = SimpleQueue()
     monkeypatch.setattr(Metrics, "ended", lambda self, reason: outcomes.put(reason))
@@ -141,7 +140,7 @@ def test_long_prompts_count_as_waiting(serve, slow):
 
 def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
     """Before they are tokenized: one tenant's do not keep those of others waiting."""
-    monkeypatch.setattr(serve.service._tenants, "_most", 1)
+    monkeypatch.setattr(serve.service._tenants, "_max_requests", 1)
     first = asking(LONG)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
@@ -222,7 +221,7 @@ def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, later, limi
     assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
     assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()  # their texts are here
     slow.go_on.set()
-    until(lambda: not serve.service._long)
+    until(lambda: not serve.service._admission.long_prompts.pending)
     assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
     assert slow.began.empty()
 
@@ -266,7 +265,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
 def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
     """Here: too many of them."""
-    monkeypatch.setattr(service_module, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:
-        server.service._tokenizer.chat_template = "{{ messages[0].content }}"
+        server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).refusal()

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import watch as watch_module
+from paged_backend.server import cancellation_poller
+from paged_backend.server.cancellation_poller import CancellationPoller
 from paged_backend.server.channel import ServerChannel
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.server.watch import CancellationPoller
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import PB_UTILS
 from tests.support.streams import Client
@@ -46,8 +46,8 @@ def watching(round_trips, clients, tell=lambda found: None):
 
 
 def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, monkeypatch):
-    monkeypatch.setattr(watch_module, "BATCH", 2)
-    monkeypatch.setattr(watch_module, "SECONDS", 0)
+    monkeypatch.setattr(cancellation_poller, "BATCH", 2)
+    monkeypatch.setattr(cancellation_poller, "SECONDS", 0)
     asked, seen = Counter(), SimpleQueue()
 
     def log(key):
@@ -57,8 +57,8 @@ def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, m
 
     clients = [Asked(key, log) for key in range(21)]
     made = watching(round_trips, clients)
-    clients[0].stream.entered = 1.0
-    made.enter(clients[0].stream)
+    clients[0].stream.mark_scheduled(1.0)
+    made.mark_running(clients[0].stream)
     made.start()
     others = seen.get(timeout=WAIT)
     made.stop()
@@ -68,7 +68,7 @@ def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, m
 @pytest.mark.parametrize(("took", "rest"), [(0.0, 0.05), (0.02, 0.03), (0.2, 0.2)])
 def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch, took, rest):
     clock, rests, end = iter([0.0, took, 10.0, 10.0]), SimpleQueue(), Event()
-    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(cancellation_poller, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     made = watching(round_trips, [Client(key) for key in range(3)])
 
     def wait(seconds):
@@ -88,7 +88,7 @@ def test_an_ended_request_is_not_polled(round_trips):
     clients[0].stream.channel.closed = True
     clients[1].cancelled = True
     made.start()
-    assert found.get(timeout=WAIT).gone == [clients[1].stream]
+    assert found.get(timeout=WAIT).cancelled == [clients[1].stream]
     made.stop()
     assert asked == {1: 1}
 
@@ -98,12 +98,12 @@ def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trip
     found = SimpleQueue()
     client = Client(1)
     client.cancelled = True
-    client.stream.entered = 1.0
+    client.stream.mark_scheduled(1.0)
     made = watching(round_trips, [client], found.put)
     made.start()
-    until(lambda: not (made._waiting or made._some.is_set()))
-    made.enter(client.stream)
-    assert found.get(timeout=WAIT).gone == [client.stream]
+    until(lambda: not (made._waiting or made._added.is_set()))
+    made.mark_running(client.stream)
+    assert found.get(timeout=WAIT).cancelled == [client.stream]
     made.stop()
 
 
@@ -111,8 +111,8 @@ def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
     told, clients = SimpleQueue(), [Client(key) for key in range(2)]
 
     def tell(found):
-        told.put(found.gone)
-        if found.gone == [clients[0].stream]:
+        told.put(found.cancelled)
+        if found.cancelled == [clients[0].stream]:
             raise RuntimeError("it went wrong")
 
     made = watching(round_trips, clients, tell)
@@ -125,7 +125,7 @@ def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
 
 
 def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
-    monkeypatch.setattr(watch_module, "SECONDS", 0)
+    monkeypatch.setattr(cancellation_poller, "SECONDS", 0)
     asked, enough = Counter(), Event()
 
     def log(key):
@@ -135,8 +135,8 @@ def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
 
     clients = [Asked(key, log) for key in range(2)]
     made = watching(round_trips, clients)
-    clients[0].stream.entered = 1.0
-    made.enter(clients[0].stream)
+    clients[0].stream.mark_scheduled(1.0)
+    made.mark_running(clients[0].stream)
     made.start()
     assert enough.wait(WAIT)
     made.stop()

@@ -1,0 +1,222 @@
+"""Admission: reads, checks, tokenizes and queues each request, or rejects it.
+
+A request is rejected, in this order, if the engine does not respond (`Health`), if an input or a sampling parameter is
+invalid, if the waiting queue is full (`max_queue_size`, `QueueFull`), or if its tenant has too many open requests
+(`max_tenant_requests`). Its client gets the error; nothing is raised to the server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ErrorCode, QueueFull, RequestError, internal_error, invalid_argument
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.assembly import Assembly
+from paged_backend.engine.engine import Engine
+from paged_backend.guided.compiler import GrammarCompiler
+from paged_backend.server.arrival import Arrival
+from paged_backend.server.channel import Channel, send_error
+from paged_backend.server.control_requests import ControlRequests
+from paged_backend.server.embedding import parse_embedding_sampling
+from paged_backend.server.health import Health
+from paged_backend.server.long_prompts import LongPrompts
+from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.responder import Responder
+from paged_backend.server.sessions import SessionName, Sessions, Turn
+from paged_backend.server.stream_builder import StreamBuilder
+from paged_backend.server.submission import Submission
+from paged_backend.server.tenants import Tenants
+from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.control import read_control_request
+from paged_backend.server.wire.parameters import read_request_id
+from paged_backend.server.wire.read import read_call
+from paged_backend.server.wire.write import SampleOutput, write_response
+from paged_backend.text.conversation import check_count
+from paged_backend.text.tokenizing import LONG_CHARS
+
+log = logging.getLogger("paged_llm")
+
+
+class Admission:
+    """Admits requests to one engine. `admit` may be called from any thread; requests are queued one at a time."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        assembly: Assembly,
+        engine: Engine,
+        responder: Responder,
+        *,
+        sessions: Sessions,
+        tenants: Tenants,
+        grammars: GrammarCompiler,
+        health: Health,
+    ):
+        limits, loaded = assembly.limits, assembly.loaded
+        self._limits = limits
+        self._adapters = assembly.adapters
+        self._max_queue_size = config.max_queue_size
+        self._has_prefix_cache = assembly.scheduler.blocks.caching
+        self._engine = engine
+        self._responder = responder
+        self._sessions = sessions
+        self._tenants = tenants
+        self._health = health
+        self._keys = itertools.count()
+        self._lock = threading.Lock()  # held while a request is read, checked and queued
+        self._prompts = PromptEncoder(
+            loaded.tokenizer,
+            limits,
+            max_chars=config.limits.max_prompt_chars,
+            tokenize_timeout=config.tokenize_timeout,
+            template_timeout=config.chat_template_timeout,
+        )
+        self._builder = StreamBuilder(
+            loaded.tokenizer,
+            loaded.spec.eos_ids,
+            limits,
+            self._prompts,
+            seed=config.seed,
+            max_seconds=config.request_timeout or math.inf,
+        )
+        self._submission = Submission(engine, grammars)
+        self._control = ControlRequests(engine, responder, assembly.adapters, assembly.scheduler.slots)
+        self.long_prompts = LongPrompts(self._lock, self._prompts, self._builder, engine, responder, self._submission)
+
+    def stop(self, seconds: float) -> None:
+        """Stop tokenizing long prompts, waiting at most this many seconds."""
+        self.long_prompts.stop(seconds)
+
+    def admit(self, channel: Channel) -> None:
+        """Queue the channel's request, or answer it. Never raises."""
+        arrived = time.monotonic()
+        with self._rejecting(channel), self._lock:  # errors are sent after the lock is released: sending may block
+            arrival = self._read(channel, arrived)
+            if arrival is None:
+                return
+            with _undo_on_error(arrival.turn):
+                if arrival.num_chars > LONG_CHARS:
+                    self.long_prompts.submit(arrival)
+                else:
+                    self._queue(arrival)
+
+    def _queue(self, arrival: Arrival) -> None:
+        stream = self._builder.build(arrival, self._prompts.encode(arrival))
+        self._engine.announce(stream.request.key)
+        self._responder.open(stream)
+        self._submission.submit(stream.request)
+
+    @contextmanager
+    def _rejecting(self, channel: Channel) -> Iterator[None]:
+        """Send an error to the client and count the request as rejected."""
+        try:
+            yield
+        except RequestError as error:
+            send_error(channel, error)
+            self._responder.count_rejected(error.outcome)
+        except Exception as error:
+            log.exception("unexpected error while admitting a request")
+            send_error(channel, internal_error(error))
+            self._responder.count_rejected("error")
+
+    def _read(self, channel: Channel, arrived: float) -> Arrival | None:
+        """Read and check a request. Return None if it was answered here."""
+        if problem := self._health.problem():
+            raise RequestError(ErrorCode.UNAVAILABLE, problem)
+        received, limits = channel.received(), self._limits
+        if name := read_control_request(*received, input_limits=limits.input_limits):
+            request_id = read_request_id(received[1], received[-1], limits.input_limits)
+            self._control.answer(name, channel, request_id)
+            return None
+        call = read_call(*received, input_limits=limits.input_limits)
+        if call.embedding:
+            checked = call.embedding.checked(limits)
+            call = replace(call, embedding=checked, input_ids=checked.ids)
+        sampling = (parse_embedding_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
+        turn = self._begin_turn(call, sampling) if call.sequence else None
+        if call.only_ends_session and turn:
+            turn.finish([], "")
+            channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+            return None
+        with _undo_on_error(turn):
+            self._check_capacity(sampling)
+            return self._check(channel, arrived, call, sampling, turn)
+
+    def _check_capacity(self, sampling: SamplingParams) -> None:
+        """Raise QueueFull if the waiting queue is full, or TenantLimitReached if the tenant's share is."""
+        ended = self.long_prompts.ended_tenants()  # their text is still in memory
+        waiting, tenant = self._engine.waiting + len(ended), sampling.cache_salt
+        if self._max_queue_size and waiting >= self._max_queue_size:
+            raise QueueFull(waiting)
+        self._tenants.check(tenant, ended.count(tenant))
+
+    def _check(
+        self, channel: Channel, arrived: float, call: Call, sampling: SamplingParams, turn: Turn | None
+    ) -> Arrival:
+        """Check everything that can be checked before the prompt is tokenized."""
+        limits = self._limits.input_limits
+        _check_combination(call, sampling)
+        sampling = self._prompts.expand_word_bias(sampling)
+        self._check_adapter(sampling.lora_name)
+        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+        if messages is not None:
+            check_count(messages, limits)
+        if turn:
+            limits.check("max_json_chars", "messages", turn.num_chars, "characters")
+        if call.prompt is not None:
+            self._prompts.check_length(call.prompt_field, call.prompt)
+        num_chars = len(call.prompt or "") if messages is None else len(json.dumps([call.messages, call.tools]))
+        num_chars += turn.session.num_chars if turn else 0
+        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, num_chars)
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is None:
+            return
+        if self._adapters is None:  # the text that Triton's vLLM backend sends
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, "LoRA feature is not enabled.", verbatim=True)
+        self._adapters.check(name)
+
+    def _begin_turn(self, call: Call, sampling: SamplingParams) -> Turn:
+        """Begin a turn of a session. Raises RequestError for a request that a session cannot have."""
+        assert call.sequence
+        if not self._has_prefix_cache:
+            reason = "sessions need the prefix cache, which is off (enable_prefix_caching)"
+            raise invalid_argument("sequence_id", call.sequence.id, reason)
+        if sampling.truncate_prompt_tokens is not None:
+            reason = "a session keeps all of its prompt; leave it out"
+            raise invalid_argument("truncate_prompt_tokens", sampling.truncate_prompt_tokens, reason)
+        if sampling.num_seqs > 1:
+            field = next(one for one in ("n", "best_of", "beam_width") if (getattr(sampling, one) or 1) > 1)
+            reason = "must be 1 in a session, which continues a single output"
+            raise invalid_argument(field, getattr(sampling, field), reason)
+        session = SessionName(sampling.cache_salt, call.sequence.id)
+        return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
+
+
+@contextmanager
+def _undo_on_error(turn: Turn | None) -> Iterator[None]:
+    """Restore the session if its turn fails."""
+    try:
+        yield
+    except BaseException:
+        if turn:
+            turn.undo()
+        raise
+
+
+def _check_combination(call: Call, sampling: SamplingParams) -> None:
+    """Raise RequestError for sampling parameters that this kind of request cannot have."""
+    if call.stream and sampling.selects_best_of:
+        reason = f"must be n={sampling.n} when streaming: the best samples are known only at the end"
+        raise invalid_argument("best_of", sampling.best_of, reason)
+    if call.messages is not None and sampling.echo:
+        raise invalid_argument("echo", True, "has no effect with messages; leave it out")

@@ -1,0 +1,25 @@
+"""A request between admission checks and tokenization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.server.channel import Channel
+from paged_backend.server.sessions import Turn
+from paged_backend.server.wire.call import Call
+from paged_backend.text.conversation import Message
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A request that passed the admission checks and whose prompt is still to be tokenized."""
+
+    key: int  # unique; the engine's name for the request
+    call: Call
+    channel: Channel
+    arrived: float  # time.monotonic()
+    sampling: SamplingParams
+    turn: Turn | None
+    messages: list[Message] | None  # including the session's earlier messages
+    num_chars: int  # of the text, or of the conversation as JSON

@@ -1,0 +1,80 @@
+"""Tokenizes long prompts in the background, so that other requests are admitted meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from paged_backend.api.errors import RequestError, internal_error
+from paged_backend.engine.engine import Engine
+from paged_backend.server.arrival import Arrival
+from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.responder import Responder
+from paged_backend.server.stream import Stream
+from paged_backend.server.stream_builder import StreamBuilder
+from paged_backend.server.submission import Submission
+from paged_backend.utils.worker import BackgroundWorker
+
+log = logging.getLogger("paged_llm")
+
+
+class LongPrompts:
+    """The requests whose long prompts are being tokenized, or wait for it, one after the other.
+
+    Their streams are open already: a timeout, a cancellation or a stop_request can end them. Memory for their text is
+    held until the tokenizer has been through them, so streams that have ended still count as waiting until then.
+    """
+
+    def __init__(
+        self,
+        admission_lock: threading.Lock,
+        prompts: PromptEncoder,
+        builder: StreamBuilder,
+        engine: Engine,
+        responder: Responder,
+        submission: Submission,
+    ):
+        """admission_lock: guards `pending`; its holder admits one request at a time."""
+        self.pending: list[Stream] = []
+        self._admission_lock = admission_lock
+        self._prompts = prompts
+        self._builder = builder
+        self._engine = engine
+        self._responder = responder
+        self._submission = submission
+        self._worker = BackgroundWorker("long prompts")
+
+    def ended_tenants(self) -> list[str]:
+        """Return the tenant of each pending request whose stream has ended."""
+        return [stream.tenant for stream in self.pending if stream.ended]
+
+    def submit(self, arrival: Arrival) -> None:
+        """Open the request's stream and tokenize its prompt later. The caller holds the admission lock."""
+        stream = self._builder.build_untokenized(arrival)
+        self._engine.announce(stream.request.key)
+        self._responder.open(stream)
+        self._engine.emit_stats()
+        self.pending.append(stream)
+        self._worker.submit(self._tokenize, arrival, stream)
+
+    def stop(self, seconds: float) -> None:
+        self._worker.stop(seconds)
+
+    def _tokenize(self, arrival: Arrival, opened: Stream) -> None:
+        tokenized: Stream | None = None
+        error: RequestError | None = None
+        try:
+            if not opened.ended:
+                tokenized = self._builder.build(arrival, self._prompts.encode_long(arrival))
+        except RequestError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("a long prompt could not be tokenized")
+            error = internal_error(failure)
+        with self._admission_lock:  # before the client gets a response, after which it may send its next request
+            self.pending.remove(opened)
+        if error:
+            self._engine.reject(arrival.key, error)
+        elif tokenized:
+            self._responder.set_prompt(opened, tokenized)
+            self._submission.submit(tokenized.request)

@@ -1,0 +1,39 @@
+"""Decides when the server's metrics are updated."""
+
+from __future__ import annotations
+
+from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.server.metrics import Metrics
+
+UPDATE_SECONDS = 0.1  # between two updates, while steps only add tokens
+
+
+class MetricsUpdates:
+    """Collects scheduler statistics and passes the newest to `Metrics` now and then: an update is slow (metrics.py)."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._stats: SchedulerStats | None = None  # newest
+        self._is_current = True  # whether the metrics show `_stats`
+        self.next_update = 0.0  # time.monotonic()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the metrics lack statistics or counts."""
+        return not self._is_current or self._metrics.has_pending
+
+    def record(self, stats: SchedulerStats) -> None:
+        self._stats, self._is_current = stats, False
+
+    def record_idle(self) -> None:
+        """Record that no request runs or waits: the engine has died."""
+        if self._stats:
+            self.record(self._stats.idle())
+
+    def update(self, now: float) -> None:
+        """Bring the metrics up to date. Called before a final response, so that its client finds itself counted."""
+        self.next_update = now + UPDATE_SECONDS
+        if self._stats and not self._is_current:
+            self._metrics.show(self._stats)
+        self._is_current = True
+        self._metrics.flush()

@@ -1,0 +1,112 @@
+"""Turns the text of a request into token ids: its prompt, and the words that bias or forbid tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
+from paged_backend.api.limits import EngineLimits
+from paged_backend.api.request import check_prompt_length
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.server.arrival import Arrival
+from paged_backend.text.templates import render
+from paged_backend.text.tokenizing import PromptTokenizer
+
+Encode = Callable[..., list[int]]  # PromptTokenizer.encode or encode_long
+
+
+class PromptEncoder:
+    """Encodes with the model's tokenizer and chat template, within the limits of the model and of the options."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: EngineLimits,
+        *,
+        max_chars: int | None,
+        tokenize_timeout: float,
+        template_timeout: float,
+    ):
+        """max_chars: the longest prompt text; None: as long as a prompt within max_model_len can be.
+        tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+        # A longer text cannot fit max_model_len. Tokenizing it to find out would take seconds for megabytes.
+        longest = limits.max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._max_chars = min(longest, max_chars or longest)
+        self._template_timeout = template_timeout
+        self._prompt_tokenizer = PromptTokenizer(tokenizer, tokenize_timeout)
+
+    def encode(self, arrival: Arrival) -> list[int]:
+        """Return the token ids of the prompt, after those of the session's earlier turns."""
+        return self._encode_prompt(arrival, self._prompt_tokenizer.encode)
+
+    def encode_long(self, arrival: Arrival) -> list[int]:
+        """Like `encode`, with a time limit. For one thread at a time."""
+        return self._encode_prompt(arrival, self._prompt_tokenizer.encode_long)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of text that is not a prompt, without special tokens."""
+        return self._prompt_tokenizer.encode("text", text)
+
+    def check_length(self, field: str, text: str) -> None:
+        """Raise RequestError if the text is longer than any prompt can be."""
+        if len(text) > self._max_chars:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"{field}: {len(text)} characters; must be at most {self._max_chars}"
+                " (max_prompt_chars; by default the most characters that a prompt within"
+                f" max_model_len={self._limits.max_model_len} can have)",
+            )
+
+    def expand_word_bias(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters with the bias of each word added to all of its tokens."""
+        if not sampling.word_bias:
+            return sampling
+        biases = dict(sampling.logit_bias)
+        for word, bias in sampling.word_bias:
+            for token in self.encode_text(word):
+                if token < self._limits.vocab_size:  # others are never generated
+                    biases[token] = biases.get(token, 0.0) + bias
+        self._limits.input_limits.check("max_logit_biases", "word_bias", len(biases), "tokens with those of logit_bias")
+        return replace(sampling, logit_bias=tuple(sorted(biases.items())))
+
+    def encode_bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences to forbid: of each word as it appears after a space, and without one."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in sampling.bad_words:
+            bare = word.lstrip() or word
+            found = [tuple(self.encode_text(text)) for text in (bare, f" {bare}")]
+            if not all(found):
+                raise invalid_argument("bad_words", word, "has no tokens")
+            sequences |= dict.fromkeys(found)
+        possible = (sequence for sequence in sequences if max(sequence) < self._limits.vocab_size)
+        return (*possible, *sampling.bad_words_token_ids)
+
+    def _encode_prompt(self, arrival: Arrival, encode: Encode) -> list[int]:
+        call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
+        earlier = turn.earlier_tokens() if turn and call.messages is None else []
+        last = None if sampling.truncate_prompt_tokens is None else -sampling.truncate_prompt_tokens
+        if call.input_ids is not None:
+            return earlier + self._check_token_ids(call.input_ids[last:], sampling)
+        text = call.prompt
+        if text is None:
+            assert arrival.messages is not None
+            text = render(self._tokenizer, arrival.messages, call.tools, seconds=self._template_timeout)
+            self.check_length(call.prompt_field, text)
+        # Special tokens only start a prompt; a chat template writes its own.
+        special = sampling.add_special_tokens and call.prompt is not None and not earlier
+        return earlier + encode(call.prompt_field, text, special=special)[last:]
+
+    def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
+        """Raise RequestError if there are too many token ids, or one is outside the vocabulary."""
+        check_prompt_length(len(ids), sampling.max_tokens, self._limits)
+        last = self._limits.vocab_size - 1
+        (wrong,) = np.nonzero((ids < 0) | (ids > last))
+        if len(wrong):
+            raise invalid_argument(f"input_ids[{wrong[0]}]", int(ids[wrong[0]]), f"must be 0..{last}")
+        return ids.tolist()
