@@ -1,4 +1,4 @@
-"""Everything that a client may send has a limit, which is an option with a default, and which an error names."""
+"""Every client input is bounded by an option, which the error names, and every such option is tested."""
 
 import ast
 import json
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from client.cli import build_parser
-from paged_backend.api import errors
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import SHOWN_CHARS, RequestError, invalid_argument
+from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.wire.read import read_call
@@ -20,7 +19,7 @@ from tests.support.callers import Caller, serving
 from tests.support.wire_requests import text
 
 LIMITS = EngineLimits(64, 320, 256, 4, 8)
-# What is one too much of each: sampling parameters that exceed a limit of 3.
+# Sampling parameters that exceed a limit of 3.
 SAMPLING = {
     "max_logprobs": {"logprobs": 4},
     "max_stop_strings": {"stop": ["a"] * 4},
@@ -40,7 +39,7 @@ SAMPLING = {
 }
 FUNCTION = {"function": {"name": "f"}}
 TURN = {"role": "user", "content": "a"}
-# Likewise of the rest, which is read before: (tensors, parameters).
+# Tensors and request parameters that exceed a limit of 3.
 CALLS = {
     "max_request_id_bytes": ({"text_input": "a"}, {"id": "abcd"}),
     "max_sequence_id_bytes": ({"text_input": "a"}, {"sequence_id": "abcd"}),
@@ -52,18 +51,16 @@ CALLS = {
 }
 
 
-# Of the others, the test whose error names it.
-ELSEWHERE = {
-    "max_queued_structures": "guided/test_grammars.test_more_than_may_wait_are_refused_at_once",
-    "max_remembered_structures": "guided/test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room",
-    "max_remembered_structure_bytes": (
-        "guided/test_grammars.test_what_was_compiled_is_remembered_as_far_as_there_is_room"
-    ),
+# The tests of other limits, whose errors name the limit.
+TESTED_ELSEWHERE = {
+    "max_queued_structures": "guided/test_compiler.test_full_compile_queue_rejects_requests",
+    "max_remembered_structures": "guided/test_compiler.test_cache_is_lru_and_bounded",
+    "max_remembered_structure_bytes": ("guided/test_compiler.test_cache_is_lru_and_bounded"),
     "max_frame_bytes": "server/test_local_socket.test_an_oversized_frame_is_neither_sent_nor_read",
     "max_local_connections": "server/test_local_socket.test_a_refused_connection_reports_the_reason",
     "max_model_len": "server/test_embedding.test_an_embedding_prompt_may_fill_the_context",
-    "min_priority": "api/test_limits.test_a_priority_may_be_no_lower_than_the_operator_lets_it",
-    "max_prompt_chars": "api/test_limits.test_the_limits_are_options",
+    "min_priority": "api/test_limits.test_min_priority_bounds_the_priority",
+    "max_prompt_chars": "api/test_limits.test_limits_are_engine_options",
     "max_queue_size": "server/test_admission.test_a_full_queue_rejects_requests_until_a_place_is_free",
     "max_tenant_requests": "server/test_admission.test_the_open_request_limit_applies_per_tenant",
     "max_response_mib": "server/test_admission.test_a_response_larger_than_max_response_mib_fails",
@@ -75,9 +72,7 @@ ELSEWHERE = {
     "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
     "chat_template_timeout": "text/test_conversation.test_a_template_that_does_not_terminate_is_stopped",
     "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
-    "structured_outputs_timeout": (
-        "guided/test_grammars.test_a_compilation_that_takes_too_long_is_ended_and_holds_up_no_other"
-    ),
+    "structured_outputs_timeout": ("guided/test_compiler.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "server/test_local_socket.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_relay.test_biases_beyond_max_biases_are_rejected",
     "(--max-open-requests)": "client/test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
@@ -87,17 +82,19 @@ ELSEWHERE = {
     "(--body-timeout)": "client/test_openai_operators.test_a_body_that_does_not_come_in_time_gives_its_place_back",
     "(--chat-template-timeout)": "client/test_openai.test_a_template_that_does_not_end_is_ended",
 }
-# Options of such names that refuse no request: they size what runs at once, or judge files of the operator's.
-NO_CAPS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
-# What is no option: limits of what the operator gives, of a picture, and of a batch (config.pbtxt has it).
+# Options with such names that bound no client input.
+NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
+# Constants that bound no client input: model and adapter files, batches of rows, pictures, error messages.
 CONSTANTS = {
-    "MAX_BYTES", "MAX_LAYERS", "MAX_POSITIONS", "MAX_TEMPLATE_CHARS", "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES",
-    "MAX_POINTS", "MAX_BATCH_SIZE", "MAX_TOKENS", "MAX_PREFIX_BYTES", "MAX_PATTERN_CHARS", "MAX_ALPHA",
+    "MAX_ALPHA", "MAX_BATCH_SIZE", "MAX_BYTES", "MAX_CONCURRENT_INPUTS", "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES",
+    "MAX_LAYERS", "MAX_MEASURED_ELEMENTS", "MAX_PATTERN_CHARS", "MAX_POINTS", "MAX_POSITIONS", "MAX_PREFIX_BYTES",
+    "MAX_PROMPT_ROWS", "MAX_QUEUED_BLOCKS", "MAX_REASON_CHARS", "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SHOWN_NAMES",
+    "MAX_STRING", "MAX_TEMPLATE_CHARS", "MAX_TOKENS", "MAX_VARIANTS", "_MAX_SHOWN",
 }  # fmt: skip
 
 
-def test_each_limit_is_tried():
-    engines = {spec.name for spec in fields(EngineConfig) if re.match("max_|.*_timeout$", spec.name)} - NO_CAPS
+def test_every_limit_is_tested():
+    engines = {spec.name for spec in fields(EngineConfig) if re.match("max_|.*_timeout$", spec.name)} - NO_LIMITS
     relays = {spec.name for spec in fields(RelayCaps)}
     flags = {
         f"({name})"
@@ -106,28 +103,28 @@ def test_each_limit_is_tried():
         if re.match("--max-|.*-timeout$", name)
     }
     assert (
-        set(SAMPLING) | set(CALLS) | set(ELSEWHERE)
+        set(SAMPLING) | set(CALLS) | set(TESTED_ELSEWHERE)
         == {spec.name for spec in fields(InputLimits)} | engines | relays | flags
     )
 
 
-def test_a_priority_may_be_no_lower_than_the_operator_lets_it():
+def test_min_priority_bounds_the_priority():
     limits = replace(LIMITS, input_limits=InputLimits(min_priority=0))
     assert SamplingParams.parse({"priority": 0}, limits).priority == 0
     with pytest.raises(RequestError, match=r"priority=-1: must be 0\.\.2147483647 \(min_priority\)"):
         SamplingParams.parse({"priority": -1}, limits)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_is_said_to_try_a_limit_names_it(name):
-    module, _, test = ELSEWHERE[name].partition(".")
+@pytest.mark.parametrize("name", TESTED_ELSEWHERE)
+def test_the_test_of_a_limit_names_it(name):
+    module, _, test = TESTED_ELSEWHERE[name].partition(".")
     tree = ast.parse((Path(__file__).parents[1] / f"{module}.py").read_text())
     (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == test]
     texts = [node.value for node in ast.walk(found) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert any(name in text.replace("\\", "") for text in texts)
 
 
-def test_no_limit_is_a_constant():
+def test_no_limit_of_a_client_input_is_a_constant():
     root = Path(__file__).parents[2]
     found = {
         target.id
@@ -142,7 +139,7 @@ def test_no_limit_is_a_constant():
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_one_too_much_is_refused_with_the_name_of_the_limit(name):
+def test_a_sampling_parameter_above_its_limit_is_rejected_by_name(name):
     def parse(most):
         return SamplingParams.parse(SAMPLING[name], replace(LIMITS, input_limits=InputLimits(**{name: most})))
 
@@ -155,7 +152,7 @@ def test_one_too_much_is_refused_with_the_name_of_the_limit(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_too_much_of_a_call_is_refused_with_the_name_of_the_limit(name):
+def test_an_input_above_its_limit_is_rejected_by_name(name):
     tensors, parameters = CALLS[name]
     tensors = {key: text(value) for key, value in tensors.items()}
     with pytest.raises(RequestError, match=rf"must be at most 3 \w+ \({name}\)"):
@@ -163,9 +160,9 @@ def test_one_too_much_of_a_call_is_refused_with_the_name_of_the_limit(name):
     read_call(tensors, parameters)
 
 
-def test_the_limits_are_options(tiny):
-    options = {"max_stop_strings": 1, "max_request_id_bytes": 4, "max_prompt_chars": 8, "max_logit_biases": 2}
-    with serving(tiny[0], **options) as server:
+def test_limits_are_engine_options(tiny):
+    limits = {"max_stop_strings": 1, "max_request_id_bytes": 4, "max_prompt_chars": 8, "max_logit_biases": 2}
+    with serving(tiny[0], limits=limits) as server:
         for inputs, sampling, limit in (
             ({"text_input": "abcd"}, {"stop": ["a", "b"]}, "(max_stop_strings)"),
             ({"text_input": "abcdefghi"}, {}, "must be at most 8 (max_prompt_chars"),
@@ -176,8 +173,8 @@ def test_the_limits_are_options(tiny):
         assert server.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1, "stop": "a"}')
 
 
-def test_a_conversation_is_measured_as_its_template_writes_it(tiny):
-    """Before it is tokenized, which takes long for a long text."""
+def test_max_prompt_chars_applies_to_the_rendered_conversation(tiny):
+    """Checked before tokenization, which is slow for a long text."""
     with serving(tiny[0], max_prompt_chars=8) as server:
         tokenizer, messages = (
             server.service._assembly.loaded.tokenizer,
@@ -190,31 +187,8 @@ def test_a_conversation_is_measured_as_its_template_writes_it(tiny):
         assert server.ask(**once)
 
 
-def test_what_an_error_shows_of_a_long_name_or_value_is_its_beginning():
-    """However long, and whatever it holds."""
-    nested = []
-    for _ in range(100_000):
-        nested = [nested]
-    for name, value in (("a" * 10**6, 1), ("a", "b" * 10**6), ("a", nested), ("a", 10**5000)):
-        assert len(str(invalid_argument(name, value, "no"))) < 2 * SHOWN_CHARS + 40
-
-
-@pytest.mark.parametrize("name", ["z" * 10**6, "max_token" * 10**5])
-def test_a_name_of_megabytes_is_not_compared_whole(name, monkeypatch):
-    """With all the names there are, character by character."""
-    compared, compare = [], errors.difflib.get_close_matches
-    monkeypatch.setattr(
-        errors.difflib, "get_close_matches", lambda word, *others: compared.append(word) or compare(word, *others)
-    )
-    with pytest.raises(RequestError, match="unknown"):
-        read_call({"text_input": text("a")}, {name: 1})
-    with pytest.raises(RequestError, match="unknown"):
-        SamplingParams.parse({name: 1}, LIMITS)
-    assert [len(word) for word in compared] == [SHOWN_CHARS] * 2
-
-
-def test_parameters_that_are_no_text_are_the_client_s_fault(tiny):
-    """As the server hands them on from HTTP: it looks at no byte of a name."""
+def test_parameters_that_are_not_utf8_are_rejected(tiny):
+    """The server passes names from HTTP on without checking them."""
 
     def parameters():
         return b'{"\xff": 1}'.decode()
