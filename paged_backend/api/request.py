@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets, free of tensors and of the wire."""
+"""Requests to the engine and the outputs that it returns, independent of tensors and of the wire format."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from paged_backend.api.sampling_params import SamplingParams
 
 
 class Origin(NamedTuple):
-    """What keys and values depend on beside the tokens, and who may find them."""
+    """What cached keys and values depend on besides the tokens. Blocks are shared only within one origin."""
 
-    salt: str
-    adapter: bytes = b""  # a digest of its content; none for the model itself
+    salt: str  # the tenant's cache_salt
+    adapter: bytes = b""  # digest of the LoRA adapter; empty without one
 
 
 class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens
-    TIMEOUT = "timeout"  # the request's own time limit
-    CANCELLED = "cancelled"  # its client, who wants what there is
+    TIMEOUT = "timeout"  # the request's own timeout
+    CANCELLED = "cancelled"  # stopped by its client, which gets the output so far
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A LoRA adapter, as its files were when they were read."""
+    """A LoRA adapter, loaded from its files."""
 
     name: str
-    digest: bytes  # of the files: adapters of equal digest are one
+    digest: bytes  # of the files; adapters with equal digests are the same
     rank: int
-    factors: Mapping[str, Any] = field(repr=False)  # by linear layer, for whoever computes
+    factors: Mapping[str, Any] = field(repr=False)  # low-rank matrices by name of the linear layer
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One validated request. `key` is ours and unique; the client's request id need not be."""
+    """One validated request."""
 
-    key: int
+    key: int  # unique in this process, unlike the client's request id
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int  # the request's own, or one drawn for it
+    seed: int  # the request's own, or a random one
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
-    embeds: bool = False  # wants the hidden state of its last token, and draws none
+    embeds: bool = False  # returns the hidden state of its last prompt token and generates no tokens
     returns_usage: bool = False
-    session: Hashable = None  # whose next turn will go on from this one's blocks
-    logprobs: int | None = None  # likeliest tokens to be told with each, beside its own log probability; None: neither
-    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
-    allowed: bytes | None = None  # bitmask of the tokens that may be drawn; None: all
+    session: Hashable = None  # the session whose next turn continues from this request's blocks
+    logprobs: int | None = None  # top tokens to return with each token's log probability; None: no log probabilities
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    allowed: bytes | None = None  # bitmask of the allowed tokens; None: all
     adapter: Adapter | None = None
-    ends: Callable[[Sequence[int]], bool] | None = None  # whether a beam's output has ended with its last token
-    guides: tuple[Guide, ...] = ()  # of each sample, which of them may come next; none: any
+    ends: Callable[[Sequence[int]], bool] | None = None  # whether a beam with these output tokens has ended
+    guides: tuple[Guide, ...] = ()  # one per sample; empty: unconstrained
 
     @cached_property
     def constrains_logits(self) -> bool:
-        """Whether any token may be forbidden or favoured."""
+        """Whether tokens may be masked or biased."""
         sampling = self.sampling
         masked = self.allowed is not None or bool(self.guides)
         return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words)
 
     @cached_property
     def biases(self) -> tuple[array[int], array[float]]:
-        """Tokens (int64) and what is always added to their logits (float32): -infinity for a bad word of one token."""
+        """Token ids (int64) and the constants added to their logits (float32): -infinity for bad words of one token."""
         words = ((word[0], -math.inf) for word in self.bad_words if len(word) == 1)
         pairs = [*self.sampling.logit_bias, *words]
         return array("q", [token for token, _ in pairs]), array("f", [value for _, value in pairs])
 
     @cached_property
     def bad_word_endings(self) -> dict[int, list[tuple[list[int], int]]]:
-        """Bad words of several tokens, by the last but one: those before it, and the last."""
+        """Bad words of several tokens as (tokens before, last token), by their second to last token."""
         found: dict[int, list[tuple[list[int], int]]] = {}
         for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
             found.setdefault(latest, []).append((before, last))
@@ -83,12 +83,12 @@ class GenerateRequest:
 
     @property
     def depends_on_output(self) -> bool:
-        """Whether how a token is drawn depends on others of the output, beside what the model makes of them."""
+        """Whether sampling depends on earlier output tokens, apart from the model's logits."""
         return self.sampling.has_penalty or bool(self.bad_word_endings)
 
     @property
     def origin(self) -> Origin:
-        """Where its blocks' contents begin: what other tenants or adapters computed is not for it."""
+        """The origin of its blocks, which excludes blocks of other tenants and adapters."""
         return Origin(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
     @classmethod
@@ -102,13 +102,16 @@ class GenerateRequest:
         limits: EngineLimits,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> GenerateRequest:
-        """Raises RequestError for a prompt that is empty, or a request that can never fit the model or the pool, or may
-        find no token that it can draw."""
+        """Build a request from a tokenized prompt.
+
+        Raises RequestError if the prompt is empty, if the request can never fit the context or the KV cache, or if its
+        parameters could forbid every token.
+        """
         prompt = len(tokens)
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
         sampling = fit_max_tokens(prompt, sampling, limits)
-        if max(tokens) >= limits.vocab_size:  # the tokenizer knows tokens that the model has no embedding for
+        if max(tokens) >= limits.vocab_size:  # a tokenizer may have more tokens than the model
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
@@ -116,8 +119,8 @@ class GenerateRequest:
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
         allowed = None
         if sampling.allowed_token_ids is not None:
-            bad_word_endings = stop_ids if sampling.min_tokens else frozenset()
-            if sampling.allowed_token_ids <= bad_word_endings.union(word[-1] for word in bad_words):
+            forbidden = stop_ids if sampling.min_tokens else frozenset()
+            if sampling.allowed_token_ids <= forbidden.union(word[-1] for word in bad_words):
                 raise invalid_argument(
                     "allowed_token_ids",
                     sorted(sampling.allowed_token_ids),
@@ -128,7 +131,7 @@ class GenerateRequest:
 
 
 def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
-    """Bit t % 8 of byte t // 8 is set where token t is among them; in whole 32 bits."""
+    """Return a bitmask with bit t % 8 of byte t // 8 set for every token t, padded to whole 32-bit words."""
     bits = bytearray(4 * -(-vocab_size // 32))
     for token in tokens:
         bits[token // 8] |= 1 << token % 8
@@ -136,8 +139,15 @@ def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:
 
 
 def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) -> SamplingParams:
-    """The same with a number of output tokens that fits the model and the pool after a prompt of so many tokens. Raises
-    RequestError where none does, or not as many as are asked for."""
+    """Return the parameters with `max_tokens` set to a number that fits the context and the KV cache.
+
+    Raises RequestError if not even one token fits, or not as many as the request asks for.
+
+    Args:
+        prompt: length of the prompt in tokens.
+        sampling: parameters of the request.
+        limits: limits of the engine.
+    """
     check_prompt_length(prompt, sampling.max_tokens, limits)
     output, count = sampling.max_tokens, sampling.num_seqs
     room = limits.max_model_len - prompt
@@ -165,7 +175,7 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
 
 
 def check_prompt_length(count: int, max_tokens: int, limits: EngineLimits) -> None:
-    """Raises RequestError for a prompt that leaves no room for an output, if there is to be one."""
+    """Raise RequestError if a prompt of `count` tokens leaves no room for the output."""
     left = min(max_tokens, 1)
     if count + left > limits.max_model_len:
         generates = ", and one token must be left to generate" * left
@@ -174,59 +184,65 @@ def check_prompt_length(count: int, max_tokens: int, limits: EngineLimits) -> No
 
 
 def max_blocks_needed(prompt: int, output: int, n: int, block_size: int) -> int:
-    """Blocks that a request holds at its end: the prompt's full ones once, the rest for each sample. The last token's
-    keys and values are never needed."""
+    """Return the blocks that a request holds at its end: full prompt blocks once, all others for each of `n` samples.
+
+    The keys and values of the last token are never computed.
+    """
     shared = prompt // block_size if n > 1 else 0
     return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
 
 
 def max_output_tokens(prompt: int, n: int, limits: EngineLimits) -> int:
-    """How long an output may be so that `blocks_at_most` is no more than the pool has."""
+    """Return the longest output for which `max_blocks_needed` is at most the number of blocks."""
     shared = prompt // limits.block_size if n > 1 else 0
     each = shared + (limits.num_blocks - shared) // n
     return each * limits.block_size - prompt + 1
 
 
 class Usage(NamedTuple):
-    """What a request has taken so far."""
+    """Resources that a request has used so far."""
 
-    cached_tokens: int  # of its prompt, found in the cache when it was first let in
-    blocks_new: int  # blocks that it was given, each time it was
-    blocks_reused: int  # blocks that it found
-    blocks_copied: int  # copies on write, among the new ones
-    blocks_from_host: int  # brought back from the host's memory, among the new ones
+    cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
+    blocks_new: int  # blocks allocated, again after each preemption
+    blocks_reused: int  # blocks found in the prefix cache
+    blocks_copied: int  # of the new ones, copies on write
+    blocks_from_host: int  # of the new ones, copied from host memory
     preemptions: int
-    preempted_seconds: float  # from those until it was let in again
+    preempted_seconds: float  # between preemptions and readmissions
     guessed_tokens: int = 0  # draft tokens that were verified; the name is part of the receipt
-    accepted_tokens: int = 0  # of those
+    accepted_tokens: int = 0  # draft tokens that were accepted
 
 
 class TokenLogprob(NamedTuple):
-    """What the model's own distribution, before temperature, penalties and filters, has for a token."""
+    """A token in the model's own distribution, before temperature, penalties and filters."""
 
     token: int
     logprob: float  # natural logarithm
-    rank: int  # 1 + how many tokens have a higher logit
+    rank: int  # 1 + the number of tokens with a higher logit
 
 
-Logprobs = tuple[TokenLogprob, ...]  # of a token that was drawn, then of the likeliest others, the first first
-HiddenState = array  # of float32: what the model's last layer gives for a token, normalised as its head wants it
+Logprobs = tuple[TokenLogprob, ...]  # the sampled token, then the most likely ones, best first
+HiddenState = array  # [hidden_size] float32: output of the last layer for a token, after the final norm
 
 
 class TokenDelta(NamedTuple):
-    """What one step gave one sample of a request. Exactly one delta of a sample has `finish` set, its last; or else
-    one of the request has `error` set, which ends all its samples."""
+    """The output of one step for one sample of a request.
+
+    The last delta of every sample has `finish` set. Alternatively, one delta of the request has `error` set, which ends
+    all its samples.
+    """
 
     key: int
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     error: RequestError | None = None
-    sample: int = 0  # which of the request's
-    usage: Usage | None = None  # where the request asked for it
-    logprobs: tuple[Logprobs, ...] = ()  # of each token, where the request asked for them
-    hidden: HiddenState | None = None  # of the prompt's last token, of a request that embeds
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # of each token of the prompt after the first, once for all
+    sample: int = 0  # index of the sample
+    usage: Usage | None = None  # if the request returns usage
+    logprobs: tuple[Logprobs, ...] = ()  # one per token, if requested
+    hidden: HiddenState | None = None  # of the last prompt token, for an embedding
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # one per prompt token after the first; sent once per request
 
     @property
     def last(self) -> bool:
+        """Whether the sample, or with an error the request, has ended."""
         return self.finish is not None or self.error is not None
