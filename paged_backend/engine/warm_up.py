@@ -122,11 +122,11 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
             if len(rows) > 1:  # decode rows first, in the scheduler's order
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     scored = min(MOST_SCORED, longest - 1, budget - 1)
-    prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.max_logprobs), scored=range(scored))
+    prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
     yield Plan((prompt,), has_prompt_outputs=True)
     for sampling in SAMPLINGS:
         if "logprobs" in sampling:
-            sampling = sampling | {"logprobs": config.max_logprobs}
+            sampling = sampling | {"logprobs": config.limits.max_logprobs}
         for count in dict.fromkeys(
             min(rows, MAX_SAMPLED_ROWS, config.max_num_seqs) for rows in launch_table.ROW_BUCKETS
         ):
