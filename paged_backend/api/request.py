@@ -156,7 +156,7 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
                       f" (max_model_len is {limits.max_model_len})")  # fmt: skip
     at_once = max_blocks_needed(prompt, 1, count, limits.block_size)
     if at_once > limits.num_blocks:
-        raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the key/value pool, which has"
+        raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the KV cache, which has"
                       f" {limits.num_blocks}")  # fmt: skip
     if output == UNBOUNDED_MAX_TOKENS:
         sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits)))
@@ -169,7 +169,7 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
         raise invalid_argument(
             "max_tokens",
             output,
-            f"prompt and output{of} need {needed} blocks of the key/value pool, which has {limits.num_blocks}",
+            f"prompt and output{of} need {needed} blocks of the KV cache, which has {limits.num_blocks}",
         )
     return sampling
 

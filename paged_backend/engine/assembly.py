@@ -154,7 +154,7 @@ def _block_manager(config: EngineConfig, prepared: PreparedModel) -> BlockManage
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:
         raise ConfigError(
-            f"max_model_len={config.max_model_len}: the key/value pool holds only {slots} tokens"
+            f"max_model_len={config.max_model_len}: the KV cache holds only {slots} tokens"
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
     return blocks

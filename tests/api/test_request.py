@@ -43,7 +43,7 @@ def admit(prompt, max_tokens):
         (0, 1, "text_input: the prompt is empty"),
         (8192, 1, "prompt_tokens=8192: must be 1..8191"),
         (8000, 193, "max_tokens=193: must be 1..192 after a prompt of 8000 tokens"),
-        (4000, 98, "max_tokens=98: prompt and output need 257 blocks of the key/value pool, which has 256"),
+        (4000, 98, "max_tokens=98: prompt and output need 257 blocks of the KV cache, which has 256"),
     ],
 )
 def test_a_request_that_can_never_fit_is_rejected(prompt, max_tokens, text):

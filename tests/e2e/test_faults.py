@@ -231,10 +231,7 @@ def test_a_request_larger_than_the_pool_is_rejected_at_once(tiny_server):
     """24 blocks of 4 tokens, and a model that would take 256."""
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
     assert status == 400
-    assert (
-        "max_tokens=38: prompt and output need 25 blocks of the key/value pool, which has 24"
-        in json.loads(text)["error"]
-    )
+    assert "max_tokens=38: prompt and output need 25 blocks of the KV cache, which has 24" in json.loads(text)["error"]
     assert post(tiny_server, {"text_input": "x" * 60, "max_tokens": 37})[0] == 200
     idle(tiny_server)
 

@@ -39,7 +39,7 @@ def test_missing_tokenizer_is_an_error(tmp_path):
     ("options", "reason"),
     [
         ({"max_model_len": 257}, "max_model_len=257: must be at most 256"),
-        ({"max_model_len": 200, "num_gpu_blocks_override": 8}, "max_model_len=200: the key/value pool holds only 32"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 8}, "max_model_len=200: the KV cache holds only 32"),
         ({"num_gpu_blocks_override": 2 * 10**12}, r"num_gpu_blocks_override=2000000000000: a pool of .* GiB"),
         (
             {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10**15},
