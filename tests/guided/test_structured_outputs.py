@@ -1,4 +1,4 @@
-"""Outputs that look as their requests ask, through the engine: alone, beside others, and however they come to run."""
+"""Structured outputs through the engine and the service, with any kind of step."""
 
 import json
 import random
@@ -32,12 +32,12 @@ SCHEMA = {
     },
     "required": ["name", "tags", "size"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": " "},  # a random model likes it
+    "x-guidance": {"whitespace_pattern": " "},  # otherwise a random model generates much white space
 }
 GRAMMAR = 'root ::= sum\nsum ::= num ("+" num){1,4}\nnum ::= [1-9] [0-9]?'
 
 
-def fits_schema(text):
+def check_schema(text):
     value = json.loads(text)
     assert set(value) == {"name", "tags", "size"}
     assert len(value["name"]) <= 6
@@ -48,7 +48,7 @@ def fits_schema(text):
 
 CASES = {
     "regex": (EXPRESSION, lambda text: re.fullmatch(EXPRESSION, text) or pytest.fail(text)),
-    "json_schema": (SCHEMA, fits_schema),
+    "json_schema": (SCHEMA, check_schema),
     "choice": (["red", "reddish", "blue"], lambda text: ["red", "reddish", "blue"].index(text)),
     "grammar": (GRAMMAR, lambda text: re.fullmatch(r"[1-9]\d?(\+[1-9]\d?){1,4}", text) or pytest.fail(text)),
 }
@@ -57,30 +57,30 @@ SAMPLED = {"temperature": 1.5, "seed": 7}
 
 @pytest.fixture(scope="module")
 def grammars():
-    one = GrammarCompiler(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
-    yield one
-    one.stop()
+    compiler = GrammarCompiler(byte_tokenizer(), 320, frozenset([2, 256]), seconds=WAIT)
+    yield compiler
+    compiler.stop()
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    rnd = random.Random(5)
-    return [[rnd.randrange(3, 256) for _ in range(length)] for length in (1, 6, 17, 40)]
+    rng = random.Random(5)
+    return [[rng.randrange(3, 256) for _ in range(length)] for length in (1, 6, 17, 40)]
 
 
-def guides(grammars, name, value, count=1):
+def compile_guides(grammars, name, value, count=1):
     answers = SimpleQueue()
     grammars.compile(read_structure(name, value), count, answers.put)
     return answers.get(timeout=WAIT)
 
 
 def submit(engine, grammars, prompt, name, value, **sampling):
-    made = guides(grammars, name, value, sampling.get("n", 1))
-    return engine.submit(prompt, guides=made, **{"max_tokens": 100, "ignore_eos": False} | sampling)
+    guides = compile_guides(grammars, name, value, sampling.get("n", 1))
+    return engine.submit(prompt, guides=guides, **{"max_tokens": 100, "ignore_eos": False} | sampling)
 
 
 def text_of(tokens):
-    """Of an output that ends with the end of sequence."""
+    """Return the text of an output that ends with an EOS token."""
     assert tokens[-1] in (2, 256)
     return byte_tokenizer().decode(tokens[:-1])
 
@@ -90,13 +90,13 @@ def text_of(tokens):
 def test_outputs_match_their_structure_and_others_are_unchanged(tiny, grammars, prompts, sampling):
     with running(tiny_assembly(tiny[0])) as engine:
         plain = {"max_tokens": 16, **sampling}
-        (alone,) = engine.generate([prompts[1]], **plain)
+        (expected,) = engine.generate([prompts[1]], **plain)
         keys = [
             submit(engine, grammars, prompt, name, value, **sampling)
             for prompt, (name, (value, _)) in zip(prompts, CASES.items(), strict=True)
         ]
         *outputs, beside = engine.wait(*keys, engine.submit(prompts[1], **plain))
-    assert beside.tokens == alone
+    assert beside.tokens == expected
     for output, (_, check) in zip(outputs, CASES.values(), strict=True):
         assert output.finish is FinishReason.STOP
         check(text_of(output.tokens))
@@ -105,37 +105,37 @@ def test_outputs_match_their_structure_and_others_are_unchanged(tiny, grammars, 
 @sync_and_async
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_does_not_change_guided_outputs(tiny, grammars, mode):
-    rnd = random.Random(1)
-    prompts = [[rnd.randrange(3, 256) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
-    asked = {"name": "json_schema", "value": SCHEMA, "max_tokens": 60}
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 256) for _ in range(length)] for length in (17, 31, 48, 64, 90)]
+    request = {"name": "json_schema", "value": SCHEMA, "max_tokens": 60}
     small = {"max_num_batched_tokens": 64, "swap_space": 0.01, "preemption_mode": mode}
 
     def run(blocks):
         with running(tiny_assembly(tiny[0], **small, num_gpu_blocks_override=blocks)) as engine:
-            outputs = engine.wait(*[submit(engine, grammars, prompt, **asked, **SAMPLED) for prompt in prompts])
+            outputs = engine.wait(*[submit(engine, grammars, prompt, **request, **SAMPLED) for prompt in prompts])
             return [output.tokens for output in outputs], engine.history[-1].stats.preemptions
 
-    expected, none = run(400)
+    expected, no_preemptions = run(400)
     tokens, preemptions = run(45)
-    assert (none, preemptions > 0) == (0, True)
+    assert (no_preemptions, preemptions > 0) == (0, True)
     assert tokens == expected
-    assert all(fits_schema(text_of(one)) is None for one in tokens if one[-1] in (2, 256))
+    assert all(check_schema(text_of(output)) is None for output in tokens if output[-1] in (2, 256))
 
 
 @sync_and_async
 def test_every_sample_matches_its_structure(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         submit(engine, grammars, prompts[2], "regex", EXPRESSION, n=3, logprobs=1, max_tokens=40, **SAMPLED)
-        tokens, told, left = defaultdict(list), defaultdict(list), 3
-        while left:
+        tokens, logprobs, remaining = defaultdict(list), defaultdict(list), 3
+        while remaining:
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 tokens[delta.sample] += delta.token_ids
-                told[delta.sample] += delta.logprobs
-                left -= delta.last
+                logprobs[delta.sample] += delta.logprobs
+                remaining -= delta.last
     texts = {text_of(tokens[sample]) for sample in range(3)}
     assert len(texts) > 1
     assert all(re.fullmatch(EXPRESSION, text) for text in texts)
-    assert all([drawn.token for drawn, *_ in told[sample]] == tokens[sample] for sample in range(3))
+    assert all([sampled.token for sampled, *_ in logprobs[sample]] == tokens[sample] for sample in range(3))
 
 
 @sync_and_async
@@ -149,10 +149,11 @@ def test_max_tokens_truncates_incomplete_output(tiny, grammars, prompts):
 @sync_and_async
 def test_min_tokens_applies_while_the_grammar_can_continue(tiny, grammars, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
-        asked = [
-            submit(engine, grammars, prompts[1], "regex", one, min_tokens=9) for one in ("[ab]{1,20}", "[ab]{1,4}")
+        keys = [
+            submit(engine, grammars, prompts[1], "regex", pattern, min_tokens=9)
+            for pattern in ("[ab]{1,20}", "[ab]{1,4}")
         ]
-        long, short = engine.wait(*asked)
+        long, short = engine.wait(*keys)
     assert len(text_of(long.tokens)) >= 9
     assert (len(text_of(short.tokens)), short.finish) == (4, FinishReason.STOP)
 
@@ -175,23 +176,23 @@ def test_speculation_does_not_change_structured_outputs(tiny, grammars, prompts)
 @pytest.fixture
 def service(tiny):
     options = TINY | {"model": str(tiny[0]), "structured_outputs_timeout": WAIT}
-    one = Service(EngineConfig.from_options(options), PB_UTILS, {"model": "tiny"})
-    yield one
-    one.stop()
+    service = Service(EngineConfig.from_options(options), PB_UTILS, {"model": "tiny"})
+    yield service
+    service.stop()
 
 
-def asking(**sampling):
+def request(**sampling):
     return Caller(text_input="The sea", sampling_parameters=json.dumps({"max_tokens": 40} | sampling))
 
 
 def test_compiling_request_can_be_cancelled_while_others_run(service):
-    slow, cancelled = asking(json_schema=SLOW), asking(json_schema=SLOW)
+    slow, cancelled = request(json_schema=SLOW), request(json_schema=SLOW)
     service.submit(slow)
     service.submit(cancelled)
     cancelled.is_cancelled = lambda: True
-    assert cancelled.get(timeout=WAIT)  # an error
+    assert cancelled.get(timeout=WAIT)  # receives an error
     for sampling in ({}, {"regex": "[ab]{3}"}):
-        other = asking(**sampling)
+        other = request(**sampling)
         service.submit(other)
         assert not other.get(timeout=WAIT)
     assert slow.empty()
@@ -202,7 +203,7 @@ def test_compiling_request_can_be_cancelled_while_others_run(service):
 def test_compiling_request_counts_as_waiting(service, monkeypatch):
     shown, show = SimpleQueue(), Metrics.show
     monkeypatch.setattr(Metrics, "show", lambda self, stats: (show(self, stats), shown.put(stats.waiting)))
-    slow = asking(json_schema=SLOW)
+    slow = request(json_schema=SLOW)
     service.submit(slow)
     while shown.get(timeout=WAIT) != 1:
         pass
@@ -212,28 +213,28 @@ def test_compiling_request_counts_as_waiting(service, monkeypatch):
 
 
 def test_cancelled_grammars_are_not_compiled(service):
-    """Grammars that nobody waits for any more are not compiled, however many of them were asked for."""
+    """Many cancelled requests do not delay a later one."""
     schemas = [
         {"type": "object", "properties": {str(index): SLOW}} for index in range(InputLimits.max_queued_structures - 1)
     ]
-    left = [asking(json_schema=one) for one in schemas]
-    for one in left:
-        service.submit(one)
-    for one in left:
-        one.is_cancelled = lambda: True
-    for one in left:
-        assert one.get(timeout=WAIT)
-    other = asking(regex="[ab]{3}")
+    callers = [request(json_schema=schema) for schema in schemas]
+    for caller in callers:
+        service.submit(caller)
+    for caller in callers:
+        caller.is_cancelled = lambda: True
+    for caller in callers:
+        assert caller.get(timeout=WAIT)
+    other = request(regex="[ab]{3}")
     service.submit(other)
     assert not other.get(timeout=WAIT)
 
 
 def test_timeout_ends_a_compiling_request(service):
-    slow = asking(json_schema=SLOW)
+    slow = request(json_schema=SLOW)
     slow.timeout = lambda: 100_000
     service.submit(slow)
-    assert not slow.get(timeout=WAIT)  # what it has: nothing
-    other = asking(choice=["a"])
+    assert not slow.get(timeout=WAIT)  # the output so far, which is empty
+    other = request(choice=["a"])
     service.submit(other)
     assert not other.get(timeout=WAIT)
 
@@ -247,22 +248,22 @@ def test_error_names_the_constraints_that_exclude_all_tokens(tiny):
             "allowed_token_ids": [65],
         },
     }
-    with serving(tiny[0]) as served:
-        asked = [served.call(text_input="x", sampling_parameters=json.dumps(one)) for one in cases.values()]
-        for names, one in zip(cases, asked, strict=True):
-            assert f"no token is left: {names} exclude every possible next token" in one.refusal()
+    with serving(tiny[0]) as service:
+        calls = [service.call(text_input="x", sampling_parameters=json.dumps(case)) for case in cases.values()]
+        for names, call in zip(cases, calls, strict=True):
+            assert f"no token is left: {names} exclude every possible next token" in call.refusal()
 
 
 @pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])
 def test_text_that_looks_like_eos_does_not_end_the_output(tiny, sampling):
-    with serving(tiny[0]) as served:
-        asked = {"sampling_parameters": json.dumps({"max_tokens": 40} | sampling), "return_finish_reason": True}
-        answer = served.ask(text_input="x", **asked)
-    assert answer["text_output"] == [b"x<|end|>x"]  # the prompt, and the output
+    with serving(tiny[0]) as service:
+        inputs = {"sampling_parameters": json.dumps({"max_tokens": 40} | sampling), "return_finish_reason": True}
+        answer = service.ask(text_input="x", **inputs)
+    assert answer["text_output"] == [b"x<|end|>x"]  # prompt and output
     assert answer["finish_reason"] == [b"stop"]
 
 
 def test_compile_error_is_returned(service):
-    wrong = asking(regex="(")
-    service.submit(wrong)
-    assert wrong.get(timeout=WAIT)
+    invalid = request(regex="(")
+    service.submit(invalid)
+    assert invalid.get(timeout=WAIT)

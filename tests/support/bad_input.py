@@ -1,4 +1,4 @@
-"""Requests that make no sense, made up from a seed: over HTTP as bodies, over gRPC as messages of the protocol."""
+"""Seeded generator of invalid requests: HTTP bodies and gRPC messages."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from paged_backend.server.tensors import INPUTS
 
 GOOD = {"text_input": "abcd", "max_tokens": 2, "temperature": 0}
 PARAMETERS = sorted(spec.name for spec in fields(SamplingParams))
-HALF = "\ud800"  # of a character
-DEEP = 2000  # brackets in brackets; 200,000 end a tritonserver of 2.51 before any of them reaches a model
+SURROGATE = "\ud800"  # an unpaired surrogate, which UTF-8 cannot encode
+DEEP = 2000  # nested brackets; 200,000 crash tritonserver 2.51 before a model sees the request
 
 
 class RawJson(NamedTuple):
-    """A value that is written as it is, be it JSON or not."""
+    """Text that is inserted verbatim, valid JSON or not."""
 
     text: str
 
 
 class Body(NamedTuple):
-    """Of a POST to one of the generate endpoints."""
+    """A POST to one of the generate endpoints."""
 
     endpoint: str
     data: bytes
 
 
 class Message(NamedTuple):
-    """Of a gRPC stream."""
+    """A message of a gRPC stream."""
 
     request: service_pb2.ModelInferRequest
 
@@ -49,13 +49,15 @@ VALUES: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice([-1, 0, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, 10 ** rng.randrange(5000)]),
     lambda rng: rng.choice([-0.5, 1.5, 1e308, -1e308, 5e-324]),
     lambda rng: RawJson(rng.choice(["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "01", "+1", "0x1", "nul"])),
-    lambda rng: rng.choice(["", " ", "x", "1e5", "nan", "inf", "-inf", HALF, "\0", "é" * 300, "a" * 10_000]),
-    lambda rng: rng.choice([[], [[]], [None], [1, "a"], [HALF], ["a"] * 2000, [-1], [320], [2**31], [1.5], [True]]),
-    lambda rng: rng.choice([{}, {"a": 1}, {"1": "a"}, {"-1": 1}, {"320": 1}, {"1": 101}, {HALF: 1}, {"": {}}]),
+    lambda rng: rng.choice(["", " ", "x", "1e5", "nan", "inf", "-inf", SURROGATE, "\0", "é" * 300, "a" * 10_000]),
+    lambda rng: rng.choice(
+        [[], [[]], [None], [1, "a"], [SURROGATE], ["a"] * 2000, [-1], [320], [2**31], [1.5], [True]]
+    ),
+    lambda rng: rng.choice([{}, {"a": 1}, {"1": "a"}, {"-1": 1}, {"320": 1}, {"1": 101}, {SURROGATE: 1}, {"": {}}]),
     lambda rng: {str(rng.randrange(10**6)): rng.random() for _ in range(rng.choice([3, 3000]))},
     _nested,
 ]
-REGEXES = ("(", "[a", "(?<=a)b", r"\1", "(a" * 500, "(?P<x", "a**", r"\p{Nope}", "\0(", "[z-a]", HALF)
+REGEXES = ("(", "[a", "(?<=a)b", r"\1", "(a" * 500, "(?P<x", "a**", r"\p{Nope}", "\0(", "[z-a]", SURROGATE)
 GRAMMARS = ("", "start", "start: ", "start: nope", 'start: "a', "start: start", "%%", 'start: "a"{9,1}', "a: b\nb: a")
 SCHEMAS: tuple[Any, ...] = (
     {"type": "nope"}, {"type": 3}, {"$ref": "#/nope"}, {"$ref": "http://localhost/x"}, {"pattern": "("},
@@ -65,7 +67,7 @@ SCHEMAS: tuple[Any, ...] = (
 TURNS: tuple[Any, ...] = (
     [], {}, 1, None, "hi", [1], [[]], [{}], [{"role": "user"}], [{"content": "a"}], [{"role": 1, "content": "a"}],
     [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url"}]}], "[{", "[1e999",
-    [{"role": "user", "content": "a", "tool_calls": 3}], [{"role": "user", "content": HALF}],
+    [{"role": "user", "content": "a", "tool_calls": 3}], [{"role": "user", "content": SURROGATE}],
 )  # fmt: skip
 EMBEDDINGS: tuple[Any, ...] = (
     {}, [], 1, {"input": ""}, {"input": []}, {"input": [[1]]}, {"input": [-1]}, {"input": [1.5]}, {"input": [10**30]},
@@ -73,23 +75,24 @@ EMBEDDINGS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def value(rng: random.Random) -> Any:
+def random_value(rng: random.Random) -> Any:
+    """Return a value of any JSON type, often invalid for any parameter."""
     return rng.choice(VALUES)(rng)
 
 
-def spelled(found: Any) -> str:
-    """As JSON, or nearly."""
-    if isinstance(found, RawJson):
-        return found.text
-    if isinstance(found, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {spelled(one)}" for name, one in found.items()) + "}"
-    if isinstance(found, int) and not isinstance(found, bool):
-        return f"{found:#x}".replace("0x", "") if abs(found) >= 10**4000 else str(found)  # hex digits: no number then
-    return json.dumps(found)
+def to_json(value: Any) -> str:
+    """Encode a value as JSON, which RawJson and very large integers may make invalid."""
+    if isinstance(value, RawJson):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {to_json(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:#x}".replace("0x", "") if abs(value) >= 10**4000 else str(value)  # hex: an invalid number
+    return json.dumps(value)
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
-    return {rng.choice(PARAMETERS): value(rng) for _ in range(rng.choice([1, 1, 2, 5]))}
+    return {rng.choice(PARAMETERS): random_value(rng) for _ in range(rng.choice([1, 1, 2, 5]))}
 
 
 def _structure(rng: random.Random) -> dict[str, Any]:
@@ -98,12 +101,12 @@ def _structure(rng: random.Random) -> dict[str, Any]:
 
 
 def _unknown(rng: random.Random) -> dict[str, Any]:
-    name = rng.choice([rng.choice(PARAMETERS), rng.choice(sorted(INPUTS)), "x" * rng.choice([1, 300]), HALF, ""])
-    return {rng.choice([name + "s", name.upper(), name[::-1], f" {name}"]): value(rng)}
+    name = rng.choice([rng.choice(PARAMETERS), rng.choice(sorted(INPUTS)), "x" * rng.choice([1, 300]), SURROGATE, ""])
+    return {rng.choice([name + "s", name.upper(), name[::-1], f" {name}"]): random_value(rng)}
 
 
 def _tensor(rng: random.Random) -> dict[str, Any]:
-    return {rng.choice(sorted(INPUTS)): value(rng)}
+    return {rng.choice(sorted(INPUTS)): random_value(rng)}
 
 
 def _ids(rng: random.Random) -> dict[str, Any]:
@@ -112,47 +115,59 @@ def _ids(rng: random.Random) -> dict[str, Any]:
 
 def _conversation(rng: random.Random) -> dict[str, Any]:
     turns = rng.choice(TURNS)
-    found = {"text_input": None, "messages": turns if isinstance(turns, str) else json.dumps(turns)}
+    inputs = {"text_input": None, "messages": turns if isinstance(turns, str) else json.dumps(turns)}
     if rng.random() < 0.3:
-        found["tools"] = json.dumps(rng.choice(TURNS))
-    return found
+        inputs["tools"] = json.dumps(rng.choice(TURNS))
+    return inputs
 
 
 def _embedding(rng: random.Random) -> dict[str, Any]:
     return {**dict.fromkeys(GOOD), "embedding_request": json.dumps(rng.choice(EMBEDDINGS))}
 
 
-def _own(rng: random.Random) -> dict[str, Any]:
-    """What steers a request beside its tensors."""
+def _request_field(rng: random.Random) -> dict[str, Any]:
+    """Change a field of the request that is not a tensor."""
     name = rng.choice(["id", "timeout", "sequence_id", "sequence_start", "sequence_end", "priority"])
-    return {name: value(rng)}
+    return {name: random_value(rng)}
 
 
-CHANGES = [_sampling, _sampling, _sampling, _structure, _unknown, _tensor, _ids, _conversation, _embedding, _own]
+CHANGES = [
+    _sampling,
+    _sampling,
+    _sampling,
+    _structure,
+    _unknown,
+    _tensor,
+    _ids,
+    _conversation,
+    _embedding,
+    _request_field,
+]
 
 
-def _changed(rng: random.Random) -> dict[str, Any]:
-    """A request that something is wrong with, or most likely is. A name whose value is None is left out."""
+def _invalid_request(rng: random.Random) -> dict[str, Any]:
+    """Return a request that is almost certainly invalid. Fields whose value is None are omitted."""
     change = rng.choice(CHANGES)(rng)
     if rng.random() < 0.5 and not change.keys() & {"text_input", "id", "timeout"}:
-        change = {"sampling_parameters": spelled(change)}
-    return {name: one for name, one in (GOOD | change).items() if one is not None}
+        change = {"sampling_parameters": to_json(change)}
+    return {name: item for name, item in (GOOD | change).items() if item is not None}
 
 
-def _spoilt(rng: random.Random, data: bytes) -> bytes:
-    """With some of its bytes changed, left out or repeated."""
+def _corrupted(rng: random.Random, data: bytes) -> bytes:
+    """Change, remove or repeat some bytes."""
     for _ in range(rng.choice([1, 1, 2, 8])):
-        at, count = rng.randrange(len(data) + 1), rng.choice([1, 1, 3, 20])
+        start, count = rng.randrange(len(data) + 1), rng.choice([1, 1, 3, 20])
         odd = rng.choice([b'"', b"{", b"]", b"\xff"])
-        new = rng.choice([b"", rng.randbytes(count), data[at : at + count] * 2, odd])
-        data = data[:at] + new + data[at + rng.choice([0, len(new), count]) :]
+        new = rng.choice([b"", rng.randbytes(count), data[start : start + count] * 2, odd])
+        data = data[:start] + new + data[start + rng.choice([0, len(new), count]) :]
     return data
 
 
 def body(rng: random.Random) -> Body:
-    data = spelled(_changed(rng)).encode(errors="replace")
+    """Return an invalid HTTP request."""
+    data = to_json(_invalid_request(rng)).encode(errors="replace")
     if rng.random() < 0.2:
-        data = _spoilt(rng, data)
+        data = _corrupted(rng, data)
     return Body(rng.choice(["generate", "generate_stream"]), data)
 
 
@@ -164,8 +179,9 @@ def _bytes(text: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text
 
 
-def _content(rng: random.Random, name: str, wanted: Any) -> bytes:
-    text = wanted if isinstance(wanted, str) else spelled(wanted)
+def _content(rng: random.Random, value: Any) -> bytes:
+    """Return the raw contents of a tensor, malformed with some probability."""
+    text = value if isinstance(value, str) else to_json(value)
     return rng.choice([
         lambda: _bytes(text.encode(errors="replace")),
         lambda: _bytes(text.encode(errors="surrogatepass")),
@@ -177,26 +193,27 @@ def _content(rng: random.Random, name: str, wanted: Any) -> bytes:
 
 
 def message(rng: random.Random, model: str) -> Message:
+    """Return an invalid gRPC request."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     inputs: dict[str, Any] = {"text_input": "abcd"}
     change = rng.choice(CHANGES)(rng)
-    known = {name: one for name, one in change.items() if name in INPUTS or rng.random() < 0.2}
+    known = {name: item for name, item in change.items() if name in INPUTS or rng.random() < 0.2}
     inputs |= known
-    if rest := {name: one for name, one in change.items() if name not in known}:
-        inputs.setdefault("sampling_parameters", spelled({"max_tokens": 2} | rest))
-    for name, wanted in inputs.items():
-        if wanted is None:
+    if rest := {name: item for name, item in change.items() if name not in known}:
+        inputs.setdefault("sampling_parameters", to_json({"max_tokens": 2} | rest))
+    for name, value in inputs.items():
+        if value is None:
             continue
         spec = INPUTS.get(name)
         kind = spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES") if spec else "BYTES"
-        odd = rng.random() < 0.3
-        shape = rng.choice(SHAPES) if odd and rng.random() < 0.5 else (1,)
+        malformed = rng.random() < 0.3
+        shape = rng.choice(SHAPES) if malformed and rng.random() < 0.5 else (1,)
         tensor = request.inputs.add(name=name.encode(errors="replace").decode(), shape=shape)
-        tensor.datatype = rng.choice(DATA_TYPES) if odd and rng.random() < 0.5 else kind
-        text = wanted if isinstance(wanted, str) else spelled(wanted)
-        sound = _bytes(text.encode(errors="replace")) if kind == "BYTES" else bytes({"INT32": 4}.get(kind, 1))
-        request.raw_input_contents.append(_content(rng, name, wanted) if odd else sound)
+        tensor.datatype = rng.choice(DATA_TYPES) if malformed and rng.random() < 0.5 else kind
+        text = value if isinstance(value, str) else to_json(value)
+        valid = _bytes(text.encode(errors="replace")) if kind == "BYTES" else bytes({"INT32": 4}.get(kind, 1))
+        request.raw_input_contents.append(_content(rng, value) if malformed else valid)
     if rng.random() < 0.05:
         request.model_name, request.model_version = rng.choice([("nope", ""), (model, "9"), (model, "x"), ("", "")])
     if rng.random() < 0.05:
