@@ -1,4 +1,4 @@
-"""The engine's side of its local socket: requests that other models of the server send, as channels."""
+"""Accepts requests that other models of the server send through the engine's local socket (local_socket.py)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("paged_llm")
 
 
 class LocalChannel:
-    """One request that came by the socket."""
+    """A request that came through the socket."""
 
-    def __init__(self, peer: _Peer, own_id: int, received: Received):
+    def __init__(self, peer: _Peer, request_id: int, received: Received):
         self._peer = peer
-        self._id = own_id
+        self._id = request_id
         self._received = received
-        self.cancelled = False  # this and the next are written by the thread that reads the connection
+        self.cancelled = False  # this and `stopped` are written by the thread that reads the connection
         self.stopped = False
         self.closed = False
 
@@ -39,9 +39,9 @@ class LocalChannel:
         self._send({"outputs": write_tensors(outputs), "final": final}, final)
 
     def fail(self, error: RequestError, *, can_retry: bool = False) -> None:
-        """not_begun: whether another instance may take the request."""
+        """Send an error. can_retry: whether another instance of the model may run the request."""
         if not self.closed:
-            flags = {"not_begun": True} if can_retry else {}
+            flags = {"can_retry": True} if can_retry else {}
             self._send({"error": {"code": error.code.value, "text": str(error)} | flags}, True)
 
     def is_cancelled(self) -> bool:
@@ -51,70 +51,76 @@ class LocalChannel:
         self._peer.send(pack({"id": self._id} | frame, self._peer.connection.max_frame_bytes))
         self.closed = final
         if final:
-            self._peer.ended(self._id)
+            self._peer.close_request(self._id)
 
 
 class Listener:
-    """`take` gets each request, on a thread of its connection's. Raises OSError where there can be no socket."""
+    """Accepts connections, and reads the requests of each on a thread of its own."""
 
-    def __init__(self, model: str, take: Callable[[Channel], None], input_limits: InputLimits = InputLimits()):
-        self._take = take
-        self._caps = input_limits
+    def __init__(self, model: str, handle: Callable[[Channel], None], input_limits: InputLimits = InputLimits()):
+        """Open the socket. Raises OSError.
+
+        handle: called for each request, on its connection's thread.
+        """
+        self._handle = handle
+        self._input_limits = input_limits
         self._socket, self._name = local_socket.listen(model)
-        self._peers: set[_Peer] = set()  # guarded, like what is open in each of them
+        self._peers: set[_Peer] = set()  # this and the open requests of each peer are guarded by `changed`
         self.changed = threading.Condition()
-        self._leaving = False
+        self._unloading = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Let nothing in, and wait until what is open has ended, or so many seconds."""
-        self._leaving = True
+        """Reject new requests, and wait at most this many seconds until the open ones have ended."""
+        self._unloading = True
         local_socket.remove(self._name)
         with self.changed:
             peers = list(self._peers)
-        for peer in peers:  # beside, as one that does not read takes its time
-            threading.Thread(target=peer.send, args=[pack({"leaving": True})], name="leaving", daemon=True).start()
+        for peer in peers:  # on threads: a peer that does not read blocks its sender
+            threading.Thread(target=peer.send, args=[pack({"unloading": True})], name="unloading", daemon=True).start()
         with self.changed:
             if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
-                log.warning("requests of other models are open after %g s; they end now", seconds)
+                log.warning("requests of other models are still open after %g s and end now", seconds)
 
     def close(self) -> None:
-        """End it, and what is open. To be called after `drain`."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        """Close the socket and all connections. Call `drain` first."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._socket.close()
         with self.changed:
             for peer in self._peers:
                 peer.connection.close()
 
-    def take(self, channel: LocalChannel) -> None:
-        if self._leaving:
+    def handle(self, channel: LocalChannel) -> None:
+        """Pass a request on, or reject it while the model is being unloaded."""
+        if self._unloading:
             channel.fail(RequestError(ErrorCode.UNAVAILABLE, "the engine's model is being unloaded"), can_retry=True)
         else:
-            self._take(channel)
+            self._handle(channel)
 
-    def forget(self, peer: _Peer) -> None:
+    def remove(self, peer: _Peer) -> None:
         with self.changed:
             self._peers.discard(peer)
             self.changed.notify_all()
 
     def _accept(self) -> None:
+        limits = self._input_limits
         while True:
             try:
                 end, _ = self._socket.accept()
-            except OSError:  # it was closed
+            except OSError:  # the socket was closed
                 return
             if not local_socket.is_own(end):
-                log.warning("a connection to %s was refused: it is another user's", self._name)
+                log.warning("refused a connection to %s: it belongs to another user", self._name)
                 end.close()
                 continue
-            peer = _Peer(self, Connection(end, self._caps.max_frame_bytes))
+            peer = _Peer(self, Connection(end, limits.max_frame_bytes))
             with self.changed:
-                full = len(self._peers) >= self._caps.max_local_connections
+                full = len(self._peers) >= limits.max_local_connections
                 if not full:
                     self._peers.add(peer)
             if full:
-                reason = f"{self._caps.max_local_connections} connections are open, which is max_local_connections"
-                log.warning("a connection to %s was refused: %s", self._name, reason)
+                reason = f"{limits.max_local_connections} connections are open, which is max_local_connections"
+                log.warning("refused a connection to %s: %s", self._name, reason)
                 peer.send(pack({"refused": reason}))
                 end.close()
             else:
@@ -122,7 +128,7 @@ class Listener:
 
 
 class _Peer:
-    """A connection of another model's. Its thread reads; whoever answers a request writes."""
+    """A connection of another model. Its thread reads requests; responses are written by the threads that send them."""
 
     def __init__(self, listener: Listener, connection: Connection):
         self.connection = connection
@@ -130,6 +136,7 @@ class _Peer:
         self._listener = listener
 
     def run(self) -> None:
+        """Read requests until the connection ends; then mark the open ones as cancelled."""
         try:
             for frame in self.connection.frames():
                 self._read(frame)
@@ -140,41 +147,42 @@ class _Peer:
             with self._listener.changed:
                 for channel in self.open.values():
                     channel.cancelled = True
-            self._listener.forget(self)
+            self._listener.remove(self)
 
     def send(self, frame: bytes) -> None:
-        """Nothing happens where the other side is gone: its requests are cancelled as soon as that is noticed."""
+        """Send a frame. Does nothing if the connection has ended: its requests are about to be cancelled."""
         try:
             self.connection.send(frame)
         except OSError as error:
-            log.debug("an answer had nobody to go to: %s", error)
+            log.debug("a response was dropped, its connection has ended: %s", error)
 
-    def ended(self, own_id: int) -> None:
+    def close_request(self, request_id: int) -> None:
         with self._listener.changed:
-            del self.open[own_id]
+            del self.open[request_id]
             self._listener.changed.notify_all()
 
     def _read(self, frame: dict[str, Any]) -> None:
-        own_id = frame.get("id")
-        if not isinstance(own_id, int):
+        request_id = frame.get("id")
+        if not isinstance(request_id, int):
             raise FrameError("a frame without an id")
         cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
         if cancel or stop:
             with self._listener.changed:
-                if channel := self.open.get(own_id):
+                if channel := self.open.get(request_id):
                     channel.cancelled, channel.stopped = channel.cancelled or cancel, channel.stopped or stop
             return
-        if own_id in self.open:
-            raise FrameError(f"{own_id}: the id of a request that is open")
-        channel = LocalChannel(self, own_id, _received(frame.get("request")))
+        if request_id in self.open:
+            raise FrameError(f"{request_id}: the id of a request that is open")
+        channel = LocalChannel(self, request_id, _received(frame.get("request")))
         with self._listener.changed:
-            self.open[own_id] = channel
-        self._listener.take(channel)
+            self.open[request_id] = channel
+        self._listener.handle(channel)
 
 
 def _received(request: Any) -> Received:
+    """Check the types of a request frame. Raises FrameError."""
     if not isinstance(request, dict) or not isinstance(request.get("parameters"), dict):
-        raise FrameError("a frame that is no request")
+        raise FrameError("not a request")
     kinds = {"timeout_us": int, "sequence_id": int | str, "flags": int, "request_id": str}
     for name, kind in kinds.items():
         if not isinstance(request.get(name), kind):

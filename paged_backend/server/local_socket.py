@@ -1,16 +1,17 @@
-"""How other models of the same tritonserver, each a process of its own, reach an engine: a Unix domain socket in a
-directory that is this user's alone, and JSON frames on it.
+"""The local socket between the engine and other models of the same tritonserver, each of which is its own process.
+
+It is a Unix domain socket in a directory that only this user can access, and carries JSON frames.
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
-                        {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which ends it with what there is
+                        {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with
-                        "not_begun": true in it, the engine leaves, and another instance may take the request
-                        {"leaving": true}: what is open goes on, and nothing new is let in
-                        {"refused": "…"}: why the connection ends before anything was asked
+                        "can_retry": true in it another instance may run the request
+                        {"unloading": true}: open requests continue, new ones are rejected
+                        {"refused": "…"}: why the connection was closed at once
 
-The sender of a request makes its id, which is of the connection. Each frame comes after its length, 4 bytes, the
-highest first. Types of tensors are those of tensors.py.
+The sender of a request chooses its id, unique on the connection. A frame follows its length in bytes, 4 bytes in
+big-endian order. The types of tensors are those of tensors.py.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ import numpy as np
 from paged_backend.api.limits import InputLimits
 from paged_backend.server.tensors import NUMPY_TYPES, TensorSpec
 
-SEND_SECONDS = 5.0  # that a frame may wait for its reader
+SEND_SECONDS = 5.0  # the longest that sending a frame may block
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
 
 
 class FrameError(ValueError):
-    """What came, or was to go, is no frame."""
+    """A frame is malformed or too large."""
 
 
 class Connection:
-    """Frames both ways. Many threads may send, one reads."""
+    """Sends and receives frames. Many threads may send; one reads."""
 
     def __init__(self, end: socket.socket, max_frame_bytes: int = InputLimits.max_frame_bytes):
         self.max_frame_bytes = max_frame_bytes
@@ -52,41 +53,41 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError where the other side is gone, or has not read for SEND_SECONDS. None goes out after that."""
+        """Send a frame. Raises OSError, and closes the connection, if its peer has ended or blocks for SEND_SECONDS."""
         with self._lock:
             try:
                 self._socket.sendall(frame)
             except OSError:
-                self.close()  # a part of it may have gone out
+                self.close()  # part of the frame may have been sent
                 raise
 
     def frames(self) -> Iterator[dict[str, Any]]:
-        """What comes, until the connection ends. Raises FrameError, or OSError."""
+        """Yield received frames until the connection ends. Raises FrameError or OSError."""
         with self._socket, self._socket.makefile("rb", buffering=_READ_BYTES) as file:
             while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
                 (length,) = _LENGTH.unpack(head)
                 if length > self.max_frame_bytes:
-                    raise FrameError(_too_long(length, self.max_frame_bytes, "come"))
+                    raise FrameError(_too_long(length, self.max_frame_bytes, "received"))
                 if len(body := file.read(length)) < length:
                     return
                 yield _unpack(body)
 
     def close(self) -> None:
-        """End it, for both sides and all threads."""
+        """End the connection for both sides and all threads."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def pack(frame: Mapping[str, Any], max_frame_bytes: int = InputLimits.max_frame_bytes) -> bytes:
-    """Raises FrameError for one that is too large."""
+    """Return a frame as bytes. Raises FrameError if it is too large."""
     body = json.dumps(frame, separators=(",", ":")).encode()
     if len(body) > max_frame_bytes:
-        raise FrameError(_too_long(len(body), max_frame_bytes, "go"))
+        raise FrameError(_too_long(len(body), max_frame_bytes, "sent"))
     return _LENGTH.pack(len(body)) + body
 
 
-def _too_long(length: int, most: int, way: str) -> str:
-    return f"a frame of {length} bytes; at most {most} may {way} (max_frame_bytes)"
+def _too_long(length: int, limit: int, direction: str) -> str:
+    return f"a frame of {length} bytes; at most {limit} can be {direction} (max_frame_bytes)"
 
 
 def _unpack(body: bytes) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _unpack(body: bytes) -> dict[str, Any]:
 
 
 def write_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Bytes that are no UTF-8 survive as halves of characters."""
+    """Return tensors as JSON values. Bytes that are not valid UTF-8 become lone surrogates."""
     return {
         name: [_text(one) for one in values.tolist()] if values.dtype == np.object_ else values.tolist()
         for name, values in tensors.items()
@@ -112,11 +113,11 @@ def _text(value: bytes | str) -> str:
 
 
 def read_tensors(values: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
-    """One-dimensional ones, of the types of `specs`. Raises FrameError."""
+    """Return one-dimensional tensors with the types of `specs`. Raises FrameError."""
     try:
         return {name: _tensor(each, specs[name]) for name, each in values.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FrameError(f"no tensors: {type(error).__name__}: {error}") from None
+        raise FrameError(f"invalid tensors: {type(error).__name__}: {error}") from None
 
 
 def _tensor(values: list[Any], spec: TensorSpec) -> np.ndarray:
@@ -128,15 +129,14 @@ def _tensor(values: list[Any], spec: TensorSpec) -> np.ndarray:
     return tensor
 
 
-# --- where sockets are -----------------------------------------------------------------------------------------------
-# A socket's name is that of the server's process, of the model, and of the instance. Paths go through the directory's
-# descriptor: what has been checked is what is used, and a path is never too long for a socket.
+# --- socket files ----------------------------------------------------------------------------------------------------
+# A socket's name identifies the server's process, the model and the instance. Paths go through the directory's file
+# descriptor: the directory that was checked is the one that is used, and no path is too long for a socket.
 
 
 @contextmanager
 def _directory() -> Iterator[int]:
-    """A descriptor of the directory, which is made where it is missing. Raises PermissionError where others have a
-    hand in it."""
+    """Open the directory, creating it if needed. Raises PermissionError if other users can access it."""
     path = os.path.join(tempfile.gettempdir(), f"paged-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -155,8 +155,10 @@ def _prefix(model: str) -> str:
 
 
 def listen(model: str) -> tuple[socket.socket, str]:
-    """A listening socket of an instance of this model, and its name. Takes away those of engines that are gone. Raises
-    OSError."""
+    """Return a listening socket for an instance of this model, and its name. Raises OSError.
+
+    Sockets of processes that have ended are removed.
+    """
     name = f"{_prefix(model)}{secrets.token_hex(4)}.sock"
     with _directory() as directory:
         _clean(directory)
@@ -164,7 +166,7 @@ def listen(model: str) -> tuple[socket.socket, str]:
         try:
             end.bind(_path(directory, f"{name}.new"))
             end.listen()
-            os.rename(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory)  # found only where it listens
+            os.rename(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory)  # found only once it listens
         except OSError:
             end.close()
             raise
@@ -172,25 +174,26 @@ def listen(model: str) -> tuple[socket.socket, str]:
 
 
 def remove(name: str) -> None:
+    """Remove a socket, so that no new connection finds it."""
     with suppress(OSError), _directory() as directory:
         os.unlink(name, dir_fd=directory)
 
 
 def find(model: str) -> list[str]:
-    """The names of the sockets of this model's instances, in this server. Raises OSError."""
+    """Return the names of the sockets of this model's instances in this server. Raises OSError."""
     prefix = _prefix(model)
     with _directory() as directory:
         return [name for name in os.listdir(directory) if name.startswith(prefix) and name.endswith(".sock")]
 
 
 def connect(name: str) -> socket.socket:
-    """Raises OSError."""
+    """Return a connection to the socket of this name. Raises OSError."""
     with _directory() as directory:
         return _connect(directory, name)
 
 
 def is_own(end: socket.socket) -> bool:
-    """Whether the other side is a process of the same user's."""
+    """Return whether the peer is a process of the same user."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return user == os.getuid()
@@ -201,7 +204,7 @@ def _clean(directory: int) -> None:
         if name.endswith(".sock"):
             try:
                 _connect(directory, name).close()
-            except ConnectionRefusedError:  # nobody listens
+            except ConnectionRefusedError:  # its process has ended
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
             except OSError:

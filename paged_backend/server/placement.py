@@ -1,4 +1,4 @@
-"""Which GPUs a model instance sees, as its config.pbtxt says."""
+"""Selects the GPUs of a model instance from its config.pbtxt."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
 
 
 def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be; None: as it is.
+    """Return the value for CUDA_VISIBLE_DEVICES; None: leave it unchanged.
 
-    kind, device: the instance's, as Triton names them ("GPU", "MODEL", "CPU").
-    wanted: config.pbtxt's parameter GPU_DEVICE_IDS, numbers between commas; "" without one.
-    processes: how many GPUs the engine takes (tensor_parallel_size).
-    visible: what CUDA_VISIBLE_DEVICES is now. Triton counts the GPUs that this leaves it.
+    kind, device: of the instance, as Triton passes them ("GPU", "MODEL", "CPU").
+    wanted: the parameter GPU_DEVICE_IDS of config.pbtxt, comma-separated numbers; "" if it is not set.
+    processes: the number of GPUs that the engine uses (tensor_parallel_size).
+    visible: the current CUDA_VISIBLE_DEVICES; device numbers count the GPUs in it.
 
-    Raises ConfigError.
+    Raises ConfigError for a contradiction or an invalid number.
     """
     if kind == "GPU":
         if processes > 1:
@@ -33,7 +33,7 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
 def _numbers(wanted: str, processes: int) -> list[int]:
     parts = [part.strip() for part in wanted.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": must be numbers of GPUs between commas, like "0,1"')
+        raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": must be comma-separated numbers of GPUs, like "0,1"')
     ids = [int(part) for part in parts]
     if len(set(ids)) < len(ids):
         raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": names a GPU twice')

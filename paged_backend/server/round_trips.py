@@ -1,4 +1,4 @@
-"""Round trips to the server process, several at a time."""
+"""Runs round trips to the server process concurrently."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-HELPERS = 4  # threads beside those that have something to ask or to answer
-HELPED = 16  # items that each goes through by itself
+HELPERS = 4  # threads in addition to the calling one
+BATCH = 16  # items per thread
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
 class RoundTrips:
-    """Threads that wait beside the one that asks. Between a round trip's end and the next one's begin a thread waits
-    for its turn with the interpreter, which is longer than the round trip itself while the engine computes: several
-    wait at the same time."""
+    """A small thread pool for round trips.
 
-    def __init__(self, threads: int = HELPERS, batch: int = HELPED):
-        """batch: items that whoever asks goes through by itself; from there on others help."""
+    Between two round trips a thread waits for the GIL, which takes longer than the round trip itself while the engine
+    computes. Several threads wait at the same time.
+    """
+
+    def __init__(self, threads: int = HELPERS, batch: int = BATCH):
+        """threads: in addition to the calling one. batch: items that the calling thread handles alone."""
         self._batch = batch
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._threads = threads
@@ -29,8 +31,7 @@ class RoundTrips:
             threading.Thread(target=self._run, name=f"round-trips-{number}", daemon=True).start()
 
     def each(self, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[tuple[Item, Answer | Exception]]:
-        """What `ask` says of each, or raises, in no order. Returns when all have been asked: an item is one thread's
-        at a time."""
+        """Call `ask` once for each item, and return what it returned or raised, in no particular order."""
         done: SimpleQueue[list[Any]] = SimpleQueue()
         helpers = min(self._threads, len(items) // (self._batch + 1))
         shares = [list(islice(items, start, None, helpers + 1)) for start in range(helpers + 1)]
@@ -42,7 +43,7 @@ class RoundTrips:
         return answers
 
     def stop(self) -> None:
-        """Once all that was asked is answered."""
+        """End the threads after the calls in progress."""
         for _ in range(self._threads):
             self._jobs.put(_end)
 
@@ -62,4 +63,4 @@ def _ask_all(ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[tuple
 
 
 def _end() -> None:
-    """In the place of a job."""
+    """Ends a thread; never called."""

@@ -1,5 +1,4 @@
-"""The model that Triton's Python backend loads, from a model repository or as a backend of its own: read, submit,
-return."""
+"""The class that Triton's Python backend loads, from a model repository or as a backend of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +20,11 @@ from paged_backend.server.tensors import INPUTS, OUTPUTS
 
 
 class TritonPythonModel:
+    """Reads the configuration, creates the `Service`, and passes requests on to it."""
+
     @staticmethod
     def auto_complete_config(model_config: Any) -> Any:
-        """Add what config.pbtxt leaves out. The server refuses one that declares a tensor otherwise."""
+        """Add what config.pbtxt omits. Triton rejects a config that declares a tensor differently."""
         given = model_config.as_dict()
         declared = {one["name"] for one in given["input"]}
         for name, spec in INPUTS.items():
@@ -36,8 +37,8 @@ class TritonPythonModel:
         return model_config
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the model and start the engine. An error's message is what the server reports for the model."""
-        faulthandler.enable()  # what the threads were at goes to the server's log where a signal ends the process
+        """Load the model and start the engine. The server reports the message of an error for the model."""
+        faulthandler.enable()  # writes all threads' tracebacks to the server's log if a signal kills the process
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         version = Path(pb_utils.get_model_dir())
         labels = {"model": args["model_name"], "version": args["model_version"]}
@@ -47,7 +48,7 @@ class TritonPythonModel:
             _pin(args, parameters, config)
             if _parameter(parameters, "REPORT_CUSTOM_METRICS").lower() == "false":
                 config = replace(config, disable_log_stats=True)
-            # Only now: the server also starts this file to read its configuration, and that should not load torch.
+            # Imported late: Triton also runs this file to read its configuration, which should not load torch.
             from paged_backend.server.service import Service
 
             self.service = Service(config, pb_utils, labels, version / "multi_lora.json")
@@ -55,24 +56,26 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from None
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue each request and return; answers go out through its response sender, from another thread."""
+        """Queue each request and return. Responses are sent through its response sender, from another thread."""
         for request in requests:
             self.service.submit(request)
 
     def is_ready(self) -> bool:
+        """Return whether requests will be answered; Triton's readiness endpoint calls this."""
         return self.service.ready
 
     def finalize(self) -> None:
+        """Stop the engine. Triton calls this once the model's requests have ended."""
         self.service.stop()
 
 
 def _parameter(parameters: Mapping[str, Any], name: str) -> str:
-    """One of config.pbtxt's, "" where it has none of this name."""
+    """Return a parameter of config.pbtxt; "" if it is not set."""
     return parameters.get(name, {}).get("string_value", "")
 
 
 def _pin(args: Mapping[str, str], parameters: Mapping[str, Any], config: EngineConfig) -> None:
-    """Hide the GPUs that are other instances'. Before CUDA is begun, which reads this once."""
+    """Hide the GPUs of other instances. Must run before CUDA is initialized, which reads the variable once."""
     gpus = visible_gpus(
         args["model_instance_kind"],
         int(args["model_instance_device_id"]),

@@ -1,4 +1,4 @@
-"""The caps of the models of tensorrtllm_backend: parameters of their config.pbtxt."""
+"""Limits of the models in front of the engine: parameters of their config.pbtxt."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from paged_backend.api.options import parse_string
 
 @dataclass(frozen=True, kw_only=True)
 class RelayCaps:
-    """Of one model. What a row asks of the engine is held to the engine's own as well."""
+    """The limits of one model. The engine checks its own limits in addition."""
 
-    max_open_rows: int = limit(1024, "rows of requests that may be open; what would be more is refused, `UNAVAILABLE`")
-    max_biases: int = limit(1024, "words in `embedding_bias_words`, or tokens in `embedding_bias`, of one row")
+    max_open_rows: int = limit(1024, "open rows of all requests; a request with more is rejected as `UNAVAILABLE`")
+    max_biases: int = limit(1024, "words in `embedding_bias_words`, or tokens in `embedding_bias`, per row")
     max_frame_bytes: int = limit(
-        InputLimits.max_frame_bytes, "bytes of one row on its way to the engine, which has an option of this name"
+        InputLimits.max_frame_bytes, "bytes of one row sent to the engine, which has a limit of the same name"
     )
 
     @classmethod
     def from_parameters(cls, given: Mapping[str, str]) -> RelayCaps:
-        """given: parameters by name, of which those of other names are left alone. Raises ValueError that names one
-        with a bad value."""
+        """Return the limits among a model's parameters. Raises ValueError, which names the parameter, if one is bad."""
         values = {}
         for spec in fields(cls):
             if spec.name in given:

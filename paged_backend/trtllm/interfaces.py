@@ -1,4 +1,4 @@
-"""What clients of each model send and get."""
+"""The request and response formats of each model in front of the engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paged_backend.trtllm.rows import Tensors
 from paged_backend.trtllm.tensors import LLMAPI
 
 Ask = requests.Ask | llmapi.Ask
-_UNREAD = "Streaming"  # a parameter that the newer model's own client sends, and nobody reads
+_IGNORED = "Streaming"  # a request parameter that the LLM API's own client sends and no model reads
 
 
 class Interface:
-    """`ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
+    """The format of `ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
 
     def __init__(self, name: str, *, streams: bool = True, caps: RelayCaps = DEFAULT_CAPS):
         """streams: whether the model may send several responses (`decoupled`)."""
@@ -28,17 +28,17 @@ class Interface:
         self._streams = streams
 
     def read(self, tensors: Tensors) -> list[Any]:
-        """An Ask for each row. Raises RequestError."""
+        """Return an Ask per row. Raises RequestError for invalid or unsupported input."""
         if self._name == LLMAPI:
             return list(llmapi.read(tensors, streams=self._streams))
         return list(requests.read(self._name, tensors, self._caps))
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the request that are for the engine."""
-        return {name: value for name, value in given.items() if self._name != LLMAPI or name != _UNREAD}
+        """Return the request parameters to pass on to the engine."""
+        return {name: value for name, value in given.items() if self._name != LLMAPI or name != _IGNORED}
 
     def write(self, ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """The client's responses for one of the engine's."""
+        """Yield the client's responses for one response of the engine."""
         return llmapi.write(ask, response) if isinstance(ask, llmapi.Ask) else replies.write(ask, response)
 
     def confirm_stop(self, channel: Channel) -> None:

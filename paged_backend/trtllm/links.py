@@ -91,13 +91,13 @@ class Link:
             self._on_ended(self)
 
     def _handle(self, frame: Mapping[str, Any]) -> None:
-        if "leaving" in frame:
+        if "unloading" in frame:
             self._mark_unloading()
         elif "refused" in frame:
             self.end_reason = f"the engine's model refused the connection: {frame['refused']}"
         elif "error" in frame:
             code, text = ErrorCode(frame["error"]["code"]), frame["error"]["text"]
-            can_retry = frame["error"].get("not_begun") is True
+            can_retry = frame["error"].get("can_retry") is True
             if can_retry:
                 self._mark_unloading()
             self._receive(frame["id"], (RetryElsewhere if can_retry else RequestError)(code, text, verbatim=True), True)

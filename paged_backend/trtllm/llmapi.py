@@ -1,6 +1,6 @@
-"""Requests and answers of TensorRT-LLM's newer model, over its LLM API: one prompt each, without a batch's dimension.
+"""Requests and responses of TensorRT-LLM's model over its LLM API: one prompt per request, without a batch dimension.
 
-A client's stream gets the whole text so far with every response, as that model sends it.
+As with that model, every response of a stream has the whole text so far.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import numpy as np
 
 from paged_backend.api.errors import invalid_argument
 from paged_backend.trtllm.replies import Outputs, perf_metrics
-from paged_backend.trtllm.rows import Row, Tensors, parameters_of, refuse
+from paged_backend.trtllm.rows import Row, Tensors, parameters_of, reject_unsupported
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
 
-MAX_TOKENS = 32  # where a client gives none
+MAX_TOKENS = 32  # the default
 _RETURNED = ("finish_reason", "stop_reason", "cumulative_logprob")
 
 
 @dataclass
 class Ask:
-    """What the engine is asked, what of its answers the client wants, and what was said so far."""
+    """A request to the engine, and what its client gets of the responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
-    returned: tuple[str, ...]  # of its outputs, beside the text
-    renamed: dict[str, str]  # names of parameters to those of the client's tensors
-    text: bytes = b""
+    returned: tuple[str, ...]  # names of its outputs, in addition to the text
+    renamed: dict[str, str]  # from sampling parameters to the client's tensors
+    text: bytes = b""  # so far
 
 
 def read(tensors: Tensors, *, streams: bool) -> list[Ask]:
-    """One Ask. Raises RequestError for what is malformed or not served. streams: whether the model is decoupled."""
+    """Return one Ask. Raises RequestError for invalid or unsupported input. streams: whether the model is decoupled."""
     row = Row(LLMAPI, tensors)
-    refuse(row)
+    reject_unsupported(row)
     parameters, names = parameters_of(row)
-    _draw(parameters)
+    _set_sampling(parameters)
     parameters.setdefault("max_tokens", MAX_TOKENS)
     if not parameters.get("lora_name"):
         parameters.pop("lora_name", None)
@@ -57,8 +57,8 @@ def read(tensors: Tensors, *, streams: bool) -> list[Ask]:
     return [Ask(engine, returned, names)]
 
 
-def _draw(parameters: dict[str, Any]) -> None:
-    """Greedily, unless a client asks for anything else; what it then leaves out filters nothing."""
+def _set_sampling(parameters: dict[str, Any]) -> None:
+    """Sample greedily unless the client sets a sampling parameter; then the others filter nothing by default."""
     given = {name: parameters[name] for name in ("temperature", "top_k", "top_p") if name in parameters}
     if not given or given.get("top_k") == 1 or 0 in (given.get("temperature"), given.get("top_p")):
         for name in given:
@@ -67,11 +67,11 @@ def _draw(parameters: dict[str, Any]) -> None:
 
 
 def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
-    """One response."""
+    """Yield one response."""
     ask.text += response["text_output"][0]
     values: dict[str, Any] = {"text_output": [ask.text]} | {name: response[name] for name in ask.returned}
     if "receipt" in response:
-        metrics = _perf_metrics(json.loads(response["receipt"][0]))
+        metrics = _perf_metrics(json.loads(bytes(response["receipt"][0])))
         values |= {name: [value] for name, value in metrics.items()}
     yield {name: np.asarray(value, NUMPY_TYPES[LLMAPI_OUTPUTS[name].data_type]) for name, value in values.items()}
 

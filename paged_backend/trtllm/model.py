@@ -1,5 +1,5 @@
-"""The models that stand in front of the engine's own, as Triton's Python backend loads them. Nothing here imports
-torch, so that they are ready at once."""
+"""The class that Triton's Python backend loads for the models in front of the engine. It does not import torch, so the
+models load at once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from paged_backend.trtllm.relay import Relay
 
 
 class TritonPythonModel:
+    """Reads config.pbtxt, creates the `Relay`, and passes requests on to it."""
+
     def initialize(self, args: dict[str, str]) -> None:
-        faulthandler.enable()  # what the threads were at goes to the server's log where a signal ends the process
+        """Start the relay. The server reports the message of an error for the model."""
+        faulthandler.enable()  # writes all threads' tracebacks to the server's log if a signal kills the process
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         config = json.loads(args["model_config"])
-        given = {name: value["string_value"] for name, value in config["parameters"].items()}
+        parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         streams = bool(config["model_transaction_policy"]["decoupled"])
         try:
-            caps = RelayCaps.from_parameters(given)
+            caps = RelayCaps.from_parameters(parameters)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"config.pbtxt: {error}") from None
-        interface = Interface(given["interface"], streams=streams, caps=caps)
-        self.relay = Relay(pb_utils, args["model_name"], given["engine_model_name"], interface, caps)
+        interface = Interface(parameters["interface"], streams=streams, caps=caps)
+        self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"], interface, caps)
 
     def execute(self, requests: list[Any]) -> None:
-        """Begin each request and return; answers go out through its response sender, from other threads."""
+        """Forward each request and return. Responses are sent through its response sender, from other threads."""
         for request in requests:
             self.relay.submit(request)
 
     def finalize(self) -> None:
+        """Stop the relay. Triton calls this once the model's requests have ended."""
         self.relay.stop()

@@ -1,7 +1,6 @@
-"""The engine's responses, in tensorrtllm_backend's tensors.
+"""Converts the engine's responses to tensorrtllm_backend's tensors.
 
-Text has the shape [beams], all else the batch's dimension of 1 first; that is what tensorrtllm_backend sends, and its
-clients read.
+As in tensorrtllm_backend, text has the shape [beams], and everything else a batch dimension of 1 first.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Outputs = dict[str, np.ndarray]
 
 
 def is_last(response: Mapping[str, np.ndarray]) -> bool:
-    """Whether it ends the row."""
+    """Return whether the response ends the row."""
     return all(reason != b"None" for reason in response["finish_reason"])
 
 
 def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
-    """One response for each sample that has something new, or one for all beams."""
+    """Yield one response per sample that has new output, or one for all beams."""
     if ask.samples == 1:
         yield _outputs(ask, response, range(ask.beams), None)
         return
@@ -35,7 +34,7 @@ def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
 
 
 def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequence_index: int | None) -> Outputs:
-    """Of the engine's samples `which`."""
+    """Return the output tensors for the samples `which` of the engine's response."""
     values: dict[str, Any] = {}
     counts = [int(count) for count in response["num_output_tokens"]] if "num_output_tokens" in response else []
     if ask.token_ids:
@@ -47,7 +46,7 @@ def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequenc
         values["text_output"] = response["text_output"][which.start : which.stop]
     if ask.log_probs:
         values["cum_log_probs"] = [response["cumulative_logprob"][which.start : which.stop]]
-        values["output_log_probs"] = [_padded([_logprobs(response["logprobs"][one]) for one in which], 0.0)]
+        values["output_log_probs"] = [_padded([_logprobs(bytes(response["logprobs"][one])) for one in which], 0.0)]
     if ask.batch_index is not None:
         values["batch_index"] = [[ask.batch_index]]
     if sequence_index is not None:
@@ -57,15 +56,17 @@ def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequenc
     if ask.num_output_tokens:
         values["num_output_tokens"] = [[sum(counts[which.start : which.stop])]]
     if "receipt" in response:
-        metrics = perf_metrics(json.loads(response["receipt"][0]))
+        metrics = perf_metrics(json.loads(bytes(response["receipt"][0])))
         values |= {name: [[value]] for name, value in metrics.items()}
     table = CORE_OUTPUTS if ask.token_ids else TEXT_OUTPUTS
     return {name: np.asarray(value, NUMPY_TYPES[table[name].data_type]) for name, value in values.items()}
 
 
 def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], which: range) -> list[list[int]]:
-    """The token ids of each. The one that ends the output is no part of it, as in TensorRT-LLM, unless it is of a stop
-    word."""
+    """Return the token ids of each sample.
+
+    As in TensorRT-LLM, the token that ends an output is not part of it, unless it belongs to a stop word.
+    """
     lines = []
     for one in which:
         begin = sum(counts[:one])
@@ -76,20 +77,20 @@ def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], whic
     return lines
 
 
-def _padded(lines: list[list[Any]], with_what: Any) -> list[list[Any]]:
+def _padded(lines: list[list[Any]], padding: Any) -> list[list[Any]]:
     longest = max(map(len, lines))
-    return [line + [with_what] * (longest - len(line)) for line in lines]
+    return [line + [padding] * (longest - len(line)) for line in lines]
 
 
 def _logprobs(entries: bytes) -> list[float]:
-    """Of each token its own, which comes first in its object."""
+    """Return the logprob of each generated token, which is the first entry of its JSON object."""
     return [next(iter(token.values()))["logprob"] for token in json.loads(entries)]
 
 
 def perf_metrics(receipt: Mapping[str, Any]) -> dict[str, float]:
-    """TensorRT-LLM's names of what a receipt tells."""
+    """Return the content of a receipt under TensorRT-LLM's names."""
     new, reused = receipt["blocks_new"], receipt["blocks_reused"]
-    guessed, accepted = receipt["guessed_tokens"], receipt["accepted_tokens"]
+    drafted, accepted = receipt["guessed_tokens"], receipt["accepted_tokens"]
     return {
         "kv_cache_alloc_new_blocks": new,
         "kv_cache_reused_blocks": reused,
@@ -98,7 +99,7 @@ def perf_metrics(receipt: Mapping[str, Any]) -> dict[str, float]:
         "first_scheduled_time_ns": receipt["first_scheduled_time_ns"],
         "first_token_time_ns": receipt["first_token_time_ns"],
         "last_token_time_ns": receipt["last_token_time_ns"],
-        "acceptance_rate": accepted / guessed if guessed else 0.0,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
         "total_accepted_draft_tokens": accepted,
-        "total_draft_tokens": guessed,
+        "total_draft_tokens": drafted,
     }

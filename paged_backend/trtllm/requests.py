@@ -1,7 +1,7 @@
-"""A request of a tensorrtllm_backend client, read row by row into what the engine's own model is asked.
+"""Converts a request of a tensorrtllm_backend client, row by row, to requests for the engine's model.
 
-What is drawn, searched and stopped at is as TensorRT-LLM does it: greedy unless top_k or top_p say otherwise, beams
-scored without a length penalty and ended early, stop words part of the text. The engine checks the limits of values.
+Defaults are TensorRT-LLM's: greedy sampling unless top_k or top_p are set, beam search without a length penalty and
+with early stopping, stop words as part of the text. The engine checks the ranges of values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.trtllm.caps import RelayCaps
-from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, refuse
+from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, reject_unsupported
 
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
@@ -23,26 +23,26 @@ _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", 
 
 @dataclass(frozen=True)
 class Ask:
-    """One row: what the engine is asked, and what of its answers the client wants."""
+    """The engine's request for one row, and what the client gets of its responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
-    batch_index: int | None  # None: the request has one row
-    samples: int  # drawn independently, each in responses of its own
-    beams: int  # or found by one search, all in one response
+    batch_index: int | None  # None if the request has one row
+    samples: int  # independent samples, each sent in responses of its own
+    beams: int  # of one beam search, sent in one response
     stream: bool
-    token_ids: bool  # token ids in place of text
+    token_ids: bool  # whether to send token ids instead of text
     pad_id: int
     log_probs: bool
     perf_metrics: bool
     num_input_tokens: bool
     num_output_tokens: bool
-    dropped: frozenset[bytes] = frozenset()  # stop reasons of a last token that is no part of the output
-    prompt: tuple[int, ...] = ()  # token ids that come before the output
-    renamed: dict[str, str] = field(default_factory=dict)  # names of parameters to those of the client's tensors
+    dropped: frozenset[bytes] = frozenset()  # stop reasons whose last token is not part of the output
+    prompt: tuple[int, ...] = ()  # token ids to put before the output
+    renamed: dict[str, str] = field(default_factory=dict)  # from sampling parameters to the client's tensors
 
 
 def read(model: str, tensors: Tensors, caps: RelayCaps) -> list[Ask]:
-    """An Ask for each row. Raises RequestError for what is malformed, contradictory, too much or not served."""
+    """Return an Ask per row. Raises RequestError for malformed, contradictory, excessive or unsupported input."""
     rows = _rows(tensors)
     return [_ask(Row(model, row), index if len(rows) > 1 else None, caps) for index, row in enumerate(rows)]
 
@@ -51,19 +51,18 @@ def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
     name, first = next(iter(tensors.items()))
     for other, tensor in tensors.items():
         if len(tensor) != len(first):
-            raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"{other}: has {len(tensor)} rows, and {name} {len(first)}; send as many"
-            )
+            reason = f"has {len(tensor)} rows, but {name} has {len(first)}; send the same number"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{other}: {reason}")
     return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
 
 
 def _ask(row: Row, batch_index: int | None, caps: RelayCaps) -> Ask:
-    refuse(row)
+    reject_unsupported(row)
     parameters, names = parameters_of(row)
     samples, beams = _count(row, parameters)
     dropped = _stops(row, parameters)
     names |= {"stop_words_token_ids": "stop_words_list", "bad_words_token_ids": "bad_words_list"}
-    _draw(parameters, beams)
+    _set_sampling(parameters)
     _bias(row, parameters, caps.max_biases)
     _guide(row, parameters)
     flags = {name: row.one(name, False) for name in _FLAGS}
@@ -91,7 +90,7 @@ def _ask(row: Row, batch_index: int | None, caps: RelayCaps) -> Ask:
 
 
 def _count(row: Row, parameters: dict[str, Any]) -> tuple[int, int]:
-    """(samples, beams), one of which is 1."""
+    """Return the numbers of samples and of beams, one of which is 1."""
     beams = row.one("beam_width", 1)
     returned = row.one("num_return_sequences")
     if beams > 1:
@@ -104,8 +103,8 @@ def _count(row: Row, parameters: dict[str, Any]) -> tuple[int, int]:
     return (1 if returned is None else returned), 1
 
 
-def _draw(parameters: dict[str, Any], beams: int) -> None:
-    """What a client leaves out has TensorRT-LLM's default, which is not the engine's."""
+def _set_sampling(parameters: dict[str, Any]) -> None:
+    """Set TensorRT-LLM's defaults, which differ from the engine's."""
     search = "beam_width" in parameters
     top_k, top_p = parameters.pop("top_k", 0), parameters.pop("top_p", 0.0)
     if top_k > 1 or (top_k == 0 and top_p > 0):
@@ -119,25 +118,27 @@ def _draw(parameters: dict[str, Any], beams: int) -> None:
     if search:
         parameters.setdefault("length_penalty", 0.0)
         parameters.setdefault("early_stopping", True)
-        parameters.pop("seed", None)  # a search draws nothing
+        parameters.pop("seed", None)  # a beam search is deterministic
         if parameters.get("top_k") == 0 and parameters.get("top_p") == 1:
-            del parameters["top_k"], parameters["top_p"]  # all tokens
+            del parameters["top_k"], parameters["top_p"]  # these filter nothing
     else:
-        parameters.pop("length_penalty", None)  # of one output there is no score to compare
+        parameters.pop("length_penalty", None)  # used in beam search only
         parameters.pop("early_stopping", None)
 
 
 def _stops(row: Row, parameters: dict[str, Any]) -> frozenset[bytes]:
-    """What ends the output, and what must not come. The stop reasons of a last token that is no part of the output:
-    words are."""
+    """Set stop words, stop tokens and bad words.
+
+    Returns the stop reasons whose last token is not part of the output; stop words are part of it.
+    """
     if parameters.get("stop"):
         parameters["include_stop_str_in_output"] = True
     words = _words_of_tokens(row, "stop_words_list")
     kept = {word[0] for word in words if len(word) == 1}
     ids = set(kept)
     if (end := row.one("end_id")) is not None:
-        if not row.one("guided_decoding_guide_type"):  # what is complete ends with the model's own
-            parameters["ignore_eos"] = True  # it stands in the place of that one; -1 is none
+        if not row.one("guided_decoding_guide_type"):  # a complete structure ends with the model's own end token
+            parameters["ignore_eos"] = True  # end_id replaces it; -1 means no end token
         ids |= {end} - {-1}
     if ids:
         parameters["stop_token_ids"] = sorted(ids)
@@ -149,7 +150,7 @@ def _stops(row: Row, parameters: dict[str, Any]) -> frozenset[bytes]:
 
 
 def _words_of_tokens(row: Row, name: str) -> list[list[int]]:
-    """Words of token ids: [[ids of all words, one after another], [where each ends, then -1]]."""
+    """Return words of token ids from a tensor [[ids of all words concatenated], [end of each word, then -1]]."""
     lists = row.tensors.get(name)
     if lists is None or lists.size == 0:
         return []
@@ -157,27 +158,28 @@ def _words_of_tokens(row: Row, name: str) -> list[list[int]]:
     begins = [0, *ends[:-1]] if ends else []
     for begin, end in zip(begins, ends, strict=True):
         if not begin < end <= len(ids):
-            raise invalid_argument(name, ends, f"must be rising ends of words, of at most {len(ids)}")
+            raise invalid_argument(name, ends, f"must be the increasing ends of words, at most {len(ids)}")
     return [ids[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _bias(row: Row, parameters: dict[str, Any], most: int) -> None:
+def _bias(row: Row, parameters: dict[str, Any], limit: int) -> None:
+    """Set the biases of words and of tokens."""
     words, weights = row.all("embedding_bias_words"), row.all("embedding_bias_weights")
     if len(words) != len(weights):
         raise invalid_argument(
-            "embedding_bias_weights", weights, f"must be as many as embedding_bias_words, {len(words)}"
+            "embedding_bias_weights", weights, f"must have as many elements as embedding_bias_words, {len(words)}"
         )
-    if len(words) > most:
+    if len(words) > limit:
         raise invalid_argument(
-            "embedding_bias_words", f"{len(words)} words", f"must be at most {most} words (max_biases)"
+            "embedding_bias_words", f"{len(words)} words", f"must be at most {limit} words (max_biases)"
         )
     if bias := {word: weight for word, weight in zip(words, weights, strict=True) if word}:
         parameters["word_bias"] = bias
     tokens = row.tensors.get("embedding_bias", np.empty(0))
     biased = np.flatnonzero(tokens)
-    if len(biased) > most:
+    if len(biased) > limit:
         raise invalid_argument(
-            "embedding_bias", f"{len(biased)} tokens", f"must be at most {most} other than 0 (max_biases)"
+            "embedding_bias", f"{len(biased)} tokens", f"must be at most {limit} that are not 0 (max_biases)"
         )
     if len(biased):
         parameters.setdefault("logit_bias", {}).update(
@@ -186,6 +188,7 @@ def _bias(row: Row, parameters: dict[str, Any], most: int) -> None:
 
 
 def _guide(row: Row, parameters: dict[str, Any]) -> None:
+    """Set the structured output parameter."""
     kind, guide = row.one("guided_decoding_guide_type") or None, row.one("guided_decoding_guide") or None
     if kind is None and guide is None:
         return
@@ -198,6 +201,7 @@ def _guide(row: Row, parameters: dict[str, Any]) -> None:
 
 
 def _token_ids(row: Row) -> list[int]:
+    """Return the prompt of a row of token ids."""
     ids = row.tensors.get("input_ids")
     if ids is None:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: missing; give the prompt's token ids")
@@ -210,7 +214,7 @@ def _token_ids(row: Row) -> list[int]:
 def _tensors(
     row: Row, parameters: dict[str, Any], prompt: Sequence[int], flags: Mapping[str, bool], *, stream: bool, echo: bool
 ) -> dict[str, np.ndarray]:
-    """The engine's inputs."""
+    """Return the engine's input tensors."""
     wants_counts = row.is_core or flags["return_num_output_tokens"] or parameters.get("n", 1) > 1
     asked = {
         "stream": stream,

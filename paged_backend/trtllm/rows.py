@@ -1,4 +1,4 @@
-"""One row of a request's tensors, and what its table says becomes of them."""
+"""One row of a request's tensors, handled as its tensor table says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 class Row:
-    """One row's tensors, without the batch's dimension."""
+    """The tensors of one row, without the batch dimension."""
 
     def __init__(self, model: str, tensors: Tensors):
         self.tensors = tensors
@@ -22,23 +22,28 @@ class Row:
         self.table: Mapping[str, Input] = INPUTS[model]
 
     def one(self, name: str, default: Any = None) -> Any:
-        """The value of a tensor that has one."""
+        """Return the only element of a tensor; `default` if the tensor is missing."""
         value = self.tensors.get(name)
         if value is None:
             return default
         if value.size != 1:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {value.size} elements a row; must have 1")
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {value.size} elements per row; must have 1")
         return plain(name, value.reshape(-1)[0])
 
     def all(self, name: str) -> list[Any]:
+        """Return all elements of a tensor; none if it is missing."""
         return [plain(name, value) for value in self.tensors.get(name, np.empty(0)).reshape(-1)]
 
     def words(self, name: str) -> list[str]:
+        """Return the elements of a string tensor that are not empty."""
         return [word for word in self.all(name) if word]
 
 
 def plain(name: str, value: Any) -> Any:
-    """A number, a bool or a string. A float is the shortest that has these 32 bits, as its sender will have written."""
+    """Return an element as a Python number, bool or string.
+
+    A float32 becomes the shortest decimal number that rounds to it, which is what the client will have written.
+    """
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -49,16 +54,17 @@ def plain(name: str, value: Any) -> Any:
     return float(str(value)) if isinstance(value, np.floating) else value.item() if hasattr(value, "item") else value
 
 
-def refuse(row: Row) -> None:
+def reject_unsupported(row: Row) -> None:
+    """Raise RequestError for an unsupported input whose value asks for something."""
     for name, value in row.tensors.items():
-        asks_for_nothing = row.table[name].refused
-        if asks_for_nothing and not asks_for_nothing(value):
+        is_neutral = row.table[name].unsupported
+        if is_neutral and not is_neutral(value):
             shown = value.reshape(-1)[0].item() if value.size == 1 and value.dtype != np.object_ else "..."
             raise invalid_argument(name, shown, "not supported; leave it out")
 
 
 def parameters_of(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
-    """Sampling parameters by the engine's names, and what the client calls each."""
+    """Return the sampling parameters by the engine's names, and the client's name of each."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name in row.tensors:
@@ -67,18 +73,18 @@ def parameters_of(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
             continue
         if spec.parameter in names:
             both = ", ".join(sorted((name, names[spec.parameter])))
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{both}: two names of one thing are given; give one")
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{both}: two names of one parameter; give one of them")
         names[spec.parameter] = name
         value = row.one(name) if spec.dims == (1,) else row.words(name)
         if value != []:
             values[spec.parameter] = value
     if "lora_name" in values:
-        values["lora_name"] = str(values["lora_name"])  # a task's id is the name of the adapter that serves it
+        values["lora_name"] = str(values["lora_name"])  # a LoRA task id is the name of an adapter
     return values, names
 
 
 def use_client_names(message: str, names: Mapping[str, str]) -> str:
-    """The engine's error, with the names that the client knows of its parameters."""
+    """Return an error message of the engine with the parameters' names replaced by the client's."""
     for parameter, name in names.items():
         message = message.replace(f" {parameter}=", f" {name}=", 1)
     return message

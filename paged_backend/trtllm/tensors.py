@@ -1,8 +1,8 @@
-"""Every tensor of tensorrtllm_backend's models, and what becomes of it here.
+"""The tensors of tensorrtllm_backend's models, and how each is handled here.
 
-A client's tensors have the batch's dimension before these. `ensemble` and `tensorrt_llm_bls` take text, `tensorrt_llm`
-takes token ids. Of renamed tensors both names are there: those until release 0.19 and those since. `llmapi` is the
-newer model, over TensorRT-LLM's LLM API, without a batch's dimension.
+A client's tensors have a batch dimension before these dims, except for `llmapi`, the model over TensorRT-LLM's LLM API.
+`ensemble` and `tensorrt_llm_bls` take text, `tensorrt_llm` takes token ids. Where release 0.19 renamed a tensor, both
+names are accepted.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import numpy as np
 ENSEMBLE, BLS, CORE, LLMAPI = "ensemble", "tensorrt_llm_bls", "tensorrt_llm", "llmapi"
 MAX_BATCH_SIZE = 64
 
-Neutral = Callable[[np.ndarray], bool]
+Neutral = Callable[[np.ndarray], bool]  # whether a value asks for nothing
 
 
 class Input(NamedTuple):
-    """One row of it becomes the engine's sampling parameter `parameter`; or it is `refused`, by name, unless its value
-    asks for nothing; or, with neither, requests.py reads it."""
+    """An input tensor.
+
+    A row of it becomes the engine's sampling parameter `parameter`. If `unsupported` is set, it is rejected unless
+    that function finds its value neutral. With neither, requests.py or llmapi.py reads it.
+    """
 
     data_type: str
     dims: tuple[int, ...]
     parameter: str | None = None
-    refused: Neutral | None = None
+    unsupported: Neutral | None = None
     required: bool = False
 
 
@@ -37,15 +40,15 @@ def _zero(value: np.ndarray) -> bool:
     return not np.any(value)
 
 
-def _none_but(number: float) -> Neutral:
+def _only(number: float) -> Neutral:
     return lambda value: bool(np.all(value == number))
 
 
-def _at_most_one(value: np.ndarray) -> bool:
+def _is_single(value: np.ndarray) -> bool:
     return value.size <= 1
 
 
-def _none_but_hf(value: np.ndarray) -> bool:
+def _is_hf(value: np.ndarray) -> bool:
     return all(one in (b"", b"hf") for one in value.reshape(-1))
 
 
@@ -55,7 +58,7 @@ def _anything(value: np.ndarray) -> bool:
 
 _INT, _FLOAT, _BOOL, _STRING, _LONG = "TYPE_INT32", "TYPE_FP32", "TYPE_BOOL", "TYPE_STRING", "TYPE_UINT64"
 
-_OF_ALL = {
+_COMMON_INPUTS = {
     "num_return_sequences": Input(_INT, (1,)),
     "beam_width": Input(_INT, (1,)),
     "end_id": Input(_INT, (1,)),
@@ -76,12 +79,12 @@ _OF_ALL = {
     "guided_decoding_guide_type": Input(_STRING, (1,)),
     "guided_decoding_guide": Input(_STRING, (1,)),
     "lora_task_id": Input(_LONG, (1,), "lora_name"),
-    "lora_weights": Input("TYPE_FP16", (-1, -1), refused=_empty),
-    "lora_config": Input(_INT, (-1, 3), refused=_empty),
-    "return_context_logits": Input(_BOOL, (1,), refused=_zero),
-    "return_generation_logits": Input(_BOOL, (1,), refused=_zero),
-    "prompt_embedding_table": Input("TYPE_FP16", (-1, -1), refused=_empty),
-    "prompt_vocab_size": Input(_INT, (1,), refused=_zero),
+    "lora_weights": Input("TYPE_FP16", (-1, -1), unsupported=_empty),
+    "lora_config": Input(_INT, (-1, 3), unsupported=_empty),
+    "return_context_logits": Input(_BOOL, (1,), unsupported=_zero),
+    "return_generation_logits": Input(_BOOL, (1,), unsupported=_zero),
+    "prompt_embedding_table": Input("TYPE_FP16", (-1, -1), unsupported=_empty),
+    "prompt_vocab_size": Input(_INT, (1,), unsupported=_zero),
 }
 
 TEXT_INPUTS = {
@@ -95,19 +98,19 @@ TEXT_INPUTS = {
     "length_penalty": Input(_FLOAT, (1,), "length_penalty"),
     "embedding_bias_words": Input(_STRING, (-1,)),
     "embedding_bias_weights": Input(_FLOAT, (-1,)),
-    **_OF_ALL,
-    "decoder_text_input": Input(_STRING, (1,), refused=_empty),
-    "prompt_table_extra_id": Input(_LONG, (1,), refused=_zero),
+    **_COMMON_INPUTS,
+    "decoder_text_input": Input(_STRING, (1,), unsupported=_empty),
+    "prompt_table_extra_id": Input(_LONG, (1,), unsupported=_zero),
 }
 
 BLS_INPUTS = {
     **TEXT_INPUTS,
-    "image_input": Input("TYPE_FP16", (-1, 3, -1, -1), refused=_empty),
-    "image_bytes_input": Input("TYPE_UINT8", (-1, -1, -1, -1), refused=_empty),
-    "image_url_input": Input(_STRING, (1,), refused=_empty),
-    "video_bytes_input": Input("TYPE_UINT8", (-1, -1, -1, -1), refused=_empty),
-    "num_draft_tokens": Input(_INT, (1,), refused=_zero),
-    "use_draft_logits": Input(_BOOL, (1,), refused=_zero),
+    "image_input": Input("TYPE_FP16", (-1, 3, -1, -1), unsupported=_empty),
+    "image_bytes_input": Input("TYPE_UINT8", (-1, -1, -1, -1), unsupported=_empty),
+    "image_url_input": Input(_STRING, (1,), unsupported=_empty),
+    "video_bytes_input": Input("TYPE_UINT8", (-1, -1, -1, -1), unsupported=_empty),
+    "num_draft_tokens": Input(_INT, (1,), unsupported=_zero),
+    "use_draft_logits": Input(_BOOL, (1,), unsupported=_zero),
 }
 
 CORE_INPUTS = {
@@ -123,38 +126,38 @@ CORE_INPUTS = {
     "runtime_top_p": Input(_FLOAT, (1,), "top_p"),
     "len_penalty": Input(_FLOAT, (1,), "length_penalty"),
     "early_stopping": Input(_BOOL, (1,), "early_stopping"),
-    **_OF_ALL,
-    "runtime_top_p_decay": Input(_FLOAT, (1,), refused=_none_but(1)),
-    "runtime_top_p_min": Input(_FLOAT, (1,), refused=_anything),  # only a decay makes use of these two
-    "runtime_top_p_reset_ids": Input(_INT, (1,), refused=_anything),
-    "beam_search_diversity_rate": Input(_FLOAT, (1,), refused=_zero),
-    "decoder_input_ids": Input(_INT, (-1,), refused=_at_most_one),  # tensorrtllm_backend's own tests send one pad token
-    "decoder_input_lengths": Input(_INT, (1,), refused=_anything),
-    "encoder_input_features": Input("TYPE_FP16", (-1, -1), refused=_empty),
-    "encoder_output_lengths": Input(_INT, (1,), refused=_zero),
-    "draft_input_ids": Input(_INT, (-1,), refused=_empty),
-    "draft_logits": Input(_FLOAT, (-1, -1), refused=_empty),
-    "draft_acceptance_threshold": Input(_FLOAT, (1,), refused=_zero),
-    "prompt_table_extra_ids": Input(_LONG, (-1,), refused=_zero),
-    "cross_attention_mask": Input(_BOOL, (-1, -1), refused=_empty),
-    "skip_cross_attn_blocks": Input(_BOOL, (1,), refused=_zero),
-    "mrope_rotary_cos_sin": Input(_FLOAT, (-1,), refused=_empty),
-    "mrope_position_deltas": Input("TYPE_INT64", (1,), refused=_zero),
-    "context_phase_params": Input("TYPE_UINT8", (-1,), refused=_empty),
-    "retention_token_range_starts": Input(_INT, (-1,), refused=_empty),
-    "retention_token_range_ends": Input(_INT, (-1,), refused=_empty),
-    "retention_token_range_priorities": Input(_INT, (-1,), refused=_empty),
-    "retention_token_range_durations_ms": Input(_INT, (-1,), refused=_empty),
-    "retention_decode_priority": Input(_INT, (1,), refused=_empty),
-    "retention_decode_duration_ms": Input(_INT, (1,), refused=_none_but(-1)),
-    "lookahead_window_size": Input(_INT, (1,), refused=_empty),
-    "lookahead_ngram_size": Input(_INT, (1,), refused=_empty),
-    "lookahead_verification_set_size": Input(_INT, (1,), refused=_empty),
+    **_COMMON_INPUTS,
+    "runtime_top_p_decay": Input(_FLOAT, (1,), unsupported=_only(1)),
+    "runtime_top_p_min": Input(_FLOAT, (1,), unsupported=_anything),  # this and the next only modify a decay
+    "runtime_top_p_reset_ids": Input(_INT, (1,), unsupported=_anything),
+    "beam_search_diversity_rate": Input(_FLOAT, (1,), unsupported=_zero),
+    "decoder_input_ids": Input(_INT, (-1,), unsupported=_is_single),  # upstream tests send one pad token
+    "decoder_input_lengths": Input(_INT, (1,), unsupported=_anything),
+    "encoder_input_features": Input("TYPE_FP16", (-1, -1), unsupported=_empty),
+    "encoder_output_lengths": Input(_INT, (1,), unsupported=_zero),
+    "draft_input_ids": Input(_INT, (-1,), unsupported=_empty),
+    "draft_logits": Input(_FLOAT, (-1, -1), unsupported=_empty),
+    "draft_acceptance_threshold": Input(_FLOAT, (1,), unsupported=_zero),
+    "prompt_table_extra_ids": Input(_LONG, (-1,), unsupported=_zero),
+    "cross_attention_mask": Input(_BOOL, (-1, -1), unsupported=_empty),
+    "skip_cross_attn_blocks": Input(_BOOL, (1,), unsupported=_zero),
+    "mrope_rotary_cos_sin": Input(_FLOAT, (-1,), unsupported=_empty),
+    "mrope_position_deltas": Input("TYPE_INT64", (1,), unsupported=_zero),
+    "context_phase_params": Input("TYPE_UINT8", (-1,), unsupported=_empty),
+    "retention_token_range_starts": Input(_INT, (-1,), unsupported=_empty),
+    "retention_token_range_ends": Input(_INT, (-1,), unsupported=_empty),
+    "retention_token_range_priorities": Input(_INT, (-1,), unsupported=_empty),
+    "retention_token_range_durations_ms": Input(_INT, (-1,), unsupported=_empty),
+    "retention_decode_priority": Input(_INT, (1,), unsupported=_empty),
+    "retention_decode_duration_ms": Input(_INT, (1,), unsupported=_only(-1)),
+    "lookahead_window_size": Input(_INT, (1,), unsupported=_empty),
+    "lookahead_ngram_size": Input(_INT, (1,), unsupported=_empty),
+    "lookahead_verification_set_size": Input(_INT, (1,), unsupported=_empty),
 }
 
 LLMAPI_INPUTS = {
     "text_input": Input(_STRING, (-1,), required=True),
-    "image_url": Input(_STRING, (-1,), refused=_empty),
+    "image_url": Input(_STRING, (-1,), unsupported=_empty),
     "streaming": Input(_BOOL, (1,)),
     "sampling_param_best_of": Input(_INT, (1,), "best_of"),
     "sampling_param_temperature": Input(_FLOAT, (1,), "temperature"),
@@ -167,29 +170,31 @@ LLMAPI_INPUTS = {
     "sampling_param_seed": Input(_LONG, (1,), "seed"),
     "sampling_param_exclude_input_from_output": Input(_BOOL, (1,)),
     "sampling_param_return_perf_metrics": Input(_BOOL, (1,)),
-    "sampling_param_logits_post_processor_name": Input(_STRING, (1,), refused=_empty),
+    "sampling_param_logits_post_processor_name": Input(_STRING, (1,), unsupported=_empty),
     "return_finish_reason": Input(_BOOL, (1,)),
     "return_stop_reason": Input(_BOOL, (1,)),
     "return_cumulative_logprob": Input(_BOOL, (1,)),
     "stop": Input(_BOOL, (1,)),
     "lora_name": Input(_STRING, (1,), "lora_name"),
-    "lora_id": Input(_LONG, (1,)),  # this and the next are not read: the server lists its adapters itself, by name
+    "lora_id": Input(_LONG, (1,)),  # this and lora_path are ignored: adapters are listed on the server, by name
     "lora_path": Input(_STRING, (1,)),
-    "lora_ckpt_source": Input(_STRING, (1,), refused=_none_but_hf),
+    "lora_ckpt_source": Input(_STRING, (1,), unsupported=_is_hf),
 }
 
 INPUTS = {ENSEMBLE: TEXT_INPUTS, BLS: BLS_INPUTS, CORE: CORE_INPUTS, LLMAPI: LLMAPI_INPUTS}
 
 
 class Output(NamedTuple):
+    """An output tensor."""
+
     data_type: str
     dims: tuple[int, ...]
 
 
-_OUTPUTS_OF_ALL = {
+_COMMON_OUTPUTS = {
     "cum_log_probs": Output(_FLOAT, (-1,)),
     "output_log_probs": Output(_FLOAT, (-1, -1)),
-    "context_logits": Output(_FLOAT, (-1, -1)),  # these two are declared, since clients name them, and never sent
+    "context_logits": Output(_FLOAT, (-1, -1)),  # these two are declared for clients that name them; never sent
     "generation_logits": Output(_FLOAT, (-1, -1, -1)),
     "batch_index": Output(_INT, (1,)),
     "sequence_index": Output(_INT, (1,)),
@@ -206,12 +211,12 @@ _OUTPUTS_OF_ALL = {
     "total_accepted_draft_tokens": Output(_INT, (1,)),
     "total_draft_tokens": Output(_INT, (1,)),
 }
-TEXT_OUTPUTS = {"text_output": Output(_STRING, (-1,)), **_OUTPUTS_OF_ALL}
+TEXT_OUTPUTS = {"text_output": Output(_STRING, (-1,)), **_COMMON_OUTPUTS}
 CORE_OUTPUTS = {
     "output_ids": Output(_INT, (-1, -1)),
     "sequence_length": Output(_INT, (-1,)),
-    **_OUTPUTS_OF_ALL,
-    "context_phase_params": Output("TYPE_UINT8", (-1,)),  # nor this one
+    **_COMMON_OUTPUTS,
+    "context_phase_params": Output("TYPE_UINT8", (-1,)),  # never sent
 }
 LLMAPI_OUTPUTS = {
     "text_output": Output(_STRING, (-1,)),

@@ -196,7 +196,7 @@ def test_inputs_of_the_upstream_tests(served, client):
         ({"streaming": [True]}, "INVALID_ARGUMENT: streaming=true: must be false, since this model's config.pbtxt"),
         ({"image_url": ["http://x"]}, 'INVALID_ARGUMENT: image_url="...": not supported; leave it out'),
         ({"lora_name": ["pirate"]}, "LoRA feature is not enabled."),
-        ({"text_input": ["One", "Two"]}, "INVALID_ARGUMENT: text_input: has 2 elements a row; must have 1"),
+        ({"text_input": ["One", "Two"]}, "INVALID_ARGUMENT: text_input: has 2 elements per row; must have 1"),
     ],
 )
 def test_bad_input_is_named(client, values, message):

@@ -160,11 +160,11 @@ def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
 
 
 def test_an_oversized_frame_is_neither_sent_nor_read():
-    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may go \(max_frame_bytes\)"):
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 can be sent \(max_frame_bytes\)"):
         pack({"id": 1234567}, 10)
     near, far = socket.socketpair()
     Connection(near).send(pack({"id": 1234567}))
-    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 may come \(max_frame_bytes\)"):
+    with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 can be received \(max_frame_bytes\)"):
         next(Connection(far, 10).frames())
     near.close()
 
@@ -173,7 +173,7 @@ def test_an_oversized_response_is_not_sent():
     engine = Engine(caps=InputLimits(max_frame_bytes=200))
     connection = connected()
     ask(connection)
-    with pytest.raises(FrameError, match="at most 200 may go"):
+    with pytest.raises(FrameError, match="at most 200 can be sent"):
         engine.next().send(write_adapters([{"name": "x" * 200}]), final=True)
     connection.close()
     engine.listener.close()
@@ -303,7 +303,7 @@ def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
 def test_an_oversized_row_is_rejected(engine, relay):
     text, last = asked(relay).next()
     assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
-    assert text.endswith("; at most 100 may go (max_frame_bytes)")
+    assert text.endswith("; at most 100 can be sent (max_frame_bytes)")
 
 
 def test_a_refused_connection_reports_the_reason(relay):
@@ -462,7 +462,7 @@ def got_nothing(relay, engine):
 
 def refuse(engine):
     """What comes, as between the beginning of its end and the time when others hear of it."""
-    engine.listener._leaving = True
+    engine.listener._unloading = True
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_adapters_are_selected_by_name():
 
 
 def test_a_batch_of_prompts_is_rejected():
-    assert refusal(LLMAPI, text_input=["a", "b"]) == "text_input: has 2 elements a row; must have 1"
+    assert refusal(LLMAPI, text_input=["a", "b"]) == "text_input: has 2 elements per row; must have 1"
 
 
 TIMES = [f"{one}_time_ns" for one in ("arrival", "first_scheduled", "first_token", "last_token")]

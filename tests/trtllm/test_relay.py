@@ -95,7 +95,7 @@ def test_old_and_new_tensor_names(names):
 
 
 def test_two_names_for_one_parameter_are_rejected():
-    assert refusal(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one thing are given; give one"
+    assert refusal(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one parameter; give one of them"
 
 
 def test_penalties():
@@ -147,7 +147,7 @@ def test_embedding_bias_words():
     given = sampling(embedding_bias_words=["sea", ""], embedding_bias_weights=[2.5, 1.0])
     assert given["word_bias"] == {"sea": 2.5}
     assert refusal(embedding_bias_words=["sea"]) == (
-        "embedding_bias_weights=[]: must be as many as embedding_bias_words, 1"
+        "embedding_bias_weights=[]: must have as many elements as embedding_bias_words, 1"
     )
 
 
@@ -184,7 +184,7 @@ REFUSED = [
     (model, name, one.dims)
     for model in INPUTS
     for name, one in INPUTS[model].items()
-    if one.refused and name not in ("decoder_input_lengths", "runtime_top_p_min", "runtime_top_p_reset_ids")
+    if one.unsupported and name not in ("decoder_input_lengths", "runtime_top_p_min", "runtime_top_p_reset_ids")
 ]
 
 
@@ -245,7 +245,7 @@ def test_every_row_is_a_separate_request():
     assert second.tensors["text_input"].tolist() == [b"Two"]
     assert json.loads(second.tensors["sampling_parameters"][0])["max_tokens"] == 4
     tensors = rows(BLS, NEEDED[BLS]) | {"top_k": np.ones((2, 1), np.int32)}
-    with pytest.raises(RequestError, match="top_k: has 2 rows, and text_input 1; send as many"):
+    with pytest.raises(RequestError, match="top_k: has 2 rows, but text_input has 1; send the same number"):
         Interface(BLS).read(tensors)
 
 
@@ -268,7 +268,7 @@ def test_stop_and_bad_words_of_token_ids():
     assert given["bad_words_token_ids"] == [[8], [9, 10]]
     assert use_client_names(" bad_words_token_ids=999: must", one.renamed) == " bad_words_list=999: must"
     assert refusal(CORE, stop_words_list=[[5, 6], [3, -1]]) == (
-        "stop_words_list=[3]: must be rising ends of words, of at most 2"
+        "stop_words_list=[3]: must be the increasing ends of words, at most 2"
     )
     assert sampling(CORE, embedding_bias=[0.0, 0.5, 0.0])["logit_bias"] == {"1": 0.5}
 

@@ -1,10 +1,11 @@
-"""TensorRT-LLM's model over its LLM API, in front of the engine in `paged_llm`: see paged_backend/trtllm/."""
+"""A model with the interface of TensorRT-LLM's LLM API that forwards to the engine in `paged_llm`. See
+paged_backend/trtllm/."""
 
 import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[3]
-if (_ROOT / "paged_backend").is_dir():  # a checkout serves as it stands; elsewhere the package is installed
+if (_ROOT / "paged_backend").is_dir():  # a checkout runs without installation
     sys.path[:0] = [str(_ROOT), str(_ROOT / "kernels")]
 
 from paged_backend.trtllm.model import TritonPythonModel  # noqa: E402, F401
