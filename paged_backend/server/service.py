@@ -15,7 +15,6 @@ from typing import Any
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
 from paged_backend.guided.compiler import GrammarCompiler
-from paged_backend.server import faults
 from paged_backend.server.admission import Admission
 from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.health import Health
@@ -92,7 +91,6 @@ class Service:
             health=self._health,
         )
         metrics.show(assembly.scheduler.stats)
-        faults.inject(faults.read(), self, assembly)
         self._responder.start()
         self._engine.start()
         self._listener = self._listen(labels["model"])

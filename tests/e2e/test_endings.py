@@ -1,29 +1,37 @@
-"""How a model ends on a real server, whatever it is at: within its limits, with one end for whoever is open; and what a
-wall clock that jumps changes, which is nothing."""
+"""Shutdown of a model on a real server: within its time limits, with one final response for every open request. Also:
+jumps of the wall clock change nothing."""
 
 import json
+import shutil
 import time
 from contextlib import closing
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from client.serving.server_files import REPOSITORY_ROOT
 from client.serving.tritonserver import TritonServer
-from paged_backend.server import faults
+from tests.support import faults
 from tests.support.stress.models import Models
 from tests.support.stress.server import engine_alone
 from tests.support.triton import MODEL, idle, plain_server, post, raw_stream, tensors
 from tests.support.trtllm_streams import ASKED, opened
 
 LIMITS = {"dtype": "float32", "request_timeout": 4, "stop_timeout": 3}
-STUCK = faults.VARIABLE, json.dumps({"stuck_step": 40})
+STUCK = {"stuck_step": 40}  # its requests would be open for ever
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
+def faulty(directory, asked):
+    """Return a copy of the model repository whose engine has faults."""
+    shutil.copytree(REPOSITORY_ROOT / "model_repository", directory, ignore=shutil.ignore_patterns("__pycache__"))
+    return faults.inject_into_repository(directory, asked)
+
+
 @pytest.fixture
-def stuck(monkeypatch):
-    """Of the engine's steps the fortieth never ends: what computes in it would be open for ever."""
-    monkeypatch.setenv(*STUCK)
+def stuck(tmp_path):
+    """A model repository whose engine never ends its 40th step."""
+    return faulty(tmp_path / "repository", STUCK)
 
 
 def begun(stream):
@@ -42,7 +50,7 @@ def ends_at_its_time(stream):
 
 def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
     """SIGTERM ends it in order: with 0, and with none of its shared memory left."""
-    with TritonServer(tiny[0], LIMITS) as server, raw_stream(server) as stream:
+    with TritonServer(tiny[0], LIMITS, repository=stuck) as server, raw_stream(server) as stream:
         begun(stream)
         server.terminate()
         ends_at_its_time(stream)
@@ -51,7 +59,8 @@ def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
 
 
 def test_a_relayed_request_fails_once_when_the_stop_timeout_is_over(tiny, stuck):
-    with TritonServer(tiny[0], LIMITS | {"request_timeout": 0}) as server, opened(server, "ensemble") as stream:
+    options = LIMITS | {"request_timeout": 0}
+    with TritonServer(tiny[0], options, repository=stuck) as server, opened(server, "ensemble") as stream:
         stream.send(**ASKED | {"max_tokens": [[200]]})
         stream.next()
         server.terminate()
@@ -63,11 +72,11 @@ def test_a_relayed_request_fails_once_when_the_stop_timeout_is_over(tiny, stuck)
 
 
 def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
-    repository = engine_alone(tmp_path)
+    repository = faults.inject_into_repository(engine_alone(tmp_path), STUCK)
     (repository / MODEL / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0])} | LIMITS))
     ask = {"text_input": "x", "sampling_parameters": json.dumps(LONG | {"max_tokens": 8})}
     with (
-        plain_server(repository, "--model-control-mode=explicit", f"--load-model={MODEL}", **dict([STUCK])) as server,
+        plain_server(repository, "--model-control-mode=explicit", f"--load-model={MODEL}") as server,
         closing(Models(server, repository)) as models,
     ):
         expected = post(server, ask)
@@ -83,9 +92,8 @@ def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
     assert expected[0] == 200
 
 
-def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, monkeypatch):
+def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_path):
     """By an hour ahead or back with each request, where every limit is shorter."""
-    monkeypatch.setenv(faults.VARIABLE, json.dumps({"wall_clock": 2}))
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}
     options |= {"request_timeout": 600, "session_ttl": 600, "stall_timeout": 600}
     told = {"return_finish_reason": True, "return_receipt": True, "exclude_input_in_output": True}
@@ -104,7 +112,8 @@ def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, monke
         assert all(0 <= value < 600 for name, value in receipt.items() if name.endswith("_seconds"))
         return one.text
 
-    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
+    repository = faulty(tmp_path / "repository", {"wall_clock": 2})
+    with TritonServer(tiny[0], options, repository=repository) as server, raw_stream(server) as stream:
         ask(stream, None)
         expected = answer(stream)
         hours = set()

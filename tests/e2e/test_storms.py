@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from client.serving.tritonserver import TritonServer
-from paged_backend.server import faults
+from tests.support import faults
 from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.stress import table
 from tests.support.stress.campaign import StressTest
@@ -58,16 +58,21 @@ def repository(tmp_path_factory):
     return with_floor(tmp_path_factory.mktemp("repository"))
 
 
+@pytest.fixture(scope="module")
+def logging_repository(tmp_path_factory):
+    """A model repository whose engine logs when the blocks of an aborted request are free."""
+    return faults.inject_into_repository(with_floor(tmp_path_factory.mktemp("logging")), {"log_drops": 1})
+
+
 def well(verdict):
     """Told in full where it is not."""
     assert not verdict.problems, str(verdict)
     return verdict
 
 
-def test_no_request_is_lost_under_stress(printable, repository, size, hours, tmp_path, tell, monkeypatch):
-    monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
+def test_no_request_is_lost_under_stress(printable, logging_repository, size, hours, tmp_path, tell):
     log = Log()
-    with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
+    with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
         storm = StressTest(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
             if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
@@ -79,11 +84,10 @@ def test_no_request_is_lost_under_stress(printable, repository, size, hours, tmp
         well(storm.stop())
 
 
-def test_cancelled_streams_leak_nothing(printable, repository, size, hours, tmp_path, monkeypatch):
+def test_cancelled_streams_leak_nothing(printable, logging_repository, size, hours, tmp_path):
     """Those of gRPC: see Storm."""
-    monkeypatch.setenv(faults.VARIABLE, json.dumps({"tell_drops": 1}))
     log = Log()
-    with TritonServer(printable[0], OPTIONS, repository=repository, echo=log) as server:
+    with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
         storm = StressTest(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
         well(storm.leave(size.left))
@@ -134,10 +138,10 @@ def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size
             break
 
 
-def test_injected_faults_are_detected(printable, repository, tmp_path, monkeypatch):
+def test_injected_faults_are_detected(printable, tmp_path):
     """One block that leaks, one last response that does not come, one that comes twice, one token that is another."""
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
-    monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
+    repository = faults.inject_into_repository(with_floor(tmp_path / "repository"), asked)
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
         storm = StressTest(server, tmp_path, SEED, patience=5, control=True)
         storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # past which no token is seen

@@ -1,12 +1,11 @@
-"""Faults on purpose: each comes once, where it was asked for, and a name or a number that means nothing is refused."""
+"""Injected faults: each happens once, at its occurrence, and has its effect and no other; invalid ones are rejected."""
 
 import json
 import time
 
 import pytest
 
-from paged_backend.api.errors import ConfigError
-from paged_backend.server import faults
+from tests.support import faults
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT
 from tests.support.stress.server import Log
@@ -16,13 +15,13 @@ ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reaso
 
 
 @pytest.fixture
-def faulty(tiny, monkeypatch):
-    """A service with faults."""
+def faulty(tiny):
+    """A function that starts a service with faults and options."""
 
     def make(**asked):
         options = {name: asked.pop(name) for name in [*asked] if name not in faults.FAULTS}
-        monkeypatch.setenv(faults.VARIABLE, json.dumps(asked))
-        return serving(tiny[0], **{"async_scheduling": False} | options)
+        service_class = faults.faulty_service(faults.parse(json.dumps(asked)))
+        return serving(tiny[0], service_class, **{"async_scheduling": False} | options)
 
     return make
 
@@ -55,12 +54,12 @@ def test_final_response_is_dropped_or_sent_twice(faulty):
         (expected,) = calls.call(**ASKED).all()
         assert calls.call(**ASKED).all() == [expected] * 2
         silent = calls.call(**ASKED)
-        calls.ask(**ASKED)  # once it is answered, the one before is over as well
+        calls.ask(**ASKED)  # when it is answered, the earlier request has ended as well
         assert silent.empty()
 
 
 def ends(caller):
-    """All tokens of a request, and its error."""
+    """Return all tokens of a request, and its error."""
     found, error, last = [], None, False
     while not last:
         outputs, error, last = caller.get(timeout=WAIT)
@@ -93,7 +92,7 @@ def test_failed_step_ends_only_its_own_requests(tiny, faulty, fault, reason, ove
         assert len(failed) == 1 or fault != "nan_row"
         for (found, error), expected in zip(ended, right, strict=True):
             assert found == expected[: len(found)] if error else found == expected
-        assert [ends(caller)[0] for caller in ask_all(calls)] == right  # and everybody after
+        assert [ends(caller)[0] for caller in ask_all(calls)] == right  # and later requests are not affected
         scheduler = calls.service._assembly.scheduler
         scheduler.check()
         assert scheduler.blocks.num_used == 0
@@ -113,7 +112,7 @@ def test_dead_engine_fails_all_requests_and_is_not_ready(faulty):
 
 
 def test_cache_of_a_dead_engine_is_not_written_to_disk(faulty, tmp_path):
-    """Whatever it died of may be in it."""
+    """The blocks may be corrupt."""
     with faulty(dead_engine=4, swap_space=0.01, disk_cache_dir=str(tmp_path / "kv")) as calls:
         for caller in ask_all(calls):
             ends(caller)
@@ -122,7 +121,7 @@ def test_cache_of_a_dead_engine_is_not_written_to_disk(faulty, tmp_path):
 
 def test_base_exception_in_the_loop_fails_all_requests(faulty, monkeypatch):
     class Panic(BaseException):
-        """As libraries in Rust raise it."""
+        """As raised by libraries written in Rust."""
 
     def panic():
         raise Panic("index out of bounds")
@@ -142,7 +141,7 @@ def test_stalled_step_fails_open_requests(faulty):
 
 
 def test_stuck_step_delays_neither_requests_nor_shutdown(faulty):
-    """Its requests end at their time, with what they have; the engine is given up on."""
+    """Its requests end at their deadline with the tokens they have, and the engine is abandoned."""
     limits = {"request_timeout": 1, "stop_timeout": 1}
     with faulty(stuck_step=4, **limits) as calls:
         callers = ask_all(calls)
@@ -154,7 +153,7 @@ def test_stuck_step_delays_neither_requests_nor_shutdown(faulty):
 
 def test_wall_clock_jumps_are_harmless(faulty, monkeypatch):
     for name in ("time", "time_ns"):
-        monkeypatch.setattr(time, name, getattr(time, name))  # it is put back
+        monkeypatch.setattr(time, name, getattr(time, name))  # restores it afterwards
     own, limits = time.time, {"request_timeout": 600, "session_ttl": 600.0}
     with faulty(wall_clock=2, **limits) as calls:
         ahead = []
@@ -166,12 +165,12 @@ def test_wall_clock_jumps_are_harmless(faulty, monkeypatch):
 
 def test_drop_is_logged_when_its_blocks_are_free(faulty, caplog):
     caplog.set_level("INFO", "paged_llm")
-    with faulty(tell_drops=1) as calls:
+    with faulty(log_drops=1) as calls:
         gone = Caller(**ASKED | {"sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}', "stream": True})
         gone.request_id, gone.is_cancelled = lambda: "gone", lambda: True
         calls.service.submit(gone)
         assert "CANCELLED" in ends(gone)[1]
-        calls.ask(**ASKED)  # which is not told
+        calls.ask(**ASKED)  # which is not logged
     (line,) = [one.getMessage() for one in caplog.records if "dropped" in one.getMessage()]
     log = Log()
     log(f"{line}\n")
@@ -198,5 +197,5 @@ def test_service_without_faults_is_not_wrapped(tiny):
     ],
 )
 def test_invalid_faults_are_rejected(text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        faults.read({faults.VARIABLE: text})
+    with pytest.raises(ValueError, match=reason):
+        faults.parse(text)

@@ -78,11 +78,11 @@ class Serving:
 
 
 @contextmanager
-def serving(directory: Path, **options: Any) -> Iterator[Serving]:
+def serving(directory: Path, service_class: type[Service] = Service, **options: Any) -> Iterator[Serving]:
+    """A running service over a tiny model, which stops at the end."""
     pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": FakeTritonError})
-    service = Service(
-        EngineConfig.from_options({"model": str(directory)} | TINY | options), pb_utils, {"model": "tiny"}
-    )
+    config = EngineConfig.from_options({"model": str(directory)} | TINY | options)
+    service = service_class(config, pb_utils, {"model": "tiny"})
     try:
         yield Serving(service)
     finally:

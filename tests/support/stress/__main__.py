@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 from client.serving.tritonserver import TritonServer
-from paged_backend.server import faults
+from tests.support import faults
 from tests.support.stress import table
 from tests.support.stress.campaign import StressTest
 from tests.support.stress.checker import Verdict, check
@@ -39,8 +37,7 @@ def _run(seed: int, storms: list[str]) -> list[Verdict]:
     see Storm."""
     directory = Path(tempfile.mkdtemp(prefix="storm-"))
     save_printable(directory / "model")
-    os.environ[faults.VARIABLE] = json.dumps({"tell_drops": 1})
-    repository, log = with_floor(directory / "repository"), Log()
+    repository, log = faults.inject_into_repository(with_floor(directory / "repository"), {"log_drops": 1}), Log()
     with TritonServer(directory / "model", OPTIONS, repository=repository, echo=log) as server:
         asked = [one.partition("=") for one in storms]
         cancels = any(name in ("hold", "leave") for name, _, _ in asked)

@@ -36,8 +36,8 @@ ROOMY = OPTIONS | {
 
 
 class Log:
-    """What a server's log tells: of requests that its engine has dropped, by PAGED_FAULTS tell_drops, and of
-    exceptions. It is given each line."""
+    """Collects from the lines of a server's log the requests that its engine dropped (see `log_drops` in
+    tests/support/faults.py) and the exceptions."""
 
     DROPPED = re.compile(r"dropped (\S+) at (\d+\.\d+)$")
     TRACE = "Traceback (most recent call last):"
