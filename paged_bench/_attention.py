@@ -376,7 +376,7 @@ def _lower() -> dict[str, Callable[[AttentionInputs], Call]]:
         return {}  # it serves
     levels = [level for level in native.levels() if level not in (native.level(), "amx_emulated")]
     attend = {level: partial(native.paged_attention, level=level) for level in levels}
-    every = {**attend, "PyTorch": in_pytorch.paged_attention}
+    every: dict[str, Callable[..., Tensor]] = {**attend, "PyTorch": in_pytorch.paged_attention}
     return {f"paged, {name}": partial(paged_by, attend=one) for name, one in every.items()}
 
 

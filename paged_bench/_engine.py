@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import Assembly
 from paged_backend.engine.engine import Engine
-from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
+from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
 
 
 def serve(
@@ -19,7 +19,7 @@ def serve(
     """What every step gives until the last request has ended. They are put in all at once, or each at its time of
     `arrivals`, in seconds. The engine has a thread of its own, as in the server. Raises RuntimeError where it or a
     request fails."""
-    steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
+    steps: SimpleQueue[EngineOutput] = SimpleQueue()
     engine = assembly.engine(steps.put)
     engine.start()
     if arrivals is None:

@@ -185,7 +185,8 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
         manager.add_request(job.prompt, request_id=str(key), max_new_tokens=job.output, record_timestamps=True)
     results = _collect(manager, rows)
     seconds = time.perf_counter() - started
-    stamps, outputs = [], [[] for _ in jobs]
+    stamps: list[list[float]] = []
+    outputs: list[list[int]] = [[] for _ in jobs]
     for result in results:
         key = int(result.request_id.partition("__")[0])
         job, outputs[key] = jobs[key], result.generated_tokens

@@ -88,7 +88,7 @@ class Xgrammar:
         return bool(matcher.accept_token(token))
 
 
-LIBRARIES = {OURS: Llguidance, PEER: Xgrammar}
+LIBRARIES: dict[str, Callable[[Any, int], Any]] = {OURS: Llguidance, PEER: Xgrammar}
 
 
 def outcome(library: Any, tokenizer: Any, words: int, case: Case) -> str:

@@ -22,6 +22,7 @@ from tritonclient.grpc import service_pb2
 from client import grpc_wire, load
 from client.serving.repository import MODEL_NAME
 from client.serving.tritonserver import TritonServer
+from client.wire import Values
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
 from paged_bench._server_load import WORDS, LoadResult
@@ -42,7 +43,7 @@ def request(model: str, ask: Ask, request_id: str) -> Any:
     """A streaming one, greedy and without an end of sequence, in the model's own tensors."""
     if model == MODEL_NAME:
         sampling = {"max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True}
-        values = {"text_input": ask.text, "stream": True, "sampling_parameters": json.dumps(sampling)}
+        values: Values = {"text_input": ask.text, "stream": True, "sampling_parameters": json.dumps(sampling)}
         return grpc_wire.infer_request(model, values, request_id)
     made = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     text = ask.text.encode()

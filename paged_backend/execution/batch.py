@@ -117,7 +117,7 @@ def pack(
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)
         draw_rows = np.searchsorted(sample_rows, drawn_from)
-        sampling = replace(sampling, prompts=_prompt_rows(chunks, np.searchsorted(sample_rows, scored)))
+        sampling = replace(sampling, prompts=_prompt_rows(chunks, sample_rows.searchsorted(scored)))
     hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.draws and chunk.embeds)
     return PackedBatch(
         input_ids=torch.from_numpy(tokens)[None],

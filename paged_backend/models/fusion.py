@@ -211,7 +211,12 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
     for layer, fused in zip(decoder.layers, layers, strict=True):
         layer.forward = fused
     weight, eps = decoder.norm.weight.data, decoder.norm.variance_epsilon
-    decoder.norm.forward = lambda states: add_rms_norm(*states, weight, eps)[0][None]
+
+    def final_norm(states: tuple[Tensor, Tensor]) -> Tensor:
+        x, residual = states
+        return add_rms_norm(x, residual, weight, eps)[0][None]
+
+    decoder.norm.forward = final_norm
     return FusedModel(model, layers)
 
 

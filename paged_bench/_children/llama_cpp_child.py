@@ -1,7 +1,11 @@
 """llama.cpp as a contestant; see protocol.py. A sequence for each request, all of them in every batch, as its own
 batched-bench does; requests come at once and have one sample."""
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -10,12 +14,12 @@ from protocol import Clock, serve
 BATCH = 2048  # its own default: tokens handed over at a time
 GGML_TYPES = {"float32": 0, "float16": 1}
 
-model = None
+model: Any = None
 threads = 1
 cache = 1
 
 
-def load(path, num_threads, kv_dtype):
+def load(path: str, num_threads: int, kv_dtype: str) -> dict[str, Any]:
     global model, threads, cache
     llama_cpp.llama_backend_init()
     threads, cache = num_threads, GGML_TYPES[kv_dtype]
@@ -26,7 +30,7 @@ def load(path, num_threads, kv_dtype):
     return {"kv_dtype": kv_dtype, "system": llama_cpp.llama_print_system_info().decode()}
 
 
-def run(jobs):
+def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
     assert all(job["n"] == 1 and job["arrival"] == 0 for job in jobs), "one sample of each request, all at once"
     context = context_for(jobs)
     try:
@@ -35,7 +39,7 @@ def run(jobs):
         llama_cpp.llama_free(context)
 
 
-def context_for(jobs):
+def context_for(jobs: Sequence[Mapping[str, Any]]) -> Any:
     options = llama_cpp.llama_context_default_params()
     longest = max(len(job["prompt"]) + job["output"] for job in jobs)
     options.n_seq_max = len(jobs)
@@ -49,7 +53,7 @@ def context_for(jobs):
     return context
 
 
-def serve_all(context, jobs):
+def serve_all(context: Any, jobs: Sequence[Mapping[str, Any]]) -> Any:
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
     clock = Clock(jobs)
@@ -68,7 +72,9 @@ def serve_all(context, jobs):
     return clock.result()
 
 
-def step(context, batch, rows, vocabulary, clock):
+def step(
+    context: Any, batch: Any, rows: Sequence[tuple[int, int, int, bool]], vocabulary: int, clock: Any
+) -> list[tuple[int, int]]:
     """(request, greedy token) of those whose newest token is in `rows`."""
     batch.n_tokens = len(rows)
     for index, (key, position, token, wanted) in enumerate(rows):

@@ -1,13 +1,17 @@
 """vLLM as a contestant; see protocol.py. Its engine is stepped here, so that requests can come at their times."""
 
+from __future__ import annotations
+
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from protocol import Clock, serve
 
-engine = None
+engine: Any = None
 
 
-def load(model, dtype, max_model_len):
+def load(model: str, dtype: str, max_model_len: int) -> dict[str, Any]:
     global engine
     from vllm import EngineArgs, LLMEngine
 
@@ -23,7 +27,7 @@ def load(model, dtype, max_model_len):
     }
 
 
-def run(jobs):
+def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
     clock, waiting = Clock(jobs), list(enumerate(jobs))
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= clock.now():
@@ -39,7 +43,7 @@ def run(jobs):
     return clock.result()
 
 
-def add(key, job):
+def add(key: int, job: Mapping[str, Any]) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
