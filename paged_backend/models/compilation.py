@@ -1,11 +1,11 @@
 """torch.compile for the operations between the attention calls of fused layers.
 
-`pre` and `post` of `fusion.py` take their weights as arguments, so all layers share one compiled function of each. They
-are compiled twice while the model loads, for one token and for any larger number, and never while serving. torch's own
-disk cache, below the user's cache directory, keeps the result for the next start.
+`pre_attention` and `post_attention` of `fusion.py` take their weights as arguments, so all layers share one compiled
+function of each. They are compiled twice while the model loads, for one token and for any larger number, and never
+while serving. torch's own disk cache, below the user's cache directory, keeps the result for the next start.
 
-Compilation is meant for GPUs. On a CPU a call of compiled code costs 10 to 30 µs more than it saves, and compiled code
-cannot use packed weights (`linear.py`).
+Compilation is meant for GPUs, but has not been measured on one. On a CPU a call of compiled code costs 10 to 30 µs more
+than it saves, and compiled code cannot use packed weights (`linear.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_backend.models.fusion import FusedModel, LayerFunctions, post, pre
+from paged_backend.models.fusion import FusedModel, LayerFunctions, post_attention, pre_attention
 
 log = logging.getLogger("paged_llm")
 
@@ -42,7 +42,7 @@ def cache_directory() -> Path:
 
 
 def compile_functions(fused: FusedModel) -> LayerFunctions | None:
-    """Compile `pre` and `post` for the model's layers. Logs a warning and returns None if that fails."""
+    """Compile the functions of the model's layers. Logs a warning and returns None if that fails."""
     import torch._dynamo
     import torch._inductor.config
 
@@ -51,7 +51,9 @@ def compile_functions(fused: FusedModel) -> LayerFunctions | None:
     # Compile in this process: sys.executable, with which torch starts workers, is not the interpreter in Triton's stub.
     torch._inductor.config.compile_threads = 1
     torch._dynamo.config.recompile_limit = max(MAX_VARIANTS, torch._dynamo.config.recompile_limit)
-    functions = LayerFunctions(torch.compile(pre, fullgraph=True), torch.compile(post, fullgraph=True))
+    functions = LayerFunctions(
+        torch.compile(pre_attention, fullgraph=True), torch.compile(post_attention, fullgraph=True)
+    )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for count in (MANY_TOKENS, 1):
@@ -75,8 +77,8 @@ def _run(functions: LayerFunctions, fused: FusedModel, count: int) -> None:
             continue
         seen.add(kind)
         output, residual, attended = (_rows(count, width, layer.pre_arguments[0]) for width in layer.widths)
-        functions.pre(output, residual, *layer.pre_arguments)
-        functions.post(attended, residual, *layer.post_arguments)
+        functions.pre_attention(output, residual, *layer.pre_arguments)
+        functions.post_attention(attended, residual, *layer.post_arguments)
 
 
 def _rows(count: int, width: int, like: Tensor) -> Tensor:

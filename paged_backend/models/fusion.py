@@ -1,10 +1,10 @@
 """Fused decoder layers: the operations between two attention calls in few kernel launches.
 
     transformers                                   fused
-    norm, q_proj, k_proj, v_proj                   pre: add + norm, one projection
+    norm, q_proj, k_proj, v_proj                   pre_attention: add + norm, one projection
     rotate, write, attend                          rope_kv_write, attend_pages
-    o_proj, add, norm, gate, up, silu, mul, down   post: o_proj, add + norm, one projection, swiglu, down
-    add                                            in the next layer's pre, or in the norm after the last
+    o_proj, add, norm, gate, up, silu, mul, down   post_attention: o_proj, add + norm, one projection, swiglu, down
+    add                                            in the next layer's pre_attention, or in the norm after the last
 
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
 does not grow, and the original layers stay intact: removing the fused `forward` restores them.
@@ -56,7 +56,7 @@ class HiddenStates(NamedTuple):
     residual: Tensor | None  # [num_tokens, hidden]; None before the first layer
 
 
-def pre(
+def pre_attention(
     output: Tensor, residual: Tensor | None, norm: Tensor, eps: float, qkv: Weight, qkv_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the operations before attention: add, normalize and project.
@@ -68,7 +68,7 @@ def pre(
     return project(normed, qkv, qkv_bias), total
 
 
-def post(
+def post_attention(
     attended: Tensor,  # [num_tokens, num_heads * head_dim]
     residual: Tensor,
     o: Weight,
@@ -90,10 +90,10 @@ def post(
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """`pre` and `post`, plain or compiled. All layers share them."""
+    """`pre_attention` and `post_attention`, plain or compiled. All layers share them."""
 
-    pre: Callable[..., tuple[Tensor, Tensor]] = pre
-    post: Callable[..., tuple[Tensor, Tensor]] = post
+    pre_attention: Callable[..., tuple[Tensor, Tensor]] = pre_attention
+    post_attention: Callable[..., tuple[Tensor, Tensor]] = post_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ class FusedLayer:
     attention: nn.Module
     spec: AttentionSpec
     head_counts: tuple[int, int, int]  # of queries, keys and values
-    pre_arguments: tuple[Any, ...]  # of `pre`, after the hidden states
-    post_arguments: tuple[Any, ...]  # of `post`, after the attention output and the residual
+    pre_arguments: tuple[Any, ...]  # of `pre_attention`, after the hidden states
+    post_arguments: tuple[Any, ...]  # of `post_attention`, after the attention output and the residual
     head_norms: dict[str, Any]
     functions: LayerFunctions = LayerFunctions()
 
@@ -129,11 +129,11 @@ class FusedLayer:
             cache = paged.kv.layers[self.attention.layer_idx]
             return HiddenStates(*self._native_layer(*states, *position_embeddings, cache, paged.paging))
         if isinstance(hidden_states, HiddenStates):
-            qkv, residual = self.functions.pre(*hidden_states, *self.pre_arguments)
-        else:  # without a residual `pre` would need another compilation, which is not worthwhile for one layer
-            qkv, residual = pre(hidden_states[0], None, *self.pre_arguments)
+            qkv, residual = self.functions.pre_attention(*hidden_states, *self.pre_arguments)
+        else:  # without a residual the function would be compiled once more, for a single layer
+            qkv, residual = pre_attention(hidden_states[0], None, *self.pre_arguments)
         attended = self._attend(qkv, position_embeddings, paged)
-        return HiddenStates(*self.functions.post(attended.flatten(1), residual, *self.post_arguments))
+        return HiddenStates(*self.functions.post_attention(attended.flatten(1), residual, *self.post_arguments))
 
     def with_weights(self, convert: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
         """Return an uncompiled copy with converted weights. `convert` gets a weight and its projections' names."""
@@ -283,6 +283,17 @@ def _is(module: nn.Module | None, family: str, kind: str) -> bool:
 
 def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedModel) -> Iterator[str]:
     """Yield how a layer differs from an unmodified one of its family."""
+    yield from _module_differences(layer, family)
+    yield from _parameter_differences(layer, model)
+    attention, mlp = layer.self_attn, layer.mlp
+    for joined in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+        if len({linear.bias is None for linear in joined}) > 1:
+            yield "only some of the projections to be joined have a bias"
+    if attention.layer_idx != index:
+        yield f"its layer_idx is {attention.layer_idx}"
+
+
+def _module_differences(layer: nn.Module, family: str) -> Iterator[str]:
     modules = dict(layer.named_modules())
     kinds = {"": "DecoderLayer", "self_attn": "Attention", "mlp": "MLP"} | dict.fromkeys(NORMS | HEAD_NORMS, "RMSNorm")
     names = kinds.keys() | PROJECTIONS | {"mlp.act_fn"}
@@ -299,7 +310,10 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
         )
         if not as_expected or has_custom_forward(module):
             yield f"{name or 'it'} is a modified {type(module).__name__}, or has hooks"
-    parameters = dict(layer.named_parameters())
+
+
+def _parameter_differences(layer: nn.Module, model: PreTrainedModel) -> Iterator[str]:
+    modules, parameters = dict(layer.named_modules()), dict(layer.named_parameters())
     weights = {f"{name}.weight" for name in PROJECTIONS | NORMS | HEAD_NORMS & modules.keys()}
     if (
         parameters.keys() - {f"{name}.bias" for name in PROJECTIONS} != weights
@@ -311,9 +325,3 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
         plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
         if not plain or (parameter.dtype, parameter.device) != (model.dtype, model.device):
             yield f"{name} is not a plain parameter in {model.dtype} on {model.device}"
-    attention, mlp = layer.self_attn, layer.mlp
-    for joined in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
-        if len({linear.bias is None for linear in joined}) > 1:
-            yield "only some of the projections to be joined have a bias"
-    if attention.layer_idx != index:
-        yield f"its layer_idx is {attention.layer_idx}"

@@ -32,7 +32,7 @@ from paged_backend.utils.machine import available_memory
 log = logging.getLogger("paged_llm")
 
 ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured; others use the result of the nearest one
-MIN_ELEMENTS = 1 << 16  # smaller weights are not packed: the call overhead dominates their product
+MIN_ELEMENTS = 1 << 16  # smaller weights are neither packed nor quantized: call overhead dominates their product
 MAX_MEASURED_ELEMENTS = 1 << 20  # a larger weight is measured with fewer rows
 NUM_MEASURED_WEIGHTS = 12  # used in turn like the layers of a model, so that they do not stay in a CPU cache
 MIN_REPEATS = 4  # repetitions of a measurement, even with many rows

@@ -83,7 +83,7 @@ class StackedFactors:
 class Lora:
     """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
-    def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int):
+    def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int) -> None:
         """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final form."""
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
@@ -115,7 +115,7 @@ class Lora:
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
         """Apply the adapters of these rows to forward passes inside the context."""
-        before = {module: vars(module).get("forward") for module in self._forwards}
+        originals = {module: vars(module).get("forward") for module in self._forwards}
         self._rows = rows
         try:
             for module, forward in self._forwards.items():
@@ -123,7 +123,7 @@ class Lora:
             yield
         finally:
             self._rows = None
-            for module, forward in before.items():
+            for module, forward in originals.items():
                 if forward is None:
                     del module.__dict__["forward"]
                 else:

@@ -42,7 +42,7 @@ _INERT = frozenset(
     " lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config"
     " lora_ga_config qalora_group_size runtime_config ensure_weight_tying".split()
 )
-_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the model's own weights
+_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the model's own weights
 _COSTLY = re.compile(r"\{|\(\?(?!:)")  # constructs whose compilation can take unbounded memory
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +86,7 @@ class PeftConfig(NamedTuple):
     alpha: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    rank_stabilised: bool  # rsLoRA
+    rank_stabilized: bool  # rsLoRA
     budget: _Budget
 
     @property
@@ -102,7 +102,7 @@ class PeftConfig(NamedTuple):
         """Return the scaling of a layer: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         alpha = self.alpha_pattern.get(_matching_pattern(self.alpha_pattern, layer, self.budget), self.alpha)
         rank = self.rank_of(layer)
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 def _matching_pattern(patterns: Mapping[str, Any], layer: str, budget: _Budget) -> str:
@@ -193,7 +193,7 @@ def _parse(data: bytes, max_rank: int) -> PeftConfig:
     if values.get("bias", "none") != "none":
         raise _invalid("bias", values["bias"], 'not supported; must be "none"')
     if not any(values.get("init_lora_weights", True) is value for value in (True, False, None)) and (
-        values["init_lora_weights"] not in _INITIALISATIONS
+        values["init_lora_weights"] not in _INITIALIZATIONS
     ):
         limit = (
             "changes the model's own weights: not supported; save the adapter with PEFT's"

@@ -102,7 +102,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
         return
     if not text.base_model_tp_plan:
         raise ConfigError(
-            f"tensor_parallel_size={size}: must be 1: transformers has no tensor parallel plan for {text.model_type}"
+            f"tensor_parallel_size={size}: must be 1 (transformers has no tensor parallel plan for {text.model_type})"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, name, None) or text.num_attention_heads

@@ -192,7 +192,7 @@ def test_indivisible_model_is_rejected(directory, tmp_path):
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must divide 2, the model's num_key_value_heads"):
         tiny_assembly(directory, tensor_parallel_size=4)
     save_tiny(hf.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=320, n_positions=64), tmp_path)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1: transformers has no .* gpt2"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1 \(transformers has no .* gpt2\)"):
         tiny_assembly(tmp_path, tensor_parallel_size=2)
 
 

@@ -65,7 +65,7 @@ def test_second_process_reuses_compilation_cache(processes):
 
 
 def test_layers_share_compiled_code_and_serving_compiles_nothing(processes):
-    """`pre` and `post` are compiled for one token and for more; three layers and many batch sizes add nothing."""
+    """Both functions are compiled for one token and for more. Three layers and many batch sizes add nothing."""
     for found in processes:
         assert found["served"] == found["loaded"] == 4
 
