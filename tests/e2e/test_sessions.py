@@ -191,7 +191,7 @@ def test_sessions_expire_after_session_ttl(tiny):
 
 def test_sessions_need_the_prefix_cache(tiny):
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
-    refused = pytest.raises(Exception, match="sequence_id=1: sessions keep what the prefix cache finds")
+    refused = pytest.raises(Exception, match="sequence_id=1: sessions need the prefix cache")
     with TritonServer(tiny[0], options) as server, refused:
         turn(server, "x", 1, sequence_start=True)
 

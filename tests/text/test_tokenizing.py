@@ -1,42 +1,22 @@
-"""From text to tokens: what the tokenizer fails on, what takes too long, and who waits for it."""
+"""The tokenizer: panics, time limits."""
 
-import json
 import threading
-import time
-from queue import SimpleQueue
-from types import SimpleNamespace
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import admission, responder
-from paged_backend.server.metrics import Metrics
 from paged_backend.text.tokenizing import PromptTokenizer
-from tests.support.callers import Caller, serving
-from tests.support.in_process import WAIT, byte_tokenizer
-from tests.support.waiting import until
+from tests.support.in_process import WAIT
+from tests.support.tokenizers import SlowTokenizer
 
 LONG = "a" * 300
 
 
-class Slow:
-    """A tokenizer that waits with what is long until it is let go on."""
-
-    def __init__(self):
-        self.began, self.go_on = SimpleQueue(), threading.Event()
-
-    def encode(self, text, add_special_tokens):
-        if text == LONG:
-            self.began.put(len(text))
-            assert self.go_on.wait(WAIT)
-        return [1]
-
-
 @pytest.fixture
 def slow():
-    made = Slow()
+    made = SlowTokenizer(LONG)
     yield made
     made.go_on.set()
 
@@ -49,26 +29,6 @@ def test_a_tokenizer_panic_fails_the_request():
     for encode in (tokenizing.encode, tokenizing.encode_long):
         with pytest.raises(RequestError, match="INVALID_ARGUMENT: text_input: the tokenizer fails on it: Panic"):
             encode("text_input", "x" * 100)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "sampling"),
-    [
-        ({"text_input": "aa"}, {}),
-        ({"text_input": "aa"}, {"stop": ["cc"]}),
-        ({"text_input": "aa"}, {"stop": ["cc"], "beam_width": 2}),  # the engine's thread looks at the text, too
-        ({"input_ids": byte_tokenizer().encode("ab")}, {"echo": True}),
-    ],
-)
-def test_a_decode_panic_fails_only_its_request(tiny, inputs, sampling):
-    (panics,) = byte_tokenizer().encode("b")
-    with serving(tiny[0]) as server:
-        server.service._assembly.loaded.tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
-        asked = {"max_tokens": 3, "logit_bias": {panics: 100}} | sampling
-        caller = server.call(**inputs, sampling_parameters=json.dumps(asked))
-        assert "INTERNAL: DecodeError: PanicException: index out of bounds" in caller.refusal()
-        assert server.service.ready
-        assert server.ask(text_input="aa", sampling_parameters='{"max_tokens": 3}')
 
 
 def test_slow_tokenization_times_out_and_never_runs_twice(slow):
@@ -93,179 +53,3 @@ def test_slow_tokenization_times_out_and_never_runs_twice(slow):
     assert (
         PromptTokenizer(slow, WAIT).encode_long("text_input", LONG) == tokenizing.encode_long("text_input", LONG) == [1]
     )
-
-
-@pytest.fixture
-def serve(tiny, slow, monkeypatch):
-    """A service whose long prompts wait until they are let go on, and the outcomes that it counts."""
-    monkeypatch.setattr(admission, "LONG_CHARS", 200)
-    monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
-    outcomes = SimpleQueue()
-    monkeypatch.setattr(Metrics, "ended", lambda self, reason: outcomes.put(reason))
-    with serving(tiny[0], max_queue_size=2) as server:
-        server.outcomes = outcomes
-        yield server
-        slow.go_on.set()
-
-
-def asking(text, **own):
-    caller = Caller(text_input=text, sampling_parameters='{"max_tokens": 1}')
-    for name, value in own.items():
-        setattr(caller, name, lambda value=value: value)
-    return caller
-
-
-def test_other_requests_are_served_while_a_long_prompt_is_tokenized(serve, slow):
-    long = asking(LONG)
-    serve.service.submit(long)
-    slow.began.get(timeout=WAIT)
-    for _ in range(3):
-        assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 2}')
-    assert long.empty()
-    slow.go_on.set()
-    assert long.all()
-
-
-def test_long_prompts_count_as_waiting(serve, slow):
-    waiting = [asking(LONG), asking(LONG)]
-    for one in waiting:
-        serve.service.submit(one)
-    slow.began.get(timeout=WAIT)
-    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()
-    slow.go_on.set()
-    for one in waiting:
-        assert one.all()
-    assert serve.ask(text_input="abcd")
-
-
-def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
-    """Before they are tokenized: one tenant's do not keep those of others waiting."""
-    monkeypatch.setattr(serve.service._tenants, "_max_requests", 1)
-    first = asking(LONG)
-    serve.service.submit(first)
-    slow.began.get(timeout=WAIT)
-    assert "1 requests of this cache_salt are open" in serve.call(text_input=LONG).refusal()
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1, "cache_salt": "other"}')
-    slow.go_on.set()
-    assert first.all()
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
-
-
-def test_a_blocked_rejection_does_not_delay_other_requests(serve):
-    wrong, waited = Caller(text_input="abcd", sampling_parameters="[]"), []
-    begun, answered = threading.Event(), threading.Event()
-    wrong.send = lambda response, flags: (begun.set(), waited.append(answered.wait(WAIT)))
-    refusing = threading.Thread(target=serve.service.submit, args=[wrong])
-    refusing.start()
-    assert begun.wait(WAIT)
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
-    answered.set()
-    refusing.join(WAIT)
-    assert waited == [True]
-
-
-def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
-    first, gone = asking(LONG), asking(LONG, is_cancelled=True)
-    serve.service.submit(first)
-    slow.began.get(timeout=WAIT)
-    serve.service.submit(gone)
-    assert "CANCELLED" in gone.refusal()  # though nobody has come to it
-    slow.go_on.set()
-    assert first.all()
-    assert slow.began.empty()
-    assert {serve.outcomes.get(timeout=WAIT) for _ in range(2)} == {"length", "cancelled"}
-
-
-def test_stop_request_finds_a_long_prompt(serve, slow):
-    long = asking(LONG, request_id="a")
-    serve.service.submit(long)
-    slow.began.get(timeout=WAIT)
-    stop = Caller(stop_request=True)
-    stop.request_id = lambda: "a"
-    serve.service.submit(stop)
-    assert stop.all() == [{"num_stopped": [1]}]
-    assert "CANCELLED" in long.refusal()  # at once
-    slow.go_on.set()
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
-
-
-HOUR = 3_600_000  # milliseconds
-
-
-@pytest.fixture
-def later(monkeypatch):
-    """Turns the responder's clock by an hour."""
-    ahead = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr(responder, "time", clock)
-    return lambda: ahead.append(ahead.pop() + HOUR / 1e3)
-
-
-def limited(**more):
-    told = {"return_finish_reason": True, "return_num_output_tokens": True}
-    return Caller(text_input=LONG, sampling_parameters=json.dumps({"timeout_ms": HOUR} | more), **told)
-
-
-@pytest.mark.parametrize("limit", ["timeout_ms", "timeout"])
-def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, later, limit):
-    """Whether somebody is at it, or it waits for that."""
-    waiting = [limited(), limited()] if limit == "timeout_ms" else [asking(LONG, timeout=HOUR * 1000) for _ in "ab"]
-    for one in waiting:
-        serve.service.submit(one)
-    slow.began.get(timeout=WAIT)
-    later()
-    for one in waiting:
-        (answer,) = one.all()
-        if limit == "timeout_ms":
-            assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
-    assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
-    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()  # their texts are here
-    slow.go_on.set()
-    until(lambda: not serve.service._admission.long_prompts.pending)
-    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
-    assert slow.began.empty()
-
-
-def test_a_turn_that_ends_before_tokenization_restores_its_session(serve, slow, later):
-    def turn(caller, **more):
-        caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
-        serve.service.submit(caller)
-        return caller
-
-    assert turn(asking("abcd"), sequence_start=True).all()
-    long = turn(limited())
-    slow.began.get(timeout=WAIT)
-    later()
-    assert long.all()[0]["finish_reason"] == [b"timeout"]
-    after = Caller(text_input="ef", sampling_parameters='{"max_tokens": 1}', return_num_input_tokens=True)
-    assert turn(after).all()[0]["num_input_tokens"][0] > len(byte_tokenizer().encode("ef"))
-    slow.go_on.set()
-    assert turn(asking("gh")).all()
-
-
-def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
-    def turn(text, **more):
-        caller = asking(text)
-        caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
-        return caller
-
-    first = turn("abcd", sequence_start=True)
-    serve.service.submit(first)
-    assert first.all()
-    with monkeypatch.context() as patch:
-        patch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: 1 / 0)
-        failing = turn(LONG)
-        serve.service.submit(failing)
-        assert "ZeroDivisionError" in failing.refusal()
-    after = turn("ef")
-    serve.service.submit(after)
-    assert after.all()
-
-
-@pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
-def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
-    """Here: too many of them."""
-    monkeypatch.setattr(admission, "LONG_CHARS", 200)
-    with serving(tiny[0]) as server:
-        server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
-        assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).refusal()
