@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from client.commands.arguments import parse_pairs
 from client.serving import demo_model
 from client.serving.launch import Console
 from client.serving.ports import choose_ports
-from client.serving.repository import resolve_model, resolve_models, write_repository
+from client.serving.repository import check_options, resolve_model, resolve_models, write_repository
 from client.serving.server_files import ServerNotFoundError, find_server, perf_analyzer
 from client.serving.server_log import load_failure
 from client.serving.tritonserver import ServerError, TritonServer
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import InputLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 ECHO_MODEL = """
@@ -176,6 +179,16 @@ def test_options_are_laid_over_the_repositorys(repository, tmp_path):
     written = json.loads((tmp_path / "copy/paged_llm/1/model.json").read_text())
     assert written == {"model": "/m", "block_size": 16, "seed": 7}
     assert (tmp_path / "copy/paged_llm/config.pbtxt").is_file()
+
+
+def test_limits_on_the_command_line_are_merged_with_those_of_model_json(repository, tmp_path):
+    options = repository / "paged_llm/1/model.json"
+    options.write_text(json.dumps({"model": "m", "limits": {"max_tools": 1, "max_choices": 1}}))
+    pairs = parse_pairs("-o", ["limits.max_tools=8", 'limits={"max_messages": 4}', "max_stop_strings=2"])
+    check_options({"model": "m"} | pairs)
+    write_repository(repository, tmp_path / "copy", pairs)
+    config = EngineConfig.from_file(tmp_path / "copy/paged_llm/1/model.json")
+    assert config.limits == InputLimits(max_tools=8, max_choices=1, max_messages=4, max_stop_strings=2)
 
 
 def test_a_directory_without_the_model_is_refused(tmp_path):
