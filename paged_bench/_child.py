@@ -1,4 +1,4 @@
-"""A contestant in another environment: a child process that is awake only while it is asked (_children/protocol.py)."""
+"""Contestants in other environments: child processes that are stopped between commands (_children/protocol.py)."""
 
 from __future__ import annotations
 
@@ -15,68 +15,77 @@ from typing import Any
 from paged_bench._workload import Job, Run
 
 CHILDREN = Path(__file__).parent / "_children"
-OURS_ALONE = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")
-LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # which only bound a hang
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")  # environment variables
+LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # only bound a hang
 
 
 class ChildError(RuntimeError):
-    """The child cannot be used; the message says why."""
+    """The child process has failed. The message has the reason and the path of its log."""
 
 
 class Child:
-    """`log` gets what it prints. It makes a process group of its own, which is stopped between two commands: threads
-    that wait by spinning take no core from the others."""
+    """A child process that runs jobs.
 
-    def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None):
-        """environment: variables on top of ours, less those that would make it find our packages or hold back its
-        threads."""
-        own = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+    It creates its own process group, which is stopped between commands, so that threads that wait by spinning do not
+    take CPU time from other contestants.
+
+    Args:
+        command: command line of the child.
+        log: file for its standard error.
+        environment: further environment variables. Those in NOT_INHERITED, which would make it find our packages or
+            limit its threads, are not passed on.
+    """
+
+    def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         self._log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
                 [str(one) for one in command],
-                env=own | dict(environment or {}),
+                env=inherited | dict(environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
             )
 
     def load(self, **options: Any) -> dict[str, Any]:
-        """What it runs with. Raises ChildError."""
-        return self._ask("load", options, LOAD_SECONDS)
+        """Load the model and return the settings that the child uses. Raises ChildError."""
+        return self._command("load", options, LOAD_SECONDS)
 
     def __call__(self, jobs: Sequence[Job]) -> Run:
-        """Raises ChildError."""
-        asked = [{"prompt": job.prompt, "output": job.output, "arrival": job.arrival, "n": job.n} for job in jobs]
-        return Run(requests=len(jobs), **self._ask("run", {"jobs": asked}, RUN_SECONDS))
+        """Run jobs. Raises ChildError."""
+        encoded = [{"prompt": job.prompt, "output": job.output, "arrival": job.arrival, "n": job.n} for job in jobs]
+        return Run(requests=len(jobs), **self._command("run", {"jobs": encoded}, RUN_SECONDS))
 
     def close(self) -> None:
-        """Let it end by itself, which takes its shared memory along; all of its group that does not is killed."""
+        """Let the child exit, which frees its shared memory, and kill the processes of its group that do not."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # of a command that it never read
+        with suppress(BrokenPipeError):  # a command was not read
             self._process.stdin.close()
         self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_SECONDS)
         self._signal(signal.SIGKILL)
-        self._process.kill()  # where it had no group yet
+        self._process.kill()  # in case it has not created its group yet
         self._process.wait()
         self._process.stdout.close()
 
-    def _ask(self, what: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        with self._awake():
+    def _command(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a command and return its result."""
+        with self._running():
             try:
-                self._write(json.dumps({"do": what, "with": arguments}) + "\n")
-                reply = json.loads(self._line(seconds))
+                self._write(json.dumps({"do": name, "with": arguments}) + "\n")
+                reply = json.loads(self._read_line(seconds))
             except (OSError, ValueError) as error:
-                raise ChildError(f"{what}: {error}; its log is {self._log}") from error
+                raise ChildError(f"{name}: {error}; its log is {self._log}") from error
         if "error" in reply:
-            raise ChildError(f"{what}: {reply['error']}; its log is {self._log}")
-        answer: dict[str, Any] = reply["ok"]
-        return answer
+            raise ChildError(f"{name}: {reply['error']}; its log is {self._log}")
+        result: dict[str, Any] = reply["ok"]
+        return result
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
+        """Continue the process group, and stop it at the end."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -84,7 +93,7 @@ class Child:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it has ended, or not begun: whoever reads from it sees that
+        with suppress(ProcessLookupError):  # it has exited, or not created its group yet: reading from it reports that
             os.killpg(self._process.pid, number)
 
     def _write(self, line: str) -> None:
@@ -92,8 +101,8 @@ class Child:
         self._process.stdin.write(line.encode())
         self._process.stdin.flush()
 
-    def _line(self, seconds: float) -> bytes:
-        """Raises ValueError where none comes."""
+    def _read_line(self, seconds: float) -> bytes:
+        """Read a line. Raises ValueError after `seconds`, and if the child has exited."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -101,5 +110,5 @@ class Child:
                 raise ValueError(f"no answer in {seconds:.0f} s")
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise ValueError(f"it ended with {self._process.wait()}")
+            raise ValueError(f"it exited with {self._process.wait()}")
         return line

@@ -1,4 +1,4 @@
-"""The engine without a server, for benchmarks."""
+"""Runs the engine without a server."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
 def serve(
     assembly: Assembly, requests: Sequence[GenerateRequest], arrivals: Sequence[float] | None = None
 ) -> Iterator[StepOutput]:
-    """What every step gives until the last request has ended. They are put in all at once, or each at its time of
-    `arrivals`, in seconds. The engine has a thread of its own, as in the server. Raises RuntimeError where it or a
-    request fails."""
-    steps: SimpleQueue[EngineOutput] = SimpleQueue()
-    engine = assembly.engine(steps.put)
+    """Run requests and yield the output of every step until all have finished.
+
+    The engine runs on its own thread, as in the server. Raises RuntimeError if the engine or a request fails.
+
+    Args:
+        arrivals: when to submit each request, in seconds; None submits all at once.
+    """
+    outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+    engine = assembly.engine(outputs.put)
     engine.start()
     if arrivals is None:
         for request in requests:
             engine.submit(request)
     else:
         threading.Thread(target=_submit, args=(engine, requests, arrivals), daemon=True).start()
-    left = sum(request.sampling.n for request in requests)
-    while left:
-        output = steps.get()
+    unfinished = sum(request.sampling.n for request in requests)
+    while unfinished:
+        output = outputs.get()
         if isinstance(output, EngineDied):
             raise RuntimeError(output.reason)
         assert isinstance(output, StepOutput)
         for delta in output.deltas:
             if delta.error:
                 raise RuntimeError(str(delta.error))
-            left -= delta.last
+            unfinished -= delta.last
         yield output
     engine.stop()
 

@@ -1,4 +1,4 @@
-"""The demo model as a GGUF file, with the very weights that it has as a Hugging Face directory: made once."""
+"""Creates the demo model as a GGUF file, with the same weights as its Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 
 
 def demo_gguf(kind: str) -> Path:
-    """The file with weights of `kind`, of KINDS. Raises DemoModelError."""
+    """Return the file with weights of a kind in KINDS, and create it if necessary. Raises DemoModelError."""
     file = cache_directory() / "models" / f"{demo_model.NAME}.{KINDS[kind]}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -29,8 +29,10 @@ def demo_gguf(kind: str) -> Path:
 
 
 def _widen(source: Path, target: Path, kind: str) -> None:
-    """All matrices in `kind`, rounded to bfloat16 as in the Hugging Face directory; the vectors in F32, which is what
-    llama.cpp computes with."""
+    """Convert the weights to `kind`, rounded to bfloat16 as in the Hugging Face directory.
+
+    Vectors are F32, the type that llama.cpp computes with.
+    """
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
     from gguf.quants import dequantize, quantize
 

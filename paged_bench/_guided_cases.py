@@ -1,5 +1,6 @@
-"""What outputs may be asked to look like: features of JSON Schema, of regular expressions and of grammars, each with
-texts that fit and texts that do not; and what takes a library long, or too much.
+"""The cases of `paged bench guided`: features of JSON Schema, regular expressions and grammars, and hard cases.
+
+Each feature has texts that match and texts that do not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 class Case(NamedTuple):
     name: str
-    kind: str  # as that of a Structure
+    kind: str  # as Structure.kind
     text: str
     good: tuple[str, ...]
     bad: tuple[str, ...]
@@ -107,7 +108,7 @@ _GIVEN = ("Ada King Lovelace, 1815-12-10",)
 _ADDED = ("12 + 345 * 6 + 7890 * 11",)
 _ADDRESS = {"street": "St James's Square 12", "zip": "01234"}
 ONE = {"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"], "address": _ADDRESS}
-# What is written while masks are timed.
+# The text that is generated while masks are timed.
 SPEED = [
     Case("a schema", "json_schema", json.dumps(PERSON), (json.dumps(ONE),), ()),
     Case("any JSON", "json_schema", '{"type": "object"}', (json.dumps(ONE),), ()),

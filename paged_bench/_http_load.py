@@ -1,5 +1,7 @@
-"""A lean load generator for the gateway: keeps connections open and stamps each event of an answer, of which it reads
-no more than where it ends. What client/load.py is for gRPC."""
+"""A lightweight load generator for the gateway, as client/load.py is for gRPC.
+
+It keeps connections open and records the time of each event, of which it parses only the length.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from client.load import ResponseTimes
 
 
 def closed_loop(port: int, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[ResponseTimes]:
-    """POST every body, `concurrency` of them open at any time, each over a connection of its own that stays open.
-    Raises RuntimeError where an answer is not 200."""
+    """POST every body with `concurrency` of them open at any time, and return their times.
+
+    Raises RuntimeError if the status of a response is not 200.
+    """
     return asyncio.run(_closed_loop(port, [_request(path, one) for one in bodies], concurrency))
 
 
@@ -25,37 +29,40 @@ def _request(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 async def _closed_loop(port: int, requests: Sequence[bytes], concurrency: int) -> list[ResponseTimes]:
-    left = iter(requests)
-    found = await asyncio.gather(*(_ask_in_turn(port, left) for _ in range(min(concurrency, len(requests)))))
-    return [answer for answers in found for answer in answers]
+    remaining = iter(requests)
+    results = await asyncio.gather(*(_run_connection(port, remaining) for _ in range(min(concurrency, len(requests)))))
+    return [times for result in results for times in result]
 
 
-async def _ask_in_turn(port: int, left: Iterator[bytes]) -> list[ResponseTimes]:
+async def _run_connection(port: int, remaining: Iterator[bytes]) -> list[ResponseTimes]:
+    """Send the next remaining request over a connection until there are none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        return [await _ask(request, reader, writer) for request in left]
+        return [await _send(request, reader, writer) for request in remaining]
     finally:
         writer.close()
 
 
-async def _ask(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ResponseTimes:
-    answer = ResponseTimes(time.perf_counter())
+async def _send(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ResponseTimes:
+    times = ResponseTimes(time.perf_counter())
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if b" 200 " not in head[:20]:
-        raise RuntimeError(f"the gateway answers {head.splitlines()[0].decode()}: {(await reader.read(1000)).decode()}")
+        raise RuntimeError(
+            f"the gateway returned {head.splitlines()[0].decode()}: {(await reader.read(1000)).decode()}"
+        )
     if b"transfer-encoding: chunked" in head:
-        await _read_events(reader, answer)
+        await _read_events(reader, times)
     else:
         await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
-        answer.stamps.append(time.perf_counter())
-    return answer
+        times.stamps.append(time.perf_counter())
+    return times
 
 
-async def _read_events(reader: asyncio.StreamReader, answer: ResponseTimes) -> None:
-    """The gateway sends each as a chunk. The last one, which says that there are no more, is not stamped."""
+async def _read_events(reader: asyncio.StreamReader, times: ResponseTimes) -> None:
+    """Read the events of a stream, each of which the gateway sends as a chunk. The end marker is not counted."""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         event = await reader.readexactly(size + 2)
         if not event.startswith(b"data: [DONE]"):
-            answer.stamps.append(time.perf_counter())
+            times.stamps.append(time.perf_counter())
     await reader.readexactly(2)

@@ -1,7 +1,7 @@
-"""The kernels whose cost is the memory they move, each as one line of figures.
+"""The memory-bound kernels of `paged bench kernels`, one line of figures each.
 
-A line makes its inputs and gives a call, how many rotations of inputs it has, and the bytes that one call must move,
-read and written. To add one: a function here, and its name in LINES.
+A function creates the inputs of a kernel and returns a call, the number of copies of the inputs, and the bytes that a
+call has to read and write. To add a kernel, write such a function and add it to LINES.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._race import Call, rotations
 
 SHAPE = LayerShape(8, 128)
-HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # with it those of Llama-3.1-8B
+HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # with SHAPE, the sizes of Llama-3.1-8B
 BLOCK = 16
 
-Line = Callable[[torch.device, torch.dtype, int], tuple[Call, int, int]]  # of so many tokens in a step
+Line = Callable[[torch.device, torch.dtype, int], tuple[Call, int, int]]  # the last argument: tokens in a step
 
 
 def kv_write(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
@@ -35,7 +35,7 @@ def kv_write(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Cal
 
 def rope_kv_write(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
     heads = HEADS + 2 * SHAPE.num_kv_heads
-    nbytes = 2 * tokens * (heads + 1) * SHAPE.head_dim * dtype.itemsize  # and cosines and sines, which are only read
+    nbytes = 2 * tokens * (heads + 1) * SHAPE.head_dim * dtype.itemsize  # +1: cosines and sines, which are only read
     count = rotations(nbytes, device)
     cache, slots = _pool(count * tokens, device, dtype), _slots(count, tokens, device)
     rows = _random(count, tokens, heads, SHAPE.head_dim, device=device, dtype=dtype)
@@ -65,7 +65,7 @@ def greedy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call,
 
 
 def filtered(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
-    """Every row with temperature, top_k and top_p."""
+    """Sample every row with temperature, top_k and top_p."""
     rows = _rows(tokens)
 
     def full(value: float, kind: torch.dtype) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _rows(tokens: int) -> int:
 
 
 def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
-    """As a fork's copies on write are made: whole blocks, in all of four layers."""
+    """Copy blocks as copy-on-write does: whole blocks in all layers, here four."""
     copies = max(1, tokens // BLOCK)
     kv = KVCache.allocate([SHAPE] * 4, num_blocks=4 * copies, block_size=BLOCK, dtype=dtype, device=device)
     pair = BlockPair.of(kv.tensors, kv.tensors)

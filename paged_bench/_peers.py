@@ -1,4 +1,4 @@
-"""transformers' own ways to serve the same requests with the same weights."""
+"""The ways in which transformers can serve the same requests with the same weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from paged_bench._workload import Contestant, Job, Run
 
 
 def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:
-    """transformers' model as it comes, in the same type; with weights of its own where they are dummies."""
-    # It tells at length what a benchmark of it does on purpose.
+    """Load the model with transformers, with the same data type. Dummy weights are initialized again."""
+    # It warns about things that a benchmark does on purpose.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -41,6 +41,8 @@ def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Pre
 
 
 def one_at_a_time(model: PreTrainedModel) -> Contestant:
+    """Return a contestant that runs one request after the other."""
+
     def run(jobs: Sequence[Job]) -> Run:
         started = time.perf_counter()
         for job in jobs:
@@ -52,8 +54,11 @@ def one_at_a_time(model: PreTrainedModel) -> Contestant:
 
 
 def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
-    """One static batch: every prompt is padded to the longest, every row runs until the last has ended. As many
-    of the first requests are in it as `memory` bytes have room for."""
+    """Return a contestant that runs one static batch.
+
+    Prompts are padded to the longest one, and every row runs until the last one has finished. The batch has the first
+    requests, as many as fit into `memory` bytes.
+    """
 
     def run(jobs: Sequence[Job]) -> Run:
         jobs = jobs[: max(1, int(min(len(jobs), memory // _row_bytes(model, jobs))))]
@@ -63,36 +68,39 @@ def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
         seconds = time.perf_counter() - started
         slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
         tokens = sum(len(job.prompt) + job.output - 1 for job in jobs)
-        begun = [[when - started for when in one] for one in stamps]
-        return Run(seconds, len(jobs), begun, outputs, slots, tokens)
+        relative = [[when - started for when in one] for one in stamps]
+        return Run(seconds, len(jobs), relative, outputs, slots, tokens)
 
     return run
 
 
 def _row_bytes(model: PreTrainedModel, jobs: Sequence[Job]) -> int:
-    """Of keys and values of one request in a padded batch."""
-    of = model.config.get_text_config()
-    width = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    slot = 2 * of.num_hidden_layers * of.num_key_value_heads * width * model.dtype.itemsize
+    """Return the size of the keys and values of one request in a padded batch."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
     rows = max(job.n * job.beams for job in jobs)
     return rows * slot * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs))
 
 
 def _release() -> None:
-    """What contestants before have left: it would count as taken."""
+    """Free the unused memory of earlier contestants, which would count as used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> tuple[list[list[float]], list[list[int]]]:
-    """When each sequence had its tokens, and the tokens of each request's first. Beams are known at the end only."""
+    """Return the times of each sequence's tokens, and the output tokens of each request's first sequence.
+
+    There are no times for beams, which are known only at the end.
+    """
     width, first = max(len(job.prompt) for job in jobs), jobs[0]
     ids = torch.tensor([[0] * (width - len(job.prompt)) + job.prompt for job in jobs], device=model.device)
     mask = torch.tensor([[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs], device=model.device)
     steps, ends = max(job.output for job in jobs), []
 
-    def look(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    def record_time(ids: torch.Tensor, scores: Any) -> torch.Tensor:
         ends.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
@@ -105,7 +113,7 @@ def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> tuple[list[list[fl
         num_beams=first.beams,
         eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([look]),
+        stopping_criteria=StoppingCriteriaList([record_time]),
     )
     assert out.shape == (len(jobs) * first.n, width + steps)
     stamps = [ends[: job.output] for job in jobs for _ in range(first.n)] if first.beams == 1 else []
@@ -114,11 +122,18 @@ def _generate(model: PreTrainedModel, jobs: Sequence[Job]) -> tuple[list[list[fl
 
 
 def continuous(model: PreTrainedModel, budget: int, *, tuned: bool, sharing: bool) -> Contestant:
-    """transformers' own continuous batching, with the hints that its `generate_batch` gives and FlashAttention where
-    the library finds it; prompts are looked up in its prefix cache with `sharing`. As it comes, with as many tokens in
-    a step as ours; or tuned as its guide advises for throughput on a GPU (huggingface.co/docs/transformers,
-    "Continuous batching"): compiled at the highest level, all free memory; with FlashAttention it takes CUDA graphs,
-    steps that overlap and the decode kernel by itself. Its set-up and warm-up are not timed."""
+    """Return a contestant that uses the continuous batching of transformers.
+
+    It gets the same hints as in `generate_batch`, and FlashAttention if that is installed. Setup and warm-up are not
+    timed.
+
+    Args:
+        budget: tokens per step, unless it is tuned.
+        tuned: use the settings that its guide recommends for throughput on a GPU (huggingface.co/docs/transformers,
+            "Continuous batching"): the highest compile level and all free memory. With FlashAttention it then enables
+            CUDA graphs, overlapping steps and the decode kernel itself.
+        sharing: use its prefix cache.
+    """
 
     def run(jobs: Sequence[Job]) -> Run:
         first, rows = jobs[0], sum(job.n for job in jobs)
@@ -152,7 +167,7 @@ def continuous(model: PreTrainedModel, budget: int, *, tuned: bool, sharing: boo
 
 
 def _settings(manager: Any) -> dict[str, str | float]:
-    """What it runs with, after it has filled in what was left to it."""
+    """Return its settings, including those that it has chosen itself."""
     config = manager.continuous_batching_config
     varlen, decode = config.cuda_graph_booleans
     return {
@@ -162,7 +177,7 @@ def _settings(manager: Any) -> dict[str, str | float]:
         "num_blocks": config.num_blocks,
         "max_batch_tokens": config.max_batch_tokens,
         "max_requests_per_batch": config.max_requests_per_batch,
-        "max_blocks_per_request": config.max_blocks_per_request,  # 0: no decode kernel
+        "max_blocks_per_request": config.max_blocks_per_request,  # 0 disables the decode kernel
         "max_memory_percent": config.max_memory_percent,
         "prefix sharing": int(config.allow_block_sharing),
         "CUDA graphs, prompts": int(varlen),
@@ -174,7 +189,7 @@ def _settings(manager: Any) -> dict[str, str | float]:
 
 
 def _pages(jobs: Sequence[Job]) -> int:
-    """Of 256 tokens: for all requests at once, and as many for what it keeps beside."""
+    """Return the number of blocks of 256 tokens: twice what all requests need at once."""
     return 2 * sum(job.n * -(-(len(job.prompt) + job.output) // 256) for job in jobs)
 
 
@@ -190,7 +205,7 @@ def _serve(manager: Any, jobs: Sequence[Job], rows: int) -> Run:
     for result in results:
         key = int(result.request_id.partition("__")[0])
         job, outputs[key] = jobs[key], result.generated_tokens
-        # It logs errors and goes on: what is missing would make it look fast.
+        # It logs errors and continues. Missing tokens would make it look fast.
         assert len(result.generated_tokens) == job.output, (result.request_id, len(result.generated_tokens))
         stamps.append([when - started - job.arrival for when in result.timestamps or ()])
     return Run(seconds, len(jobs), stamps, outputs)

@@ -1,6 +1,6 @@
-"""Time functions against each other on a device: in turn, with memory that no cache holds any more.
+"""Times functions alternately on a device, with inputs that are not in any cache.
 
-On a GPU every contestant is captured in a CUDA graph, so that neither side pays for Python or for launches.
+On a GPU every contestant is captured in a CUDA graph, so that Python and kernel launches are not part of the time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from paged_backend.execution.graphs import forbid_synchronization
 
-Call = Callable[[int], object]  # the kernel, on the inputs of this rotation
+Call = Callable[[int], object]  # calls the kernel with the given copy of its inputs
 
-CACHES = 3  # times the last cache that rotated inputs take together
-LEAST_SECONDS = {"cpu": 0.02, "cuda": 0.01}  # of one timing
+CACHES = 3  # size of all copies of the inputs, relative to the last-level cache
+MIN_SECONDS = {"cpu": 0.02, "cuda": 0.01}  # of one timing
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last cache: a GPU's L2, a CPU's L3."""
+    """Return the size of the last-level cache: L2 of a GPU, L3 of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = []
@@ -31,7 +31,12 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def rotations(nbytes: int, device: torch.device, most_bytes: int | None = None) -> int:
-    """How many copies of inputs of `nbytes` leave none in the cache when its turn comes again."""
+    """Return how many copies of inputs it takes for a copy not to be in the cache when it is used again.
+
+    Args:
+        nbytes: size of a copy.
+        most_bytes: limit of the size of all copies.
+    """
     wanted = -(-CACHES * cache_bytes(device) // max(1, nbytes))
     if most_bytes is not None:
         wanted = min(wanted, most_bytes // max(1, nbytes))
@@ -39,18 +44,20 @@ def rotations(nbytes: int, device: torch.device, most_bytes: int | None = None) 
 
 
 def timer(call: Call, count: int, device: torch.device) -> Callable[[], float]:
-    """A function that times `call` over all rotations, several times, and gives the seconds of one call. Raises what
-    the first call raises."""
+    """Return a function that measures the seconds of one `call`, with all `count` copies of its inputs.
+
+    Raises the exception of the first call, if it has one.
+    """
     call(0)
     run = _captured(call, count) if device.type == "cuda" else lambda: [call(index) for index in range(count)]
-    repeats = max(1, round(LEAST_SECONDS[device.type] / _seconds(run, 1, device)))
+    repeats = max(1, round(MIN_SECONDS[device.type] / _seconds(run, 1, device)))
     return lambda: _seconds(run, repeats, device) / repeats / count
 
 
 def _captured(call: Call, count: int) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what compiles or allocates at its first call does so here
+    with torch.cuda.stream(stream):  # warm up: kernels may compile or allocate in their first call
         for index in range(count):
             call(index)
         with forbid_synchronization():
@@ -61,7 +68,7 @@ def _captured(call: Call, count: int) -> Callable[[], object]:
         for index in range(count):
             call(index)
 
-    def replay(of: Call = call) -> None:  # held, for its inputs: the graph keeps the addresses alone
+    def replay(of: Call = call) -> None:  # keeps the inputs alive: the graph has only their addresses
         graph.replay()
 
     replay()
@@ -84,10 +91,10 @@ def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> f
 
 
 def race(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, one a round, each round begun by another."""
+    """Run each timer once per round and return its seconds by name. Each round starts with another timer."""
     names = list(timers)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            taken[name].append(timers[name]())
-    return taken
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds[name].append(timers[name]())
+    return seconds

@@ -1,4 +1,4 @@
-"""Where the time of the engine's own decode steps goes, by part."""
+"""Profiles the engine's decode steps by part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged_kernels.cpu import native
 
 from paged_backend.scheduling.plan import Plan
 
-PARTS = {  # functions and methods by where they are defined; what none of them takes is "rest"
+PARTS = {  # functions and methods of each part; the remaining time is "rest"
     "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnnCopy.__call__"),
     "attention": ("paged_kernels.ops.paged_attention",),
     "rotate and write": ("paged_kernels.ops.rope_kv_write", "paged_kernels.ops.kv_write"),
@@ -30,7 +30,7 @@ PARTS = {  # functions and methods by where they are defined; what none of them 
         "paged_backend.execution.batch.pack",
     ),
 }
-KEPT = {  # operations in C++ keep their time themselves: one call may be several of them
+NATIVE_PARTS = {  # C++ operations measure their own time, because one call may have several of them
     "linear": "linears",
     "paged_attention": "attention",
     "rope_kv_write": "rotate and write",
@@ -38,28 +38,30 @@ KEPT = {  # operations in C++ keep their time themselves: one call may be severa
     "swiglu": "activation",
 }
 REST = "rest"
-BOUNDARY = "paged_backend.scheduling.scheduler.Scheduler.schedule"  # which every step begins with
+BOUNDARY = "paged_backend.scheduling.scheduler.Scheduler.schedule"  # the first call of every step
 
 
 @dataclass
 class Step:
-    """One turn of the engine's loop."""
+    """One iteration of the engine loop."""
 
     began: float
     sequences: int = 0
     tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # by part, without what other parts took inside
-    before: dict[str, float] = field(default_factory=dict)  # what C++ had taken when it began, by part
+    seconds: dict[str, float] = field(default_factory=dict)  # by part, without nested parts
+    before: dict[str, float] = field(default_factory=dict)  # C++ seconds so far when the step began, by part
 
     def by_part(self, later: Step) -> dict[str, float]:
-        """With the step after it, before which C++ had taken more."""
+        """Return the seconds of each part. `later` is the next step, whose `before` has the C++ seconds of this one."""
         inside = {part: later.before[part] - seconds for part, seconds in self.before.items()}
         return {part: inside.get(part, 0.0) + self.seconds.get(part, 0.0) for part in PARTS}
 
 
 def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
-    """Median seconds of each part, in the steps of `run` that decode one token of each of so many sequences. The timers
-    take about a microsecond a call. Raises ValueError where no step is of that kind, or a part was never called."""
+    """Return the median seconds of each part, in the steps of `run` that decode one token of `sequences` sequences.
+
+    The timers take about a microsecond per call. Raises ValueError if there is no such step, or a part is never called.
+    """
     with _timed() as steps:
         run()
     kept = [
@@ -71,14 +73,14 @@ def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
         raise ValueError(f"no step decodes {sequences} sequences and nothing else")
     medians = {part: statistics.median(one[part] for one, _ in kept) for part in PARTS}
     if silent := [part for part, seconds in medians.items() if not seconds]:
-        raise ValueError(f"never called in a decode step: {', '.join(silent)}; PARTS names them no longer")
+        raise ValueError(f"never called in a decode step: {', '.join(silent)}; update PARTS")
     return medians | {REST: max(0.0, statistics.median(whole for _, whole in kept) - sum(medians.values()))}
 
 
 @contextmanager
 def _timed() -> Iterator[list[Step]]:
     steps: list[Step] = []
-    inner: list[float] = []  # of calls that are open: what parts inside them took
+    inner: list[float] = []  # for each open call, the seconds of nested parts
     changed: list[tuple[Any, str, Any]] = []
 
     def timed(part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +89,7 @@ def _timed() -> Iterator[list[Step]]:
             began = time.perf_counter()
             if name == BOUNDARY:
                 inside = native.seconds() if compiled else {}
-                steps.append(Step(began, before={KEPT[kind]: seconds for kind, seconds in inside.items()}))
+                steps.append(Step(began, before={NATIVE_PARTS[kind]: seconds for kind, seconds in inside.items()}))
             inner.append(0.0)
             result = function(*args, **options)
             whole = time.perf_counter() - began
@@ -118,7 +120,7 @@ def _timed() -> Iterator[list[Step]]:
 
 
 def _bindings(name: str) -> Sequence[tuple[Any, str, Any]]:
-    """Where a function is found: in its module and in all of ours that imported it; a method, in its class."""
+    """Return all places where a function is bound: its module and our modules that import it, or its class."""
     owner, _, attribute = name.rpartition(".")
     if owner.rpartition(".")[2][0].isupper():
         module, _, kind = owner.rpartition(".")

@@ -1,4 +1,4 @@
-"""What benchmarks ask of an engine, the same for every contestant, and what they get: prompts, outputs, arrivals."""
+"""Workloads: the requests of a benchmark, which are the same for every contestant, and the results of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from client.serving.repository import resolve_model
 
 MODELS = Path(__file__).parent / "models"  # configurations without weights
-NULL = "null"  # of them the one that computes nothing
-DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}  # mean tokens of prompt and output
-LONGEST = 1024  # tokens of a prompt or an output
+NULL = "null"  # the one of them that computes nothing
+DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}  # mean lengths of prompt and output, in tokens
+MAX_LENGTH = 1024  # tokens of a prompt or an output in these datasets
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request. Every sequence of it has `output` tokens: the end of sequence is ignored."""
+    """A request. Every sequence generates `output` tokens, because the end of sequence is ignored."""
 
     prompt: list[int]
     output: int
@@ -29,41 +29,42 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """That its client gets."""
+        """Output tokens of all samples."""
         return self.n * self.output
 
 
 @dataclass(frozen=True)
 class Run:
-    """One contestant's pass over the requests."""
+    """The result of one pass of a contestant over the requests."""
 
     seconds: float
-    requests: int  # that it served: of the first ones, as many as it has memory for
-    stamps: list[list[float]] = field(default_factory=list)  # of each sequence's tokens, seconds from its arrival
-    outputs: list[list[int]] = field(default_factory=list)  # tokens of each request's first sample
-    peak_slots: int = 0  # key/value slots held at once at the most
-    peak_tokens: int = 0  # tokens that were in them
-    settings: Mapping[str, str | float] = field(default_factory=dict)  # what was chosen for it
+    requests: int  # number of requests that it ran: the first ones that fit into its memory
+    # The time of each token of each sequence, in seconds since the arrival of its request.
+    stamps: list[list[float]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)  # output tokens of the first sample of each request
+    peak_slots: int = 0  # most KV cache slots in use at once
+    peak_tokens: int = 0  # tokens in these slots
+    settings: Mapping[str, str | float] = field(default_factory=dict)  # settings that the contestant has chosen
 
 
 Contestant = Callable[[Sequence[Job]], Run]
 
 
 def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
-    """Log-normal, cut at LONGEST, and scaled so that the mean holds after the cut."""
-    drawn = [rnd.lognormvariate(0, 1) for _ in range(count)]
+    """Return log-normal lengths of at most MAX_LENGTH, scaled so that their mean is `mean`."""
+    values = [rnd.lognormvariate(0, 1) for _ in range(count)]
     scale = mean
     for _ in range(30):
-        cut = [max(1, min(LONGEST, round(scale * one))) for one in drawn]
-        scale *= mean / statistics.mean(cut)
-    return cut
+        limited = [max(1, min(MAX_LENGTH, round(scale * one))) for one in values]
+        scale *= mean / statistics.mean(limited)
+    return limited
 
 
-Draw = Callable[[int], list[int]]  # so many tokens
+Draw = Callable[[int], list[int]]  # returns a number of random tokens
 
 
 def _mixed(count: int, draw: Draw, limit: int) -> list[Job]:
-    """Most of them short and a few long, as people's requests are; small enough for a CPU."""
+    """Return mostly short and a few long requests, small enough for a CPU."""
     rnd = random.Random(0)
 
     def length(median: int, most: int) -> int:
@@ -73,7 +74,7 @@ def _mixed(count: int, draw: Draw, limit: int) -> list[Job]:
 
 
 def _even(count: int, draw: Draw, limit: int) -> list[Job]:
-    """Any length as likely as another: with 32 requests 4,609 tokens in and 3,260 out."""
+    """Return requests with uniformly distributed lengths: 4,609 tokens in and 3,260 out for 32 requests."""
     rnd = random.Random(158)
     return [Job(draw(rnd.randint(32, 255)), rnd.randint(16, 191)) for _ in range(count)]
 
@@ -89,7 +90,7 @@ def _dataset(name: str, **sampling: int) -> Callable[[int, Draw, int], list[Job]
 
 
 def _system_prompt(count: int, draw: Draw, limit: int) -> list[Job]:
-    """A prompt of 512 tokens that all share, and 24 of their own."""
+    """Return requests with a shared prefix of 512 tokens and 24 further tokens each."""
     shared = draw(min(512, limit // 2))
     return [Job(shared + draw(24), 64) for _ in range(count)]
 
@@ -99,7 +100,10 @@ def _long(count: int, draw: Draw, limit: int) -> list[Job]:
 
 
 def _nano(count: int, draw: Draw, limit: int) -> list[Job]:
-    """nano-vllm's benchmark: with 256 requests 142,827 tokens in and 133,966 out. Its prompts are drawn in between."""
+    """Return the requests of nano-vllm's benchmark: 142,827 tokens in and 133,966 out for 256 requests.
+
+    Its prompts are drawn from the same random numbers as its lengths.
+    """
     rnd = random.Random(0)
     prompts = []
     for _ in range(count):
@@ -124,8 +128,13 @@ WORKLOADS = {
 
 
 def workload(name: str, count: int, vocab_size: int, limit: int, rate: float | None = None) -> list[Job]:
-    """`count` requests (a 32nd of them where contexts are long), shortened to a model of `limit` positions. With a
-    `rate`, in requests a second, they arrive as a Poisson process; else all at once."""
+    """Return the requests of a workload, shortened to fit into a model of `limit` positions.
+
+    Args:
+        name: one of WORKLOADS.
+        count: number of requests; "long" has a 32nd of it.
+        rate: requests per second of a Poisson process; None if all arrive at once.
+    """
     rnd = random.Random(1)
     jobs = WORKLOADS[name](count, lambda length: [rnd.randrange(vocab_size) for _ in range(length)], limit)
     jobs = [_fit(job, limit) for job in jobs]
@@ -144,7 +153,7 @@ def _fit(job: Job, limit: int) -> Job:
 
 
 def model_options(model: str) -> dict[str, Any]:
-    """Engine options for a model: a directory or 'demo', or one of MODELS, whose weights are drawn at random."""
+    """Return engine options for a model: a directory or 'demo', or one of MODELS with random weights."""
     if model in (*model_names(), NULL):
         own = {"model": str(MODELS / model), "tokenizer": resolve_model("demo"), "load_format": "dummy"}
         return own | ({"trust_remote_code": True} if model == NULL else {})

@@ -1,8 +1,8 @@
-"""Throughput and latencies of the engine without a server, beside transformers' ways to serve the same requests.
+"""Measure throughput and latencies of the engine without a server, and of transformers for the same requests.
 
-All contestants run the same weights (or the same shapes with random ones) in the same dtype on the same device and
-generate the same number of tokens for each request: end of sequence is ignored. Only the tokens that a request asked
-for count. Time to first token is from a request's arrival; between tokens, from one of a sequence to its next.
+All contestants run the same weights (or the same shapes with random weights) with the same dtype on the same device,
+and generate the same number of tokens for each request: the end of sequence is ignored. Only requested tokens count.
+Time to first token starts at the arrival of a request. Time between tokens is within a sequence.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from paged_bench._workload import WORKLOADS, Contestant, Job, Run, model_names, 
 OURS = "paged"
 CONTINUOUS, TUNED = "transformers, continuous", "transformers, continuous, tuned"
 PADDED, ALONE = "transformers, one padded batch", "transformers, one at a time"
-CACHED = ("system-prompt",)  # workloads that the prefix cache is on for; elsewhere rounds send the same prompts
-TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200, and what its memory allows
-LIMITS = {"nano": 36_500.0}
+CACHED = ("system-prompt",)  # workloads with a prefix cache; in the others, rounds repeat the same prompts
+TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200
+LIMITS = {"nano": 36_500.0}  # what its memory bandwidth allows
 
 
 def requests_of(jobs: Sequence[Job], assembly: Assembly) -> list[GenerateRequest]:
-    made = []
+    requests = []
     for key, job in enumerate(jobs):
-        greedy = 1.0 if job.n > 1 or job.beams > 1 else 0.0
+        temperature = 1.0 if job.n > 1 or job.beams > 1 else 0.0
         sampling = SamplingParams(
-            max_tokens=job.output, temperature=greedy, n=job.n, beam_width=job.beams, ignore_eos=True
+            max_tokens=job.output, temperature=temperature, n=job.n, beam_width=job.beams, ignore_eos=True
         )
-        made.append(GenerateRequest.from_prompt(key, job.prompt, sampling, key, frozenset(), assembly.limits))
-    return made
+        requests.append(GenerateRequest.from_prompt(key, job.prompt, sampling, key, frozenset(), assembly.limits))
+    return requests
 
 
 def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
-    """The engine on its own thread, as the server runs it."""
+    """Run jobs with the engine on its own thread, as in the server."""
     started = time.monotonic()
     requests = requests_of(jobs, assembly)
     stamps: dict[tuple[int, int], list[float]] = {}
     outputs: list[list[int]] = [[] for _ in jobs]
     peak = (0, 0)
-    held = [len(job.prompt) for job in jobs]
+    lengths = [len(job.prompt) for job in jobs]  # tokens of each running request
     arrivals = [job.arrival for job in jobs] if jobs[-1].arrival else None
     for output in serve(assembly, requests, arrivals):
         for delta in output.deltas:
@@ -74,10 +74,10 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
             stamps.setdefault((delta.key, delta.sample), []).extend([when] * len(delta.token_ids))
             if delta.sample == 0:
                 outputs[delta.key] += delta.token_ids
-            held[delta.key] = 0 if delta.last else held[delta.key] + len(delta.token_ids)
+            lengths[delta.key] = 0 if delta.last else lengths[delta.key] + len(delta.token_ids)
         if output.stats.waiting == 0 and output.stats.running == len(jobs):
-            # The newest token of a sequence is not in the pool yet.
-            live = sum(held) - len(jobs)
+            # The newest token of a sequence is not in the KV cache yet.
+            live = sum(lengths) - len(jobs)
             peak = max(peak, (output.stats.blocks_used * assembly.scheduler.blocks.block_size, live))
     seconds = time.monotonic() - started
     assert all(len(stamps[key, 0]) == job.output for key, job in enumerate(jobs))
@@ -86,7 +86,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
 
 
 def latencies(what: str, runs: Sequence[Run]) -> Iterator[Record]:
-    """Time to first token and between tokens, p50 and p99 over all sequences of all rounds."""
+    """Yield time to first token and time between tokens, p50 and p99 over all sequences of all rounds."""
     stamps = [one for run in runs for one in run.stamps if one]
     first = [one[0] for one in stamps]
     between = [later - earlier for one in stamps for earlier, later in itertools.pairwise(one)]
@@ -96,8 +96,10 @@ def latencies(what: str, runs: Sequence[Run]) -> Iterator[Record]:
 
 
 def gpu_idle(run: Callable[[], object]) -> float:
-    """Share of the wall time of `run` in which no kernel or copy was on the GPU, in %, by torch.profiler's record of
-    the device. The profiler itself slows the host: an upper bound."""
+    """Return the share of the wall time of `run` without a kernel or copy on the GPU, in %, by torch.profiler.
+
+    It is an upper bound, because the profiler slows down the host.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -115,25 +117,25 @@ def gpu_idle(run: Callable[[], object]) -> float:
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of what intervals cover together."""
-    covered, reached = 0.0, float("-inf")
+    """Return the length of the union of intervals."""
+    length, covered_to = 0.0, float("-inf")
     for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered
+        length += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return length
 
 
 def contestants(assembly: Assembly, peer: torch.nn.Module | None, name: str, budget: int) -> dict[str, Contestant]:
-    """Who can run this workload, and is not out of proportion slow in it."""
+    """Return the contestants that support a workload and are not disproportionately slow."""
     found: dict[str, Contestant] = {OURS: partial(run_paged, assembly)}
     if peer is None:
         return found
-    if name != "beam4":  # it has none
+    if name != "beam4":  # continuous batching has no beam search
         sharing = name in CACHED
         found[CONTINUOUS] = _peers.continuous(peer, budget, tuned=False, sharing=sharing)
         if assembly.device.type == "cuda":
             found[TUNED] = _peers.continuous(peer, budget, tuned=True, sharing=sharing)
-    if assembly.device.type == "cuda":  # half of what is free: attention and logits need room, too
+    if assembly.device.type == "cuda":  # half of the free memory is left for attention and logits
         found[PADDED] = _peers.padded(peer, torch.cuda.mem_get_info(assembly.device)[0] / 2)
     elif name in ("mixed", "alpaca", "n4", "beam4"):
         found[PADDED] = _peers.padded(peer)
@@ -143,20 +145,19 @@ def contestants(assembly: Assembly, peer: torch.nn.Module | None, name: str, bud
 
 
 def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: list[Job], rounds: int) -> list[Record]:
-    """All figures of one workload."""
+    """Return all figures of one workload."""
     tokens = sum(job.tokens for job in jobs)
     budget = assembly.scheduler.max_num_batched_tokens
-    fixed = jobs[-1].arrival > 0  # latencies are what is to be seen: throughput is what arrives
-    who = contestants(assembly, peer, name, budget)
-    who = {one: run for one, run in who.items() if not fixed or one not in (PADDED, ALONE)}
-    runs: dict[str, list[Run]] = {one: [] for one in who}
-
+    has_arrivals = jobs[-1].arrival > 0  # the throughput then is the arrival rate, and the latencies matter
+    by_name = contestants(assembly, peer, name, budget)
+    by_name = {one: run for one, run in by_name.items() if not has_arrivals or one not in (PADDED, ALONE)}
+    runs: dict[str, list[Run]] = {one: [] for one in by_name}
     failed: dict[str, str] = {}
 
     def timed(one: str) -> float:
         try:
-            runs[one].append(who[one](jobs))
-        except Exception as error:  # a peer's trouble must not cost the others' figures
+            runs[one].append(by_name[one](jobs))
+        except Exception as error:  # an error of a peer does not affect the figures of the others
             if one == OURS:
                 raise
             failed[one] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -164,28 +165,30 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
         run = runs[one][-1]
         return sum(job.tokens for job in jobs[: run.requests]) / run.seconds
 
-    figures = alternate({f"{one} ({name})": partial(timed, one) for one in who}, rounds)
-    by_name = dict(zip(who, figures.values(), strict=True))
-    ours = by_name.pop(OURS)
-    by_name = {one: values for one, values in by_name.items() if one not in failed}
-    peers = {one: statistics.median(values) for one, values in by_name.items()}
+    figures = alternate({f"{one} ({name})": partial(timed, one) for one in by_name}, rounds)
+    rates = dict(zip(by_name, figures.values(), strict=True))
+    ours = rates.pop(OURS)
+    rates = {one: values for one, values in rates.items() if one not in failed}
+    peers = {one: statistics.median(values) for one, values in rates.items()}
     prompt = sum(len(job.prompt) for job in jobs)
-    how = f"over {jobs[-1].arrival:.3g} s" if fixed else "at once"
-    print(f"{name}: {len(jobs)} requests {how}, {prompt} prompt and {tokens} output tokens, medians of {rounds} rounds")
+    when = f"over {jobs[-1].arrival:.3g} s" if has_arrivals else "at once"
+    print(
+        f"{name}: {len(jobs)} requests {when}, {prompt} prompt and {tokens} output tokens, medians of {rounds} rounds"
+    )
     records = [
         Record(
             f"output_throughput {name}", statistics.median(ours), "tokens/s", TARGETS.get(name), LIMITS.get(name), peers
         )
     ]
-    for one, values in by_name.items():
+    for one, values in rates.items():
         target = 2.0 if name == "nano" and one in (CONTINUOUS, TUNED) else None
         records.append(ratio(f"output_throughput_ratio {name} ({one})", ours, values, target))
-    for one in (OURS, *by_name):
+    for one in (OURS, *rates):
         records += latencies(f"{name} ({one})", runs[one])
     records += [not_measured(f"output_throughput_ratio {name} ({one})", why) for one, why in failed.items()]
-    for one in by_name:
-        records += _chosen(f"{name} ({one})", runs[one][-1], len(jobs))
-    records += _memory(name, runs)
+    for one in rates:
+        records += _peer_settings(f"{name} ({one})", runs[one][-1], len(jobs))
+    records += _kv_usage(name, runs)
     if assembly.device.type == "cuda":
         records.append(Record(f"GPU idle {name}", gpu_idle(lambda: run_paged(assembly, jobs)), "%", 2.0, 0.0))
     else:
@@ -195,8 +198,8 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
     return records
 
 
-def _chosen(what: str, run: Run, count: int) -> Iterator[Record]:
-    """What a peer ran with, and how many requests it had memory for, where that is not all."""
+def _peer_settings(what: str, run: Run, count: int) -> Iterator[Record]:
+    """Yield the settings of a peer and, if it did not have memory for all requests, how many it ran."""
     if run.settings:
         words = ", ".join(value for value in run.settings.values() if isinstance(value, str))
         numbers = {key: value for key, value in run.settings.items() if not isinstance(value, str)}
@@ -205,14 +208,14 @@ def _chosen(what: str, run: Run, count: int) -> Iterator[Record]:
         yield Record(f"requests that there is memory for {what}", run.requests, "requests", limit=count)
 
 
-def _memory(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
-    """Slots of key/value memory for each token in them, where all requests ran at the same time."""
-    held = {
+def _kv_usage(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:
+    """Yield the KV cache slots per token while all requests run at the same time."""
+    slots = {
         one: done[-1].peak_slots / done[-1].peak_tokens for one, done in runs.items() if done and done[-1].peak_tokens
     }
-    if OURS in held and name == "mixed":
-        peers = {one: value for one, value in held.items() if one == PADDED}
-        yield Record(f"kv_slots_per_token_at_peak {name}", held[OURS], "slots/token", limit=1.0, peers=peers)
+    if OURS in slots and name == "mixed":
+        peers = {one: value for one, value in slots.items() if one == PADDED}
+        yield Record(f"kv_slots_per_token_at_peak {name}", slots[OURS], "slots/token", limit=1.0, peers=peers)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -224,8 +227,8 @@ def main(argv: Sequence[str]) -> int:
     budget = args.budget or (8192 if on_gpu else max(512, count))
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
-    options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # as much is left for the others
-    if not on_gpu and "long" not in names:  # one prompt of which may be more than all of the others
+    options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # the peers need as much
+    if not on_gpu and "long" not in names:  # where one prompt may be longer than all others together
         options["num_gpu_blocks_override"] = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
     records, peer = [], None
     for caching in sorted({name in CACHED for name in names}):
@@ -240,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
                 records += measure(assembly, peer, name, jobs, args.rounds)
         assembly.close()
         del assembly
-        gc.collect()  # its pool makes room for the next one's
+        gc.collect()  # frees its block pool
     publish(records, args.json, lambda file, caption: draw(records, names, file, caption))
     return 0
 
@@ -249,19 +252,28 @@ def _parser() -> ArgumentParser:
     made = parser("engine", __doc__)
     add = made.add_argument
     shapes = ", ".join(model_names())
-    add("--model", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes} (default: by machine)")
-    add("--workload", action="append", choices=list(WORKLOADS), help="may be repeated (default: by machine)")
-    add("--rate", type=rate, metavar="X", help="requests a second, Poisson; default: all at once")
-    add("--dtype", help="of weights, keys and values (default: float32 on a CPU, the model's own on a GPU)")
-    add("--requests", type=count, metavar="N", help="(default: 32 on a CPU, 256 on a GPU)")
+    add(
+        "--model",
+        help=f"Hugging Face model directory, 'demo', or a shape with random weights: {shapes}"
+        " (default: demo on a CPU, Qwen3-0.6B on a GPU)",
+    )
+    add(
+        "--workload",
+        action="append",
+        choices=list(WORKLOADS),
+        help="workload to run; may be repeated (default: mixed on a CPU, all on a GPU)",
+    )
+    add("--rate", type=rate, metavar="X", help="Poisson request rate per second (default: all requests at once)")
+    add("--dtype", help="data type of weights and KV cache (default: float32 on a CPU, the model's on a GPU)")
+    add("--requests", type=count, metavar="N", help="number of requests (default: 32 on a CPU, 256 on a GPU)")
     add(
         "--budget",
         type=count,
         metavar="N",
-        help="tokens in one step at the most (default: 512 on a CPU, 8192 on a GPU)",
+        help="maximum number of tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     )
-    add("--rounds", type=count, default=3, metavar="N")
-    add("--alone", action="store_true", help="leave transformers out")
+    add("--rounds", type=count, default=3, metavar="N", help="number of rounds (default: 3)")
+    add("--alone", action="store_true", help="do not run transformers")
     return made
 
 

@@ -1,8 +1,8 @@
-"""What the gateway with OpenAI's interface adds to the server's own gRPC stream: the same requests through both.
+"""Measure the overhead of the OpenAI-compatible gateway over the server's gRPC streams.
 
-Latencies come from a model that takes its time, and what is added is the difference of medians that were taken in turn.
-What the gateway carries comes from a model that computes nothing, as streamed tokens and as whole answers of one token.
-Its processor time for each event and each whole answer holds on a busy machine, too.
+The same requests go through both. Added latency is the difference of medians of alternating runs with a real model. The
+capacity is measured with a model that computes nothing, for streamed tokens and for whole responses of one token. The
+gateway's CPU time per event and per response is also valid on a busy machine.
 """
 
 from __future__ import annotations
@@ -30,38 +30,43 @@ from paged_bench._workload import NULL, model_names, model_options
 GRPC, GATEWAY = "gRPC", "gateway"
 PATH = "/v1/completions"
 PROMPT = " ".join(WORDS)
-FEWEST = 4  # requests of a run, so that one stream has a median, too
-NULL_TOKENS = 8  # as many of the model that computes nothing, or a run of it would be over at once
+MIN_REQUESTS = 4  # of a run, so that there is a median for a single stream
+NULL_FACTOR = 8  # how many times more tokens the null model generates, so that a run is long enough
 ROOT = Path(__file__).parents[1]
 
 
-class Contest:
-    """One server and a gateway before it, and what the gateway's process has used."""
+class Setup:
+    """A server and a gateway in front of it, and the CPU time that the gateway has used."""
 
-    def __init__(self, server: TritonServer, port: int, gateway_pid: int):
+    def __init__(self, server: TritonServer, port: int, gateway_pid: int) -> None:
         self._server = server
         self._port = port
         self._pid = gateway_pid
-        self.used = 0.0  # seconds of a processor
-        self.answers = 0  # or events, of the gateway
+        self.cpu_seconds = 0.0  # CPU time of the gateway
+        self.messages = 0  # events or whole responses of the gateway
 
-    def run(self, who: str, requests: int, streams: int, tokens: int, *, stream: bool) -> LoadResult:
+    def reset(self) -> None:
+        self.cpu_seconds, self.messages = 0.0, 0
+
+    def run(self, path: str, requests: int, streams: int, tokens: int, *, stream: bool) -> LoadResult:
+        """Run requests over GRPC or through the GATEWAY, `streams` at a time."""
         sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         prompts = [f"{index} {PROMPT}" for index in range(requests)]
-        if who == GRPC:  # what the gateway asks for
-            asks = [request_values(one, None, sampling, stream=stream) for one in prompts]
-            answers = load.closed_loop(self._server.grpc_url, MODEL_NAME, asks, streams)
+        if path == GRPC:  # the same request as the gateway sends
+            items = [request_values(one, None, sampling, stream=stream) for one in prompts]
+            times = load.closed_loop(self._server.grpc_url, MODEL_NAME, items, streams)
         else:
             bodies = [{"model": MODEL_NAME, "prompt": one, "stream": stream, **sampling} for one in prompts]
             before = cpu_seconds([self._pid])
-            answers = _http_load.closed_loop(self._port, PATH, bodies, streams)
-            self.used += cpu_seconds([self._pid]) - before
-            self.answers += sum(len(one.stamps) for one in answers)
-        return LoadResult.of([one.sent for one in answers], [one.stamps for one in answers], requests * tokens)
+            times = _http_load.closed_loop(self._port, PATH, bodies, streams)
+            self.cpu_seconds += cpu_seconds([self._pid]) - before
+            self.messages += sum(len(one.stamps) for one in times)
+        return LoadResult.of([one.sent for one in times], [one.stamps for one in times], requests * tokens)
 
 
 @contextmanager
-def contest(options: dict[str, Any]) -> Iterator[Contest]:
+def started(options: dict[str, Any]) -> Iterator[Setup]:
+    """Start a server and a gateway."""
     (port,) = choose_ports(port=0)
     with TritonServer(options.pop("model"), options) as server:
         command = [sys.executable, "-m", "client", "openai", "--url", server.grpc_url, "--port", str(port)]
@@ -69,59 +74,61 @@ def contest(options: dict[str, Any]) -> Iterator[Contest]:
             try:
                 if not process.stdout or not process.stdout.readline():
                     raise RuntimeError("the gateway did not start")
-                found = Contest(server, port, process.pid)
-                for who in (GRPC, GATEWAY):
-                    found.run(who, 2, 1, 8, stream=True)  # the first requests find files and libraries cold
-                found.used, found.answers = 0.0, 0
-                yield found
+                setup = Setup(server, port, process.pid)
+                for path in (GRPC, GATEWAY):
+                    setup.run(path, 2, 1, 8, stream=True)  # warm up: files and libraries are not cached yet
+                setup.reset()
+                yield setup
             finally:
                 process.terminate()
                 process.wait()
 
 
-def latencies(found: Contest, streams: int, tokens: int, rounds: int) -> list[Record]:
-    loads = in_turn(
-        f"{streams} streams, tokens/s", found, rounds, requests=max(FEWEST, streams), streams=streams, tokens=tokens
+def latencies(setup: Setup, streams: int, tokens: int, rounds: int) -> list[Record]:
+    """Measure the latencies of both paths with `streams` concurrent streams."""
+    requests = max(MIN_REQUESTS, streams)
+    loads = run_alternately(
+        f"{streams} streams, tokens/s", setup, rounds, requests=requests, streams=streams, tokens=tokens
     )
-    firsts = {who: [one.first for one in runs] for who, runs in loads.items()}
-    between = {who: [one.between for one in runs] for who, runs in loads.items()}
+    firsts = {path: [one.first for one in runs] for path, runs in loads.items()}
+    between = {path: [one.between for one in runs] for path, runs in loads.items()}
     return [
         *added_latency(f"time to first response p50, {streams} streams", firsts, GRPC),
         *added_latency(f"time between responses p50, {streams} streams", between, GRPC),
     ]
 
 
-def in_turn(
-    what: str, found: Contest, rounds: int, *, requests: int, streams: int, tokens: int, stream: bool = True
+def run_alternately(
+    what: str, setup: Setup, rounds: int, *, requests: int, streams: int, tokens: int, stream: bool = True
 ) -> dict[str, list[LoadResult]]:
     loads: dict[str, list[LoadResult]] = {GRPC: [], GATEWAY: []}
 
-    def timed(who: str) -> float:
-        loads[who].append(found.run(who, requests, streams, tokens, stream=stream))
-        return loads[who][-1].tokens / loads[who][-1].seconds
+    def timed(path: str) -> float:
+        loads[path].append(setup.run(path, requests, streams, tokens, stream=stream))
+        return loads[path][-1].tokens / loads[path][-1].seconds
 
-    alternate({f"{who}, {what}": partial(timed, who) for who in loads}, rounds)
+    alternate({f"{path}, {what}": partial(timed, path) for path in loads}, rounds)
     return loads
 
 
-def carried(found: Contest, streams: int, tokens: int, requests: int, rounds: int) -> Iterator[Record]:
-    """By a server whose model costs nothing."""
-    for what, unit, each, stream in (
-        ("streamed tokens", "tokens/s", {"requests": streams, "tokens": NULL_TOKENS * tokens}, True),
+def capacity(setup: Setup, streams: int, tokens: int, requests: int, rounds: int) -> Iterator[Record]:
+    """Measure the throughput of both paths with a model that computes nothing, and the CPU time of the gateway."""
+    for what, unit, sizes, stream in (
+        ("streamed tokens", "tokens/s", {"requests": streams, "tokens": NULL_FACTOR * tokens}, True),
         ("whole answers of one token", "requests/s", {"requests": requests, "tokens": 1}, False),
     ):
-        found.used, found.answers = 0.0, 0
-        loads = in_turn(f"{NULL}, {unit}", found, rounds, streams=streams, stream=stream, **each)
-        rates = {who: [one.tokens / one.seconds for one in runs] for who, runs in loads.items()}
+        setup.reset()
+        loads = run_alternately(f"{NULL}, {unit}", setup, rounds, streams=streams, stream=stream, **sizes)
+        rates = {path: [one.tokens / one.seconds for one in runs] for path, runs in loads.items()}
         name = f"{what}, {streams} at once"
-        for who, values in rates.items():
-            yield Record(f"{name} ({who})", statistics.median(values), unit)
+        for path, values in rates.items():
+            yield Record(f"{name} ({path})", statistics.median(values), unit)
         yield ratio(f"{name}: {GATEWAY} / {GRPC}", rates[GATEWAY], rates[GRPC], limit=1.0)
         part = "event" if stream else "answer"
         if stream:
-            tokens_of = sum(one.tokens for one in loads[GATEWAY]) / found.answers
-            yield Record(f"tokens per event, {streams} at once", tokens_of, "tokens")
-        yield Record(f"processor time of the gateway per {part}", 1e3 * found.used / found.answers, "ms")
+            tokens_per_event = sum(one.tokens for one in loads[GATEWAY]) / setup.messages
+            yield Record(f"tokens per event, {streams} at once", tokens_per_event, "tokens")
+        yield Record(f"processor time of the gateway per {part}", 1e3 * setup.cpu_seconds / setup.messages, "ms")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,13 +136,13 @@ def main(argv: Sequence[str]) -> int:
     streams = args.streams or [1, 16]
     most = max(16, *streams)
     records: list[Record] = []
-    with contest(model_options(args.model) | {"enable_prefix_caching": False, "max_num_seqs": most}) as found:
+    with started(model_options(args.model) | {"enable_prefix_caching": False, "max_num_seqs": most}) as setup:
         for each in streams:
-            records += latencies(found, each, args.tokens, args.rounds)
+            records += latencies(setup, each, args.tokens, args.rounds)
     options = model_options(NULL) | {"max_num_seqs": most, "enable_prefix_caching": False}
-    options |= {"num_gpu_blocks_override": most * (NULL_TOKENS * args.tokens // 16 + 8), "max_num_batched_tokens": 2048}
-    with contest(options) as found:
-        records += carried(found, most, args.tokens, args.requests, args.rounds)
+    options |= {"num_gpu_blocks_override": most * (NULL_FACTOR * args.tokens // 16 + 8), "max_num_batched_tokens": 2048}
+    with started(options) as setup:
+        records += capacity(setup, most, args.tokens, args.requests, args.rounds)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 
@@ -144,11 +151,21 @@ def _parser() -> ArgumentParser:
     made = parser("gateway", __doc__)
     add = made.add_argument
     shapes = ", ".join([NULL, *model_names()])
-    add("--model", default="demo", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes}")
-    add("--streams", type=count, action="append", metavar="N", help="at once; may be repeated (default 1 and 16)")
-    add("--tokens", type=count, default=128, metavar="N", help="that each of them gets (default 128)")
-    add("--requests", type=count, default=2000, metavar="N", help="for whole answers (default 2000)")
-    add("--rounds", type=count, default=5, metavar="N")
+    add(
+        "--model",
+        default="demo",
+        help=f"Hugging Face model directory, 'demo', or a shape with random weights: {shapes} (default: demo)",
+    )
+    add(
+        "--streams",
+        type=count,
+        action="append",
+        metavar="N",
+        help="number of concurrent streams; may be repeated (default: 1 and 16)",
+    )
+    add("--tokens", type=count, default=128, metavar="N", help="output tokens of each stream (default: 128)")
+    add("--requests", type=count, default=2000, metavar="N", help="number of non-streaming requests (default: 2000)")
+    add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
     return made
 
 
@@ -159,7 +176,7 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     left, right = figure.subplots(1, 2)
     for axes, title, bars in (
         (left, "added by the gateway, ms", [one for one in records if one.name.startswith("added to ")]),
-        (right, "carried, a second, where the model costs nothing", [one for one in records if "/s" in one.unit]),
+        (right, "capacity per second with the null model", [one for one in records if "/s" in one.unit]),
     ):
         shown = [one for one in bars if one.value is not None][::-1]
         names = [one.name.removeprefix("added to ").replace(f" streams ({GATEWAY})", " streams") for one in shown]

@@ -1,8 +1,7 @@
-"""Libraries for structured outputs against each other: what they can hold an output to, how long a mask takes, how long
-they take to start and to compile, and what they do with what is meant to hurt.
+"""Compare libraries for structured outputs: supported features, time per mask, start and compile time, hard cases.
 
-Ours is llguidance, with the limits that the engine gives it. Times are those of the processor; a feature is held to
-where texts that fit can be drawn and the others cannot.
+Ours is llguidance, with the limits of the engine. Times are CPU times. A feature is enforced ("held to") if all
+matching texts can be generated and the others cannot.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from paged_bench._guided_cases import EXPRESSIONS, GRAMMARS, HARD, SCHEMAS, SPEE
 from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
 
 OURS, PEER = "llguidance", "xgrammar"
-MOST_BYTES = 6 << 30  # of a process that tries a hard case
+MAX_BYTES = 6 << 30  # address space of a process that runs a hard case
 HELD, REFUSED, IGNORED, STRICT = "held to", "refused", "ignored", "too strict"
 
 
 class Llguidance:
-    """As the engine uses it."""
+    """llguidance, used as in the engine."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         from paged_backend.guided.tokenizer import llguidance_tokenizer
@@ -40,7 +39,7 @@ class Llguidance:
         self._tokenizer = llguidance_tokenizer(tokenizer, vocab_size, [tokenizer.eos_token_id])
 
     def compile(self, case: Case) -> Callable[[], Any]:
-        """What makes a matcher. Raises whatever the library says."""
+        """Return a function that creates a matcher. Raises the library's error for an unsupported case."""
         from paged_backend.guided.grammar import build_grammar, create_matcher
 
         return create_matcher(self._tokenizer, build_grammar(case.kind, case.text)).deep_copy
@@ -57,7 +56,7 @@ class Llguidance:
 
 
 class Xgrammar:
-    """As it is meant to be used, with objects that may have other properties, as JSON Schema has it."""
+    """xgrammar, with additional properties of objects allowed, as in JSON Schema."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         import xgrammar
@@ -91,18 +90,20 @@ class Xgrammar:
 LIBRARIES: dict[str, Callable[[Any, int], Any]] = {OURS: Llguidance, PEER: Xgrammar}
 
 
-def outcome(library: Any, tokenizer: Any, words: int, case: Case) -> str:
+def support(library: Any, tokenizer: Any, words: int, case: Case) -> str:
+    """Return how a library supports the feature of a case: HELD, REFUSED, IGNORED or STRICT."""
     try:
-        made = library.compile(case)
+        make_matcher = library.compile(case)
     except Exception:
         return REFUSED
-    if not all(fits(library, made(), tokenizer, words, text) for text in case.good):
+    if not all(matches(library, make_matcher(), tokenizer, words, text) for text in case.good):
         return STRICT
-    return IGNORED if any(fits(library, made(), tokenizer, words, text) for text in case.bad) or not case.bad else HELD
+    accepts_bad = any(matches(library, make_matcher(), tokenizer, words, text) for text in case.bad)
+    return IGNORED if accepts_bad or not case.bad else HELD
 
 
-def fits(library: Any, matcher: Any, tokenizer: Any, words: int, text: str) -> bool:
-    """Whether a whole output may be this text."""
+def matches(library: Any, matcher: Any, tokenizer: Any, words: int, text: str) -> bool:
+    """Return whether a text is a possible output, up to the end of sequence."""
     row = np.zeros(words, dtype=np.int32)
     for token in tokenizer.encode(text, add_special_tokens=False):
         if not library.accept(matcher, token):
@@ -113,17 +114,20 @@ def fits(library: Any, matcher: Any, tokenizer: Any, words: int, text: str) -> b
 
 
 def masks(library: Any, tokenizer: Any, words: int, case: Case, batch: int) -> Callable[[], float]:
-    """Microseconds of a row in a step: its mask, and its token afterwards. Each row is at another place of the text."""
+    """Return a function that measures the microseconds per row of a step: computing a mask and accepting a token.
+
+    Each row is at another position of the text.
+    """
     tokens = tokenizer.encode(case.good[0], add_special_tokens=False)
-    made, rows = library.compile(case), np.zeros((batch, words), dtype=np.int32)
+    make_matcher, rows = library.compile(case), np.zeros((batch, words), dtype=np.int32)
 
     def once() -> float:
         matchers = []
         for row in range(batch):
-            matchers.append(made())
+            matchers.append(make_matcher())
             for token in tokens[: row % len(tokens)]:
                 library.accept(matchers[-1], token)
-        seconds, drawn = 0.0, 0
+        seconds, num_tokens = 0.0, 0
         for step in range(len(tokens)):
             started = time.process_time()
             for row, matcher in enumerate(matchers):
@@ -131,16 +135,16 @@ def masks(library: Any, tokenizer: Any, words: int, case: Case, batch: int) -> C
                 if place < len(tokens):
                     library.fill(matcher, rows[row])
                     library.accept(matcher, tokens[place])
-                    drawn += 1
+                    num_tokens += 1
             seconds += time.process_time() - started
-        return seconds / drawn * 1e6
+        return seconds / num_tokens * 1e6
 
     once()
     return once
 
 
 def compiling(library: Any, case: Case) -> Callable[[], float]:
-    """Milliseconds until the first mask can be had."""
+    """Return a function that measures the milliseconds to compile a case and create a matcher."""
 
     def once() -> float:
         started = time.process_time()
@@ -151,37 +155,36 @@ def compiling(library: Any, case: Case) -> Callable[[], float]:
 
 
 def hard(name: str, model: str, vocab_size: int, case: Case, seconds: int) -> tuple[float, str, float]:
-    """In a process of its own: the processor's seconds to compile a case and write its text, what came of it, and the
-    megabytes that it took."""
-    command = [sys.executable, "-c", f"from {__name__} import try_one; try_one()"]
-    asked = json.dumps([name, model, vocab_size, list(case), seconds])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True)
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    """Run a hard case in a subprocess. Return its CPU seconds, its result and the megabytes that it used."""
+    command = [sys.executable, "-c", f"from {__name__} import run_hard_case; run_hard_case()"]
+    arguments = json.dumps([name, model, vocab_size, list(case), seconds])
+    completed = subprocess.run(command, input=arguments, capture_output=True, text=True)
+    if completed.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return seconds, f"more than {seconds} s", 0.0
-    if done.returncode:
-        return 0.0, f"ended the process ({done.returncode})", 0.0
-    took, what, megabytes = json.loads(done.stdout.splitlines()[-1])
-    return took, what, megabytes
+    if completed.returncode:
+        return 0.0, f"ended the process ({completed.returncode})", 0.0
+    used, result, megabytes = json.loads(completed.stdout.splitlines()[-1])
+    return used, result, megabytes
 
 
-def try_one() -> None:
-    """In the process of `hard`."""
+def run_hard_case() -> None:
+    """Run a case in the subprocess of `hard`: compile it, and compute the masks of its text."""
     name, model, vocab_size, fields, seconds = json.loads(sys.stdin.read())
     case, tokenizer = Case(*fields), AutoTokenizer.from_pretrained(model)
     library = LIBRARIES[name](tokenizer, vocab_size)
-    before, most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, int(time.process_time()) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    started, what = time.process_time(), "compiled"
+    before, limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, int(time.process_time()) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    started, result = time.process_time(), "compiled"
     try:
-        _write(library, library.compile(case)(), tokenizer, vocab_size, case)
+        _generate_text(library, library.compile(case)(), tokenizer, vocab_size, case)
     except Exception:
-        what = REFUSED
-    took = time.process_time() - started
-    print(json.dumps([took, what, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024]), flush=True)
+        result = REFUSED
+    used = time.process_time() - started
+    print(json.dumps([used, result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024]), flush=True)
 
 
-def _write(library: Any, matcher: Any, tokenizer: Any, vocab_size: int, case: Case) -> None:
+def _generate_text(library: Any, matcher: Any, tokenizer: Any, vocab_size: int, case: Case) -> None:
     row = np.zeros(vocab_size // 32, dtype=np.int32)
     library.fill(matcher, row)
     for token in tokenizer.encode(case.good[0], add_special_tokens=False) if case.good else ():
@@ -189,7 +192,8 @@ def _write(library: Any, matcher: Any, tokenizer: Any, vocab_size: int, case: Ca
         library.fill(matcher, row)
 
 
-def _started(name: str, tokenizer: Any, vocab_size: int) -> tuple[Any, float]:
+def _start(name: str, tokenizer: Any, vocab_size: int) -> tuple[Any, float]:
+    """Return a library and the seconds that it takes to start."""
     started = time.perf_counter()
     library = LIBRARIES[name](tokenizer, vocab_size)
     return library, time.perf_counter() - started
@@ -200,10 +204,11 @@ def main(argv: Sequence[str]) -> int:
     model = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     vocab_size = -(-len(tokenizer) // 32) * 32
-    libraries, records = {}, []
+    libraries: dict[str, Any] = {}
+    records: list[Record] = []
     for name in LIBRARIES:
         try:
-            libraries[name], seconds = _started(name, tokenizer, vocab_size)
+            libraries[name], seconds = _start(name, tokenizer, vocab_size)
             records.append(Record(f"start: {name}", seconds, "s"))
         except ImportError as error:
             records.append(not_measured(name, f"{error}"))
@@ -220,9 +225,9 @@ def main(argv: Sequence[str]) -> int:
     for case in HARD[: args.hard]:
         for name in libraries:
             print(f"{case.name}: {name} ...", end=" ", file=sys.stderr, flush=True)
-            took, what, megabytes = hard(name, model, vocab_size, case, args.seconds)
-            print(f"{took:.4g} s, {what}", file=sys.stderr, flush=True)
-            records.append(Record(f"{case.name}: {name}", took, f"s, {what}", peers={"MB": megabytes}))
+            used, result, megabytes = hard(name, model, vocab_size, case, args.seconds)
+            print(f"{used:.4g} s, {result}", file=sys.stderr, flush=True)
+            records.append(Record(f"{case.name}: {name}", used, f"s, {result}", peers={"MB": megabytes}))
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 
@@ -232,10 +237,10 @@ def _coverage(what: str, cases: Sequence[Case], libraries: dict[str, Any], token
     for name, library in libraries.items():
         found: dict[str, list[str]] = {HELD: [], REFUSED: [], IGNORED: [], STRICT: []}
         for case in cases:
-            found[outcome(library, tokenizer, words, case)].append(case.name)
+            found[support(library, tokenizer, words, case)].append(case.name)
         for result, names in found.items():
-            told = f" ({', '.join(names)})" if names and result is not HELD else ""
-            records.append(Record(f"{what} {result}: {name}", len(names), f"of {len(cases)}{told}"))
+            listed = f" ({', '.join(names)})" if names and result is not HELD else ""
+            records.append(Record(f"{what} {result}: {name}", len(names), f"of {len(cases)}{listed}"))
     return records
 
 
@@ -248,11 +253,19 @@ def _compare(what: str, unit: str, rounds: int, contestants: dict[str, Callable[
 
 def _parser() -> ArgumentParser:
     made = parser("guided", __doc__)
-    made.add_argument("--model", default="demo", help="a Hugging Face directory whose tokenizer is used, or 'demo'")
-    made.add_argument("--batches", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="rows of a step")
-    made.add_argument("--rounds", type=count, default=5, metavar="N")
-    made.add_argument("--hard", type=int, default=len(HARD), metavar="N", help="how many hard cases; with --quick none")
-    made.add_argument("--seconds", type=count, default=10, metavar="N", help="that a hard case may take")
+    add = made.add_argument
+    add("--model", default="demo", help="Hugging Face model directory with the tokenizer to use (default: demo)")
+    add(
+        "--batches",
+        type=count,
+        nargs="+",
+        default=[1, 16, 64],
+        metavar="N",
+        help="batch sizes of a step (default: 1 16 64)",
+    )
+    add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
+    add("--hard", type=int, default=len(HARD), metavar="N", help="number of hard cases (default: all; --quick: none)")
+    add("--seconds", type=count, default=10, metavar="N", help="CPU time limit of a hard case (default: 10)")
     return made
 
 

@@ -1,7 +1,7 @@
-"""What keys and values of one byte cost a model: its next-token distributions against those of an fp32 pool.
+"""Measure the accuracy and the speed of KV caches with one byte per value, relative to fp32.
 
-Every position of a text is asked for what comes next, over a pool of each type, in windows that start anew. The text
-is this project's own READMEs and sources, as they are when it runs. And what reading such a pool costs in time.
+The next-token distributions at every position of a text are compared between KV caches of each data type, in
+independent windows. The text is this project's documentation and source code.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish
 
 BLOCK_SIZE = 16
-TYPES = ("auto", "fp8", "int8")  # the first is what the others are held against
-DECODING, CONTEXT = 8, 1024  # sequences and their tokens, where attention is timed
+TYPES = ("auto", "fp8", "int8")  # the first one is the reference
+DECODING, CONTEXT = 8, 1024  # number of sequences and their context length, where attention is timed
 
 
 @dataclass
@@ -46,11 +46,17 @@ class Score:
 
     positions: int = 0
     divergence: float = 0.0  # KL(auto, this one), in nats
-    agreed: int = 0  # positions whose likeliest token is that of `auto`
+    agreed: int = 0  # positions with the same most likely token as `auto`
     surprise: float = 0.0  # -log p(the text's next token)
 
     def add(self, found: Tensor, expected: Tensor, following: Tensor) -> None:
-        """Log probabilities [positions, vocab], and the tokens [positions] that do follow."""
+        """Add the positions of a window.
+
+        Args:
+            found: log probabilities, [positions, vocab].
+            expected: log probabilities of the reference, [positions, vocab].
+            following: next tokens of the text, [positions].
+        """
         self.positions += len(following)
         self.divergence += float((expected.exp() * (expected - found)).sum())
         self.agreed += int((found.argmax(-1) == expected.argmax(-1)).sum())
@@ -63,7 +69,7 @@ def texts() -> Iterator[str]:
 
 
 def windows(assembly: Assembly, count: int, length: int) -> list[list[int]]:
-    """`count` windows of `length` tokens, evenly spread over the text."""
+    """Return `count` windows of `length` tokens, evenly spaced over the text."""
     tokenizer = assembly.loaded.tokenizer
     ids = [token for text in texts() for token in tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
     last = len(ids) - length
@@ -72,7 +78,7 @@ def windows(assembly: Assembly, count: int, length: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) -> Tensor:  # [length, vocab]
-    """Of every position's next token, by one pass through the pages."""
+    """Return the log probabilities of every position's next token, in one forward pass with a KV cache."""
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group.of(request).leader
     sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
@@ -83,7 +89,7 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
 
 
 def measure(assembly: Assembly, batches: Sequence[list[int]]) -> tuple[dict[str, Score], dict[str, int]]:
-    """Scores and bytes per token, by `kv_cache_dtype`."""
+    """Return scores and bytes per token, by `kv_cache_dtype`."""
     spec = assembly.loaded.spec
     types = {name: pick_kv_dtype(name, spec.dtype) for name in TYPES}
     pools = {
@@ -106,7 +112,7 @@ def measure(assembly: Assembly, batches: Sequence[list[int]]) -> tuple[dict[str,
 
 
 def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> Iterator[Record]:
-    """One layer's attention of a decode step, in ms, over pools of each type; the model's heads, queries of `dtype`."""
+    """Measure attention of one layer in a decode step, with the model's heads and queries of `dtype`, for each type."""
     shape, device = assembly.loaded.spec.layers[0], assembly.device
     heads = assembly.loaded.model.config.get_text_config().num_attention_heads
     width = CONTEXT // BLOCK_SIZE
@@ -175,9 +181,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> ArgumentParser:
     made = parser("kv_dtype", __doc__)
-    made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
-    made.add_argument("--windows", type=count, default=32, metavar="N", help="of the text")
-    made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window")
+    made.add_argument("--model", default="demo", help="Hugging Face model directory (default: demo)")
+    made.add_argument("--windows", type=count, default=32, metavar="N", help="number of windows (default: 32)")
+    made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window (default: 512)")
     return made
 
 

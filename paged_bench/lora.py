@@ -1,7 +1,6 @@
-"""What LoRA adapters cost a decode step: all rows without one, all with the same one, and with several in turn.
+"""Measure the cost of LoRA adapters in a decode step: without adapters, with one, and with several.
 
-The adapters have the highest rank that the engine was given, on every linear layer that may be adapted: the most that
-any can cost.
+The adapters have the maximum rank of the engine on every linear layer that supports them, which is the highest cost.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BLOCK_SIZE = 16
 
 
 def adapters_of(assembly: Assembly) -> list[Adapter]:
-    """One in each slot, of small random weights."""
+    """Return an adapter with small random weights for each slot, and load it there."""
     lora = assembly.loaded.lora
     assert lora
     made = []
@@ -66,13 +65,14 @@ def step(assembly: Assembly, adapters: Sequence[Adapter], rows: int, context: in
 
 def main(argv: Sequence[str]) -> int:
     made = parser("lora", __doc__)
-    made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
-    made.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    made.add_argument("--rows", type=count, default=16, metavar="N", help="sequences of a step")
-    made.add_argument("--context", type=count, default=64, metavar="N", help="tokens of a sequence")
-    made.add_argument("--adapters", type=count, default=4, metavar="N", help="the most in a step")
-    made.add_argument("--rank", type=count, default=16, metavar="N", help="of an adapter")
-    made.add_argument("--rounds", type=count, default=10, metavar="N")
+    add = made.add_argument
+    add("--model", default="demo", help="Hugging Face model directory (default: demo)")
+    add("--dtype", default="bfloat16", choices=sorted(DTYPES), help="data type of weights (default: bfloat16)")
+    add("--rows", type=count, default=16, metavar="N", help="sequences of a step (default: 16)")
+    add("--context", type=count, default=64, metavar="N", help="context length of a sequence (default: 64)")
+    add("--adapters", type=count, default=4, metavar="N", help="maximum number of adapters in a step (default: 4)")
+    add("--rank", type=count, default=16, metavar="N", help="rank of the adapters (default: 16)")
+    add("--rounds", type=count, default=10, metavar="N", help="number of rounds (default: 10)")
     args = arguments(made, argv, {"rounds": 3})
     options = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank, "max_num_seqs": args.rows}
     options |= {"model": resolve_model(args.model), "dtype": args.dtype, "block_size": BLOCK_SIZE}

@@ -1,6 +1,6 @@
-"""What weights of 8 bits cost a model: its next-token distributions against those of float32, and what steps take.
+"""Measure the accuracy of 8-bit weights relative to float32, and the duration of steps.
 
-As `kv_dtype` does it, over the same texts, in windows that start anew.
+The method and the texts are those of `paged bench kv_dtype`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish
 from paged_bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
 
-WEIGHTS = {  # the first is what the others are held against
+WEIGHTS = {  # the first one is the reference
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
-ROWS = (1, 16, 256)  # of the steps that are timed
+ROWS = (1, 16, 256)  # tokens of the timed steps
 
 
 def step(assembly: Assembly, rows: int) -> Callable[[], float]:
-    """A prompt of `rows` tokens, in ms."""
+    """Return a function that measures a forward pass of `rows` prompt tokens, in ms."""
     request = GenerateRequest(0, (0,) * rows, SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group.of(request).leader
     sequence.blocks = list(range(-(-rows // BLOCK_SIZE)))
@@ -54,9 +54,9 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
 
 def main(argv: Sequence[str]) -> int:
     made = parser("quantization", __doc__)
-    made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
-    made.add_argument("--windows", type=count, default=32, metavar="N", help="of the text")
-    made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window")
+    made.add_argument("--model", default="demo", help="Hugging Face model directory (default: demo)")
+    made.add_argument("--windows", type=count, default=32, metavar="N", help="number of windows (default: 32)")
+    made.add_argument("--length", type=count, default=512, metavar="N", help="tokens of a window (default: 512)")
     args = arguments(made, argv, {"windows": 4, "length": 128})
     blocks = -(-max(args.length, *ROWS) // BLOCK_SIZE)
     common = {"model": resolve_model(args.model), "device": "cpu", "block_size": BLOCK_SIZE}

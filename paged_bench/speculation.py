@@ -1,7 +1,7 @@
-"""What guesses of the next tokens save: output tokens per second and per step, and how many guesses were right.
+"""Measure speculative decoding: output tokens per second and per step, and the acceptance rate of draft tokens.
 
-Two kinds of requests: to repeat a text, where the output is in the prompt, and to go on with one, where it is not. The
-texts are this project's own. Every contestant gives the same tokens; in float32 that is checked.
+There are two kinds of requests: to repeat a text, where the output is part of the prompt, and to continue one, where it
+is not. The texts are those of this project. All contestants generate the same tokens, which is checked in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,15 +30,16 @@ REPEAT, GO_ON = "repeating a text", "going on with one"
 
 @dataclass
 class Counts:
-    """Over all rounds of one contestant."""
+    """Sums over all rounds of one contestant."""
 
     tokens: int = 0
-    rows: int = 0  # of sequences that decoded in a step
-    guessed: int = 0
+    rows: int = 0  # number of decoding sequences, summed over all steps
+    draft_tokens: int = 0
     accepted: int = 0
 
 
-def prompts(assembly: Assembly, count: int, length: int) -> dict[str, list[list[int]]]:
+def make_prompts(assembly: Assembly, count: int, length: int) -> dict[str, list[list[int]]]:
+    """Return `count` prompts of both kinds, from texts of `length` tokens."""
     tokenizer = assembly.loaded.tokenizer
     texts = windows(assembly, count, length)
     repeat = []
@@ -47,38 +49,38 @@ def prompts(assembly: Assembly, count: int, length: int) -> dict[str, list[list[
     return {REPEAT: repeat, GO_ON: texts}
 
 
-def _conversation(tokenizer, messages) -> str:  # type: ignore[no-untyped-def]
+def _conversation(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     if not tokenizer.chat_template:
         return str(messages[0]["content"])
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def run(
-    assembly: Assembly, asked: Sequence[Sequence[int]], output: int, counts: Counts
+    assembly: Assembly, prompts: Sequence[Sequence[int]], output: int, counts: Counts
 ) -> tuple[float, list[list[int]]]:
-    """Output tokens per second after the prompts, and the tokens."""
+    """Return the output tokens per second after the prefill of all requests, and the tokens."""
     requests = [
         GenerateRequest.from_prompt(
             key, list(one), SamplingParams(max_tokens=output, temperature=0), 0, frozenset(), assembly.limits
         )
-        for key, one in enumerate(asked)
+        for key, one in enumerate(prompts)
     ]
-    found: list[list[int]] = [[] for _ in asked]
-    before, decoded, began, ended = assembly.scheduler.stats, 0, 0.0, 0.0
+    outputs: list[list[int]] = [[] for _ in prompts]
+    before, decoded, begin, end = assembly.scheduler.stats, 0, 0.0, 0.0
     for step in serve(assembly, requests):
         for delta in step.deltas:
-            if found[delta.key]:
+            if outputs[delta.key]:
                 decoded += len(delta.token_ids)
                 counts.rows += 1
-            found[delta.key] += delta.token_ids
-        if not began and all(found):
-            began, decoded = time.perf_counter(), 0
-        ended = time.perf_counter()
+            outputs[delta.key] += delta.token_ids
+        if not begin and all(outputs):
+            begin, decoded = time.perf_counter(), 0
+        end = time.perf_counter()
     after = assembly.scheduler.stats
-    counts.tokens += sum(len(one) - 1 for one in found)
-    counts.guessed += after.draft_tokens - before.draft_tokens
+    counts.tokens += sum(len(one) - 1 for one in outputs)
+    counts.draft_tokens += after.draft_tokens - before.draft_tokens
     counts.accepted += after.accepted_tokens - before.accepted_tokens
-    return decoded / (ended - began), found
+    return decoded / (end - begin), outputs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,28 +98,28 @@ def main(argv: Sequence[str]) -> int:
             guesses[f"{number} by a model"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
     assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in guesses.items()}
     records: list[Record] = []
-    for kind, asked in prompts(assemblies["none"], args.requests, args.length).items():
-        records += _compare(kind, assemblies, asked, args.output, args.rounds)
+    for kind, prompts in make_prompts(assemblies["none"], args.requests, args.length).items():
+        records += _compare(kind, assemblies, prompts, args.output, args.rounds)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
     return 0
 
 
 def _compare(
-    kind: str, assemblies: dict[str, Assembly], asked: list[list[int]], output: int, rounds: int
+    kind: str, assemblies: dict[str, Assembly], prompts: list[list[int]], output: int, rounds: int
 ) -> list[Record]:
     counts = {name: Counts() for name in assemblies}
     outputs: dict[str, list[list[int]]] = {}
 
     def contestant(name: str) -> Callable[[], float]:
         def once() -> float:
-            rate, outputs[name] = run(assemblies[name], asked, output, counts[name])
+            rate, outputs[name] = run(assemblies[name], prompts, output, counts[name])
             return rate
 
         return once
 
     figures = alternate({name: contestant(name) for name in assemblies}, rounds)
     if assemblies["none"].loaded.spec.dtype == torch.float32:
-        assert all(found == outputs["none"] for found in outputs.values()), "a guess has changed a token"
+        assert all(one == outputs["none"] for one in outputs.values()), "speculative decoding has changed a token"
     return _records(kind, figures, counts)
 
 
@@ -129,7 +131,7 @@ def _records(kind: str, figures: dict[str, list[float]], counts: dict[str, Count
             continue
         records += [
             ratio(f"{kind}: throughput_ratio ({name})", figures[name], figures["none"]),
-            Record(f"{kind}: accepted ({name})", 100 * one.accepted / max(1, one.guessed), "%", limit=100.0),
+            Record(f"{kind}: accepted ({name})", 100 * one.accepted / max(1, one.draft_tokens), "%", limit=100.0),
             Record(f"{kind}: tokens_per_step ({name})", one.tokens / one.rows, "tokens", peers={"none": 1.0}),
         ]
     return records
@@ -137,16 +139,22 @@ def _records(kind: str, figures: dict[str, list[float]], counts: dict[str, Count
 
 def _parser() -> ArgumentParser:
     made = parser("speculation", __doc__)
-    made.add_argument("--model", default="demo", help="a Hugging Face directory, or 'demo'")
-    made.add_argument("--draft", help="a smaller model with the same tokens, to guess as well")
-    made.add_argument("--dtype", default="float32", help="of weights, keys and values")
-    made.add_argument("--requests", type=count, default=4, metavar="N", help="at once")
-    made.add_argument("--length", type=count, default=96, metavar="N", help="tokens of each text")
-    made.add_argument("--output", type=count, default=96, metavar="N", help="tokens of each answer")
-    made.add_argument(
-        "--guesses", type=count, nargs="+", default=[2, 4, 8], metavar="N", help="of a sequence in a step"
+    add = made.add_argument
+    add("--model", default="demo", help="Hugging Face model directory (default: demo)")
+    add("--draft", metavar="DIR", help="draft model with the same vocabulary, measured in addition to prompt lookup")
+    add("--dtype", default="float32", help="data type of weights and KV cache (default: float32)")
+    add("--requests", type=count, default=4, metavar="N", help="number of concurrent requests (default: 4)")
+    add("--length", type=count, default=96, metavar="N", help="tokens of each text (default: 96)")
+    add("--output", type=count, default=96, metavar="N", help="output tokens of each request (default: 96)")
+    add(
+        "--guesses",
+        type=count,
+        nargs="+",
+        default=[2, 4, 8],
+        metavar="N",
+        help="numbers of draft tokens per step (default: 2 4 8)",
     )
-    made.add_argument("--rounds", type=count, default=3, metavar="N")
+    add("--rounds", type=count, default=3, metavar="N", help="number of rounds (default: 3)")
     return made
 
 

@@ -1,9 +1,8 @@
-"""What the models of tensorrtllm_backend add to the latency of a token: the same requests to them and to the engine's
-own model, on one server.
+"""Measure the latency that the models of tensorrtllm_backend add to the engine's own model.
 
-They reach the engine through a local socket, so a response goes through one process more. The figures are differences
-of medians that were taken in turn; what is added to "between responses" is what each token costs where steps do not
-hide it.
+The same requests go to all models of one server. The models of tensorrtllm_backend reach the engine through a local
+socket, so that a response passes one more process. Figures are differences of medians of alternating runs. The latency
+added to "between responses" is the cost of each token that the duration of a step does not hide.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Ask:
 
 
 def request(model: str, ask: Ask, request_id: str) -> Any:
-    """A streaming one, greedy and without an end of sequence, in the model's own tensors."""
+    """Return a streaming, greedy request that ignores the end of sequence, with the tensors of the model."""
     if model == MODEL_NAME:
         sampling = {"max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True}
         values: Values = {"text_input": ask.text, "stream": True, "sampling_parameters": json.dumps(sampling)}
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     records: list[Record] = []
     with TritonServer(options.pop("model"), options) as server:
         for model in MODELS:
-            run(server, model, 1, 8)  # the first requests find files and libraries cold
+            run(server, model, 1, 8)  # warm up: files and libraries are not cached yet
         for each in streams:
             records += measure(server, each, args.tokens, args.rounds)
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
@@ -101,10 +100,20 @@ def _parser() -> ArgumentParser:
     made = parser("trtllm", __doc__)
     add = made.add_argument
     shapes = ", ".join([NULL, *model_names()])
-    add("--model", default="demo", help=f"a Hugging Face directory, 'demo', or with random weights: {shapes}")
-    add("--streams", type=count, action="append", metavar="N", help="at once; may be repeated (default 1 and 16)")
-    add("--tokens", type=count, default=128, metavar="N", help="that each of them gets (default 128)")
-    add("--rounds", type=count, default=5, metavar="N")
+    add(
+        "--model",
+        default="demo",
+        help=f"Hugging Face model directory, 'demo', or a shape with random weights: {shapes} (default: demo)",
+    )
+    add(
+        "--streams",
+        type=count,
+        action="append",
+        metavar="N",
+        help="number of concurrent streams; may be repeated (default: 1 and 16)",
+    )
+    add("--tokens", type=count, default=128, metavar="N", help="output tokens of each stream (default: 128)")
+    add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
     return made
 
 

@@ -1,18 +1,20 @@
-"""llama.cpp as a contestant; see protocol.py. A sequence for each request, all of them in every batch, as its own
-batched-bench does; requests come at once and have one sample."""
+"""llama.cpp as a contestant; see protocol.py.
 
-from __future__ import annotations
+As in its batched-bench, each request is a sequence, and every batch has all sequences. Requests have one sample and
+arrive at once.
+"""
 
 import ctypes
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llama_cpp
 import numpy as np
-from protocol import Clock, serve
+from protocol import Clock, Job, serve
 
-BATCH = 2048  # its own default: tokens handed over at a time
+BATCH = 2048  # its default number of tokens per batch
 GGML_TYPES = {"float32": 0, "float16": 1}
+
+Row = tuple[int, int, int, bool]  # request, position, token, whether its logits are needed
 
 model: Any = None
 threads = 1
@@ -30,7 +32,7 @@ def load(path: str, num_threads: int, kv_dtype: str) -> dict[str, Any]:
     return {"kv_dtype": kv_dtype, "system": llama_cpp.llama_print_system_info().decode()}
 
 
-def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
+def run(jobs: list[Job]) -> dict[str, Any]:
     assert all(job["n"] == 1 and job["arrival"] == 0 for job in jobs), "one sample of each request, all at once"
     context = context_for(jobs)
     try:
@@ -39,7 +41,7 @@ def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
         llama_cpp.llama_free(context)
 
 
-def context_for(jobs: Sequence[Mapping[str, Any]]) -> Any:
+def context_for(jobs: list[Job]) -> Any:
     options = llama_cpp.llama_context_default_params()
     longest = max(len(job["prompt"]) + job["output"] for job in jobs)
     options.n_seq_max = len(jobs)
@@ -53,7 +55,7 @@ def context_for(jobs: Sequence[Mapping[str, Any]]) -> Any:
     return context
 
 
-def serve_all(context: Any, jobs: Sequence[Mapping[str, Any]]) -> Any:
+def serve_all(context: Any, jobs: list[Job]) -> dict[str, Any]:
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
     clock = Clock(jobs)
@@ -72,26 +74,24 @@ def serve_all(context: Any, jobs: Sequence[Mapping[str, Any]]) -> Any:
     return clock.result()
 
 
-def step(
-    context: Any, batch: Any, rows: Sequence[tuple[int, int, int, bool]], vocabulary: int, clock: Any
-) -> list[tuple[int, int]]:
-    """(request, greedy token) of those whose newest token is in `rows`."""
+def step(context: Any, batch: Any, rows: list[Row], vocabulary: int, clock: Clock) -> list[tuple[int, int]]:
+    """Decode rows, and return (request, greedy token) for those whose logits are needed."""
     batch.n_tokens = len(rows)
     for index, (key, position, token, wanted) in enumerate(rows):
         batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
         batch.n_seq_id[index], batch.seq_id[index][0] = 1, key
     if code := llama_cpp.llama_decode(context, batch):
-        raise RuntimeError(f"llama_decode gives {code}")
-    drawn = []
+        raise RuntimeError(f"llama_decode returned {code}")
+    sampled = []
     for index, (key, _, _, wanted) in enumerate(rows):
         if wanted:
             row = llama_cpp.llama_get_logits_ith(context, index)
             logits = np.ctypeslib.as_array(ctypes.cast(row, ctypes.POINTER(ctypes.c_float)), (vocabulary,))
-            drawn.append((key, int(logits.argmax())))
+            sampled.append((key, int(logits.argmax())))
     when = clock.now()
-    for key, token in drawn:
+    for key, token in sampled:
         clock.tokens(key, 0, [token], when)
-    return drawn
+    return sampled
 
 
 serve({"load": load, "run": run})

@@ -1,12 +1,9 @@
-"""vLLM as a contestant; see protocol.py. Its engine is stepped here, so that requests can come at their times."""
-
-from __future__ import annotations
+"""vLLM as a contestant; see protocol.py. Its engine is stepped here, so that requests can be added when they arrive."""
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol import Clock, serve
+from protocol import Clock, Job, serve
 
 engine: Any = None
 
@@ -27,7 +24,7 @@ def load(model: str, dtype: str, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
+def run(jobs: list[Job]) -> dict[str, Any]:
     clock, waiting = Clock(jobs), list(enumerate(jobs))
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= clock.now():
@@ -43,7 +40,7 @@ def run(jobs: Sequence[Mapping[str, Any]]) -> Any:
     return clock.result()
 
 
-def add(key: int, job: Mapping[str, Any]) -> None:
+def add(key: int, job: Job) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -58,5 +55,5 @@ def add(key: int, job: Mapping[str, Any]) -> None:
     engine.add_request(str(key), {"prompt_token_ids": job["prompt"]}, sampling)
 
 
-if __name__ == "__main__":  # its own processes import this file, too
+if __name__ == "__main__":  # the worker processes of vLLM import this file as well
     serve({"load": load, "run": run})

@@ -77,7 +77,7 @@ def test_what_goes_wrong_in_a_child_is_told_and_its_log_named(fake, tmp_path):
         fake.load(second=7)
     with pytest.raises(ChildError, match="run: IndexError"):
         fake([Job([5], 2)])
-    with pytest.raises(ChildError, match=f"run: it ended with 3; its log is {tmp_path / 'log'}"):
+    with pytest.raises(ChildError, match=f"run: it exited with 3; its log is {tmp_path / 'log'}"):
         fake([Job([], 1)])
     with pytest.raises(ChildError, match="run: "):
         fake([Job([5], 1)])

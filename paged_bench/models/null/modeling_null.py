@@ -1,8 +1,8 @@
-"""A model that costs nothing: what is left is the cost of serving it.
+"""A model that computes nothing, to measure the cost of serving alone.
 
-The next token is a function of the position, looked up in a table. The one attention layer is for the load-time proof,
-which wants to see every layer; no logit depends on it, and a step that is served (`paged`) leaves it out. With
-`step_seconds` in its configuration a step takes that long, without the interpreter's lock, as one on a GPU would.
+The next token is looked up in a table by its position. The single attention layer exists only for the load-time check,
+which has to see all layers: no logit depends on it, and steps of the engine (`paged`) skip it. With `step_seconds` in
+its configuration a step takes that long without holding the GIL, as a step on a GPU does.
 """
 
 import time
@@ -15,9 +15,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-WIDTH = 512  # logits of a row: those of the first tokens alone, since sampling costs time as well
-FIRST = 300  # of the tokens that are drawn: in BPE vocabularies single bytes and special tokens come before
-PERIOD = 64  # positions after which they repeat
+WIDTH = 512  # logits per row, less than a vocabulary, because sampling takes time as well
+FIRST = 300  # first token to generate: the tokens before it are single bytes and special tokens in BPE vocabularies
+PERIOD = 64  # positions after which the tokens repeat
 
 
 class NullConfig(PretrainedConfig):
@@ -45,7 +45,7 @@ class NullForCausalLM(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The table is all there is."""
+        """Do nothing: the table is the only weight."""
 
     def forward(
         self,
@@ -79,4 +79,4 @@ class NullForCausalLM(PreTrainedModel):
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What this model's own attention computes."""
+    """Do nothing. This is the attention of the model outside of the engine."""
