@@ -95,6 +95,44 @@ class _CacheEntry:
     expires_at: float  # by time.monotonic()
 
 
+class _ResultCache:
+    """An LRU cache of compile results, bounded by their number and by the size of the structures' texts.
+
+    The size of the texts stands for the memory of compiled grammars, which llguidance does not report.
+    """
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Key, _CacheEntry] = OrderedDict()  # least recently used first
+        self._nbytes = 0
+
+    def get(self, key: Key) -> Any:
+        """Return the matcher or GrammarError of a structure, or None if it is not cached."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if time.monotonic() >= entry.expires_at:
+            self._evict(key)
+            return None
+        self._entries.move_to_end(key)
+        return entry.result
+
+    def store(self, key: Key, result: Any) -> None:
+        """Cache a matcher, or a GrammarError for its `cache_seconds`."""
+        seconds = result.cache_seconds if isinstance(result, GrammarError) else math.inf
+        if not seconds:
+            return
+        self._entries[key] = _CacheEntry(result, time.monotonic() + seconds)
+        self._nbytes += len(key[1])
+        while len(self._entries) > self._max_entries or self._nbytes > self._max_bytes:
+            self._evict(next(iter(self._entries)))
+
+    def _evict(self, key: Key) -> None:
+        del self._entries[key]
+        self._nbytes -= len(key[1])
+
+
 class GrammarCompiler:
     """Compiles the grammars of one tokenizer. `compile` may be called from any thread."""
 
@@ -114,8 +152,7 @@ class GrammarCompiler:
             vocab_size: rows of the model's output layer, which may be more or fewer than the tokenizer's tokens.
             seconds: time limit for compiling one grammar.
             any_whitespace: whether JSON may contain white space between its tokens if the schema does not say.
-            caps: limits on queued and cached structures. The cache is also bounded by the size of the structures'
-                texts, because llguidance does not report the memory of compiled grammars.
+            input_limits: limits on queued and cached structures.
         """
         self._source = tokenizer
         self._vocab_size = vocab_size
@@ -124,9 +161,8 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()  # guards the attributes below
         self._any_whitespace = any_whitespace
-        self._caps = input_limits
-        self._cache: OrderedDict[Key, _CacheEntry] = OrderedDict()  # least recently used first
-        self._cached_bytes = 0  # total size of the cached structures' texts
+        self._max_queued = input_limits.max_queued_structures
+        self._cache = _ResultCache(input_limits.max_remembered_structures, input_limits.max_remembered_structure_bytes)
         self._queued: dict[Key, list[_Waiter]] = {}
         self._sandboxes = [GrammarSandbox(seconds, self._settings) for _ in range(WORKERS)]
         self._idle = list(self._sandboxes)
@@ -149,20 +185,19 @@ class GrammarCompiler:
         """
         key, waiter = (*structure.key, tenant), _Waiter(structure, count, callback, still_wanted)
         with self._lock:
-            cached = self._lookup(key)
+            cached = self._cache.get(key)
             if cached is not None:
                 pass
             elif key in self._queued:
                 self._queued[key].append(waiter)
                 return
-            elif len(self._queued) < self._caps.max_queued_structures:
+            elif len(self._queued) < self._max_queued:
                 self._queued[key] = [waiter]
                 self._pool.submit(self._work, key)
                 return
         if cached is None:
-            limit = self._caps.max_queued_structures
-            reason = f"{structure.field}: {limit} structures are queued, which is max_queued_structures"
-            callback(RequestError(ErrorCode.UNAVAILABLE, f"{reason}; try again later"))
+            reason = f"{self._max_queued} structures are queued, which is max_queued_structures; try again later"
+            callback(RequestError(ErrorCode.UNAVAILABLE, f"{structure.field}: {reason}"))
         else:
             self._respond(waiter, cached)
 
@@ -178,7 +213,7 @@ class GrammarCompiler:
             if isinstance(result, CompileCancelled) and self._still_wanted(key):  # a request joined since
                 self._pool.submit(self._work, key)
                 return
-            self._store(key, result)
+            self._cache.store(key, result)
             waiters = self._queued.pop(key)
         for waiter in waiters:
             try:
@@ -202,7 +237,7 @@ class GrammarCompiler:
         with self._lock:
             sandbox = self._idle.pop()
         try:
-            text = sandbox(*key[:2], still_wanted=lambda: self._still_wanted(key))
+            text = sandbox.compile(*key[:2], still_wanted=lambda: self._still_wanted(key))
         finally:
             with self._lock:
                 self._idle.append(sandbox)
@@ -213,33 +248,6 @@ class GrammarCompiler:
 
     def _still_wanted(self, key: Key) -> bool:
         return any(waiter.still_wanted() for waiter in tuple(self._queued[key]))
-
-    def _lookup(self, key: Key) -> Any:
-        entry = self._cache.get(key)
-        if entry is None:
-            return None
-        if time.monotonic() >= entry.expires_at:
-            self._evict(key)
-            return None
-        self._cache.move_to_end(key)
-        return entry.result
-
-    def _store(self, key: Key, result: Any) -> None:
-        seconds = result.cache_seconds if isinstance(result, GrammarError) else math.inf
-        if not seconds:
-            return
-        self._cache[key] = _CacheEntry(result, time.monotonic() + seconds)
-        self._cached_bytes += len(key[1])
-        input_limits = self._caps
-        while (
-            len(self._cache) > input_limits.max_remembered_structures
-            or self._cached_bytes > input_limits.max_remembered_structure_bytes
-        ):
-            self._evict(next(iter(self._cache)))
-
-    def _evict(self, key: Key) -> None:
-        del self._cache[key]
-        self._cached_bytes -= len(key[1])
 
     def _respond(self, waiter: _Waiter, result: Any) -> None:
         field, size = waiter.structure.field, self._vocab_size

@@ -65,7 +65,7 @@ class GrammarSandbox:
         self._stopped = False
         self._lock = threading.Lock()  # held while the process is started or killed
 
-    def __call__(self, kind: str, text: str, still_wanted: Callable[[], bool]) -> str:
+    def compile(self, kind: str, text: str, still_wanted: Callable[[], bool]) -> str:
         """Return the llguidance grammar of a structure that compiles in the sandbox.
 
         The process is killed at the time limit, or once `still_wanted` returns False. Raises GrammarError.
@@ -82,7 +82,7 @@ class GrammarSandbox:
             self._kill()
             self._check_stopped()
             if not fresh:  # earlier grammars may have left it little memory: retry in a new process
-                return self(kind, text, still_wanted)
+                return self.compile(kind, text, still_wanted)
             raise GrammarError("it is too deep or too large to be compiled") from None
         self._fresh = False
         if "error" in answer:

@@ -50,7 +50,7 @@ def prepare(draws: Sequence[Draw]) -> Constraints | None:
     if not rows:
         return None
     bans = [(row, *ban) for row, sequence, position in rows for ban in _bans(sequence, position)]
-    mask, bias = build_mask(rows, _forbidden(rows, bans)), _bias(rows, bans)
+    mask, bias = build_mask(rows, _excluded_tokens(rows, bans)), _bias(rows, bans)
     return Constraints(mask, bias) if mask or bias else None
 
 
@@ -94,7 +94,7 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
                 yield last, latest, condition
 
 
-def _forbidden(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
+def _excluded_tokens(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
     """Return, by row with a guide, the tokens that other constraints exclude."""
     found = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]

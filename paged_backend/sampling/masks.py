@@ -22,7 +22,7 @@ from paged_backend.scheduling.sequence import Sequence as Sample
 BITS = 32  # tokens per mask word: token t is bit t % 32 of word t // 32
 
 # The fields of SamplingParams that can exclude tokens.
-_FORBIDDING = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")
+_EXCLUDING_FIELDS = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +38,10 @@ class Mask:
 ConstrainedRows = Sequence[tuple[int, Sample, int]]  # (row, sequence, position of the token to sample)
 
 
-def build_mask(constrained: ConstrainedRows, forbidden: Mapping[int, Sequence[int]]) -> Mask | None:
+def build_mask(constrained: ConstrainedRows, excluded: Mapping[int, Sequence[int]]) -> Mask | None:
     """Return the bitmasks of the rows that have a guide or allowed_token_ids, or None if there are none.
 
-    `forbidden` lists, by row, tokens to exclude from a guide's mask as well. Excluding them here and not only in the
+    `excluded` lists, by row, tokens to exclude from a guide's mask as well. Excluding them here and not only in the
     logits detects the case that the guide allows nothing else.
     """
     masked = [entry for entry in constrained if entry[1].request.guides or entry[1].request.allowed is not None]
@@ -50,7 +50,7 @@ def build_mask(constrained: ConstrainedRows, forbidden: Mapping[int, Sequence[in
     rows, failed_rows = [], []
     for row, sequence, position in masked:
         try:
-            rows.append(_words(sequence, position, forbidden.get(row, ())))
+            rows.append(_words(sequence, position, excluded.get(row, ())))
         except GuideError as error:
             rows.append(np.full(1, -1, dtype=np.int32))  # sampling needs at least one valid token
             failed_rows.append((row, str(error)))
@@ -60,7 +60,7 @@ def build_mask(constrained: ConstrainedRows, forbidden: Mapping[int, Sequence[in
     return Mask(torch.tensor([row for row, _, _ in masked]), torch.from_numpy(bits), tuple(failed_rows))
 
 
-def _words(sequence: Sample, position: int, forbidden: Sequence[int]) -> np.ndarray:
+def _words(sequence: Sample, position: int, excluded: Sequence[int]) -> np.ndarray:
     request, allowed = sequence.request, sequence.request.allowed
     if not request.guides:
         assert allowed is not None
@@ -73,7 +73,7 @@ def _words(sequence: Sample, position: int, forbidden: Sequence[int]) -> np.ndar
     if generated < request.sampling.min_tokens:
         without = _without(words, request.stop_ids)
         words = without if without.any() else words  # a complete output may end before min_tokens
-    words = _without(words, forbidden)
+    words = _without(words, excluded)
     if allowed is not None:
         common = min(len(words), len(allowed) // 4)
         words = words[:common] & np.frombuffer(allowed, "<i4")[:common]
@@ -86,7 +86,7 @@ def _constraining(request: GenerateRequest) -> str:
     """Return the request's fields that exclude tokens. logit_bias is finite and therefore not among them."""
     sampling = request.sampling
     names = [sampling.structure.field] if sampling.structure else []
-    names += [name for name in _FORBIDDING if getattr(sampling, name)]
+    names += [name for name in _EXCLUDING_FIELDS if getattr(sampling, name)]
     return " and ".join(names)
 
 
