@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
+from paged_backend.server.metric_definitions import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -19,6 +21,8 @@ DOCUMENTS = [
 ELSEWHERE = ("CHANGELOG.md", "comparison.md")  # which name files of earlier versions, and of other projects
 COMPARISONS = {"README.md": "## Comparison", "docs/comparison.md": "# Comparison with other backends"}
 HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "NVIDIA Dynamo"]
+METRIC_SUFFIXES = ("_total", "_seconds", "_blocks", "_requests", "_up")
+PACKAGES = {"accelerate", "gguf", "bitsandbytes", "torchao"}  # in other tables of the tuning guide
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 NAME_LINK = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
 SOURCE = re.compile(r" \[([VTSD]\d+)\]$")
@@ -146,11 +150,33 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
 
-def test_preemption_metric_in_the_readme_exists():
-    readme = (ROOT / "README.md").read_text()
-    sources = "".join(file.read_text() for file in (ROOT / "paged_backend/server").glob("*.py"))
-    for name in ("paged_preemptions_total", "vllm:num_preemptions_total"):
-        assert name in readme and f'"{name}"' in sources
+def test_key_figures_are_in_the_results():
+    results = (ROOT / "docs/performance.md").read_text()
+    table = (ROOT / "README.md").read_text().partition("## Key figures")[2]
+    rows = [row for row in _table(table) if any(row)]
+    assert len(rows) == 5
+    for _, figures in rows:
+        for number in re.findall(r"\d[\d,.]*\d%?", figures):
+            assert number in results, f"{number} is not in docs/performance.md"
+
+
+# --- metrics and options -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", ROOT / "docs/guides/observe.md", ROOT / "docs/guides/tune.md"], ids=_name
+)
+def test_metrics_in_the_text_exist(document):
+    named = set(re.findall(r"`((?:paged|vllm:|nv)_?[a-z_]+)[`{]", document.read_text()))
+    metrics = {name for name in named if name.startswith(("vllm:", "nv_")) or name.endswith(METRIC_SUFFIXES)}
+    assert metrics and metrics <= set(FAMILIES)
+
+
+def test_options_in_the_tuning_guide_exist():
+    rows = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/guides/tune.md").read_text())
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 10
+    assert named - PACKAGES <= {field.name for field in fields(EngineConfig)}
 
 
 # --- glossary ------------------------------------------------------------------------------------------------------
