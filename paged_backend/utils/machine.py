@@ -1,4 +1,4 @@
-"""What of the machine this process may use: what is there, or less where its cgroups (a container's limits) say so."""
+"""The memory and the CPU cores that this process may use, within the limits of its cgroups (a container's limits)."""
 
 from __future__ import annotations
 
@@ -19,79 +19,83 @@ VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class MemoryUsage(NamedTuple):
-    """Bytes that a process has in use."""
+    """Bytes of memory that a process uses."""
 
     cpu: int
-    gpu: int  # in tensors
-    pinned: int  # of the host's memory, for blocks: a GPU reaches it by itself
+    gpu: int  # allocated by tensors
+    pinned: int  # of host memory that a GPU can access directly: the host pool
 
 
 def find_python() -> str:
-    """A Python like this one. In the server's stub, a program of its own, sys.executable need not be one. Raises
-    OSError."""
+    """Return the path of a Python interpreter of this version. In Triton's stub process, sys.executable may be another
+    program. Raises OSError if there is none."""
     beside = [str(Path(prefix, "bin", VERSION)) for prefix in (sys.prefix, sys.base_prefix)]
     own = [sys.executable] if Path(sys.executable or "").name == VERSION else []
     for candidate in (*own, *beside, shutil.which(VERSION)):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
-    raise OSError(f"a process of its own needs {VERSION}; not in {sys.prefix}, not on PATH")
+    raise OSError(f"a subprocess needs {VERSION}, which is neither in {sys.prefix} nor on PATH")
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take."""
+    """Return the bytes of memory that this process can still allocate."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    return min([free, *_rooms()])
+    return min([free, *_free_in_cgroups()])
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process has in use."""
+    """Return the bytes of memory that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: a quota of 2.5 is 2, for a thread that is stopped holds up the others."""
+    """Return the number of cores that this process may keep busy. A quota of 2.5 counts as 2, because a throttled thread
+    delays the others."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 
 def limit_torch_threads(processes: int = 1) -> None:
-    """Have PyTorch compute with as many threads as there are cores for each of `processes`, unless OMP_NUM_THREADS says
-    how many. By itself it counts the machine's, whatever a container may use of them."""
+    """Set PyTorch's number of threads to the usable cores per process, unless OMP_NUM_THREADS is set. PyTorch's own
+    default is the number of cores of the machine, whatever the container's quota."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 
 def trim_memory() -> None:
-    """Give the system back what was freed: glibc keeps pieces below its threshold, of which loading a model leaves
-    hundreds of megabytes."""
+    """Return freed memory to the system. glibc keeps small pieces, of which loading a model leaves hundreds of
+    megabytes."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def release_openmp_threads() -> None:
-    """End the threads that compute for the calling one, before another thread computes: OpenMP keeps a team for each
-    thread that ever asked for one, and where teams have more threads than there are cores, none waits awake for its
-    next piece of work. A decode step then took half as long again. (`omp_pause_resource_all` of OpenMP 5.0; the next
-    one who computes gets new threads.)"""
-    _tell_openmp("omp_pause_resource_all", OMP_PAUSE_SOFT)
+    """End the calling thread's OpenMP team, before another thread computes.
+
+    OpenMP keeps a team for each thread that ever computed. If all teams together have more threads than there are
+    cores, idle threads sleep instead of spinning, and a decode step takes half as long again. Uses
+    `omp_pause_resource_all` of OpenMP 5.0; a thread that computes later gets a new team.
+    """
+    _call_openmp("omp_pause_resource_all", OMP_PAUSE_SOFT)
 
 
 def use_single_thread() -> None:
-    """Have the calling thread compute by itself, without a team: one that only copies, beside the one that computes."""
-    torch.get_num_threads()  # else PyTorch would set the number later, when this thread first computes
-    _tell_openmp("omp_set_num_threads", 1)
+    """Let the calling thread compute without an OpenMP team. For threads that only copy while another one computes."""
+    torch.get_num_threads()  # else PyTorch would set the number again when this thread first computes
+    _call_openmp("omp_set_num_threads", 1)
 
 
-def _tell_openmp(function: str, argument: int) -> None:
+def _call_openmp(function: str, argument: int) -> None:
+    """Call a function in every OpenMP library that is loaded."""
     mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     for path in {fields[5] for fields in mapped if len(fields) == 6}:
         if Path(path).name.startswith(OPENMP) and (found := getattr(ctypes.CDLL(path), function, None)):
             found(argument)
 
 
-def _rooms() -> Iterator[int]:
+def _free_in_cgroups() -> Iterator[int]:
     for limit, used in (
         *_read("memory", "memory.max", "memory.current"),
         *_read("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -111,15 +115,15 @@ def _quotas() -> Iterator[float]:
 
 
 def _read(controller: str, *names: str) -> Iterator[tuple[str, ...]]:
-    """These files of each of the process's cgroups that has them, its own and those around it; in version 1 of cgroups,
-    the controller's."""
+    """Yield the content of these files for each cgroup of the process that has them: its own and all enclosing ones. In
+    cgroups version 1, those of the controller."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # In a container the path may be the host's, which is not mounted: then the top is the container's own.
+        # In a container the path may be the host's, which is not mounted; then the root is the container's own cgroup.
         own = CGROUPS / (controller if controllers else "") / path.lstrip("/")
-        for directory in (own, *(one for one in own.parents if one.is_relative_to(CGROUPS))):
+        for directory in (own, *(parent for parent in own.parents if parent.is_relative_to(CGROUPS))):
             try:
                 yield tuple((directory / name).read_text().strip() for name in names)
             except OSError:

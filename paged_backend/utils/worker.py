@@ -1,4 +1,4 @@
-"""Calls made one after the other, on a thread beside those that must not wait."""
+"""A background thread that runs calls one after the other."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ log = logging.getLogger("paged_llm")
 
 
 class BackgroundWorker:
-    """What hangs on it is left to the end of the process, and does not keep that: an executor's threads would."""
+    """Runs calls in order on a daemon thread. Unlike the threads of an executor, it does not keep the process from
+    ending while a call hangs."""
 
     def __init__(self, name: str, begin: Callable[[], object] = lambda: None):
-        """begin: called on the thread, before anything else."""
+        """begin: called first on the thread."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, args=[begin], name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Queue a call. An exception in it is logged."""
         self._calls.put(functools.partial(call, *arguments))
 
     def stop(self, seconds: float) -> None:
-        """Drop what has not begun, and wait for what has, so many seconds at the most."""
+        """Drop queued calls and wait for the current one, at most this many seconds."""
         self._stopped = True
         self._calls.put(None)
         self._thread.join(max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""What a container's limits leave of the machine, in both versions of cgroups."""
+"""Usable memory and cores within a container's limits, in both versions of cgroups, and OpenMP threads."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @pytest.fixture
 def cgroups(monkeypatch, tmp_path):
-    """Has /proc/self/cgroup say this, and lays these files out as the kernel would."""
+    """A function that fakes /proc/self/cgroup and the cgroup file system."""
 
     def lay(of_process, files):
         monkeypatch.setattr(machine, "CGROUPS", tmp_path)
@@ -70,15 +70,15 @@ def test_cgroups_version_1(cgroups):
     assert machine.available_memory() == 5 * GIB
 
 
-@pytest.mark.parametrize(("asked", "threads"), [(None, "2"), ("1", "1")])
-def test_torch_threads_follow_usable_cores_unless_configured(asked, threads):
+@pytest.mark.parametrize(("configured", "threads"), [(None, "2"), ("1", "1")])
+def test_torch_threads_follow_usable_cores_unless_configured(configured, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     code = (
         "import torch; from paged_backend.utils import machine; machine.usable_cores = lambda: 5;"
         " machine.limit_torch_threads(2); print(torch.get_num_threads())"
     )
-    asked_for = {"OMP_NUM_THREADS": asked} if asked else {}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment | asked_for, capture_output=True, text=True)
+    variables = {"OMP_NUM_THREADS": configured} if configured else {}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True)
     assert ran.stdout.strip() == threads, ran.stderr
 
 
@@ -116,7 +116,7 @@ thread = threading.Thread(target=copy)
 thread.start()
 thread.join()
 while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-    pass  # it has ended for Python, and not yet for the system
+    pass  # has ended for Python, but maybe not yet for the kernel
 before = len(os.listdir("/proc/self/task"))
 torch.ones(1 << 20).sum()
 print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())

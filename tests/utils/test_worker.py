@@ -1,4 +1,4 @@
-"""Calls beside the threads that must not wait."""
+"""The background thread that runs calls in order."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.support.in_process import WAIT
 
 
 def test_calls_run_in_order_and_survive_a_failed_call():
-    done, worker = SimpleQueue(), BackgroundWorker("beside")
+    done, worker = SimpleQueue(), BackgroundWorker("background")
     for number in range(3):
         worker.submit(done.put, number)
         worker.submit(lambda: 1 / 0)
@@ -19,12 +19,12 @@ def test_calls_run_in_order_and_survive_a_failed_call():
 
 
 def test_stop_drops_queued_calls():
-    begun, go_on, done, worker = Event(), Event(), SimpleQueue(), BackgroundWorker("beside")
-    worker.submit(lambda: (begun.set(), go_on.wait(WAIT)))
+    started, proceed, done, worker = Event(), Event(), SimpleQueue(), BackgroundWorker("background")
+    worker.submit(lambda: (started.set(), proceed.wait(WAIT)))
     worker.submit(done.put, 1)
-    assert begun.wait(WAIT)
+    assert started.wait(WAIT)
     worker.stop(0)
-    go_on.set()
+    proceed.set()
     worker.stop(WAIT)
     assert done.empty()
 
