@@ -52,8 +52,8 @@ def resident_memory() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may keep busy. A quota of 2.5 counts as 2, because a throttled thread
-    delays the others."""
+    """Return the number of cores that this process may keep busy. A quota of 2.5 counts as 2, because a throttled
+    thread delays the others."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 

@@ -1,4 +1,4 @@
-"""However the scheduler cuts, mixes, aborts and preempts, each request's tokens are those it gets alone."""
+"""Chunking, batching, aborting and preemption do not change a request's tokens: they are those it gets alone."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_batch_and_chunk_sizes(tiny, prompts, alone, seqs, tokens):
 
 
 def test_preemption(tiny, prompts, alone):
-    """A pool just large enough for the longest request: the others are pushed out and computed again."""
+    """A pool just large enough for the longest request: the others are preempted and recomputed."""
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=27, max_num_batched_tokens=64)) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
         assert engine.history[-1].stats.preemptions > 0
@@ -61,7 +61,7 @@ def test_preemption_by_swap_and_by_recompute(tiny, prompts, alone, caching, mode
 
 @pytest.mark.parametrize("swap_space", [0, 0.001, 0.01])
 def test_repeated_prompts_hit_the_prefix_cache(tiny, prompts, alone, swap_space):
-    """From the device, from the host, and from a host's pool too small for all of it."""
+    """In the device pool, in the host pool, and in a host pool that is too small for all of them."""
     options = SMALL | {"swap_space": swap_space} if swap_space else {"num_gpu_blocks_override": 128}
     with running(tiny_assembly(tiny[0], **options)) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
@@ -113,19 +113,19 @@ def test_aborted_request_frees_its_blocks_immediately(tiny, steps):
 
 
 def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
-    """And a step too much is computed for a sequence whose end is not known yet, but none of it is seen."""
+    """One step too many is computed for a sequence whose end is not known yet, but its tokens are not returned."""
     assembly = tiny_assembly(tiny[0])
     calls = []
     for name in ("schedule", "commit"):
         inner = getattr(assembly.scheduler, name)
 
-        def spied(*args, name=name, inner=inner):
+        def counted(*args, name=name, inner=inner):
             result = inner(*args)
             if result is not None:
                 calls.append(name)
             return result
 
-        setattr(assembly.scheduler, name, spied)
+        setattr(assembly.scheduler, name, counted)
     with running(assembly) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=4)
         expected = ["schedule", *["schedule", "commit"] * 3, "commit"] if planning else ["schedule", "commit"] * 4
@@ -139,9 +139,9 @@ def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
 def test_penalties_include_the_token_still_on_the_device(tiny, prompts):
     sampling = {"max_tokens": MAX_TOKENS, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
     with running(tiny_assembly(tiny[0], async_scheduling=False)) as engine:
-        in_turn = engine.generate(prompts, **sampling)
+        expected = engine.generate(prompts, **sampling)
     with running(tiny_assembly(tiny[0])) as engine:
-        assert engine.generate(prompts, **sampling) == in_turn
+        assert engine.generate(prompts, **sampling) == expected
 
 
 def test_eos_and_stop_tokens_end_the_output(tiny, prompts, alone):
@@ -167,22 +167,22 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, 
     with running(assembly) as engine:
 
         def fail(*args):
-            raise RuntimeError("device lost its mind")
+            raise RuntimeError("device error")
 
         hook = layer.register_forward_pre_hook(fail)
         (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
         assert output.error.code is ErrorCode.INTERNAL
-        assert "device lost its mind" in str(output.error)
+        assert "device error" in str(output.error)
         hook.remove()
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 
 def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
-    """As on a GPU, where an error shows when the tokens are fetched."""
+    """As on a GPU, where an error is raised when the tokens are read."""
     assembly = tiny_assembly(tiny[0])
-    launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device lost its mind")])
+    launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device error")])
 
-    class Late:
+    class LateFailure:
         def __init__(self, launched):
             self.launched = launched
 
@@ -191,7 +191,7 @@ def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
                 raise error
             return self.launched.result()
 
-    assembly.runner.launch = lambda batch: Late(launch(batch))
+    assembly.runner.launch = lambda batch: LateFailure(launch(batch))
     with running(assembly) as engine:
         (output,) = engine.wait(engine.submit(prompts[0], max_tokens=9))
         assert output.error.code is ErrorCode.INTERNAL

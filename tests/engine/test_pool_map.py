@@ -1,4 +1,4 @@
-"""Maps of the pool between the engine and whoever asks: one answer each, whatever becomes of the engine."""
+"""Pool maps, from the engine to the clients: every caller gets one answer, even if the engine fails."""
 
 import json
 from dataclasses import replace
@@ -33,11 +33,11 @@ def responder():
 
 
 def test_every_caller_gets_next_pool_map_once(responder):
-    one, other, late = Sent(), Sent(), Sent()
-    responder.request_pool_map(one.channel())
-    responder.request_pool_map(other.channel())
+    first, second, late = Sent(), Sent(), Sent()
+    responder.request_pool_map(first.channel())
+    responder.request_pool_map(second.channel())
     responder.emit(POOL)
-    for sent in (one, other):
+    for sent in (first, second):
         tensors, error, final = sent.the_only()
         assert error is None and final
         (text,) = tensors["pool_map"]
@@ -55,13 +55,13 @@ def test_every_caller_gets_next_pool_map_once(responder):
     responder.request_pool_map(late.channel())
     responder.emit(POOL)
     late.the_only()
-    assert one.empty() and other.empty()
+    assert first.empty() and second.empty()
 
 
 def test_metrics_match_pool_map():
     shown, held = [], []
 
-    class Shown(Metrics):
+    class RecordedMetrics(Metrics):
         def show(self, stats):
             shown.append(stats)
 
@@ -70,9 +70,9 @@ def test_metrics_match_pool_map():
             held.append(list(shown))
             super().send(response, flags)
 
-    responder = Responder(ENGINE, Shown(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    responder = Responder(ENGINE, RecordedMetrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
     responder.start()
-    for running in (1, 0):  # the second is sooner after the first than metrics are brought up to date
+    for running in (1, 0):  # the second comes before the next regular update of the metrics
         sent = Reader()
         responder.request_pool_map(sent.channel())
         responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
@@ -84,10 +84,10 @@ def test_metrics_match_pool_map():
 def test_engine_failure_answers_waiting_and_new_callers(responder):
     waiting, late = Sent(), Sent()
     responder.request_pool_map(waiting.channel())
-    responder.emit(EngineDied("the engine died: it did"))
+    responder.emit(EngineDied("the engine died: fault"))
     responder.request_pool_map(late.channel())
     for sent in (waiting, late):
-        assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: it did", True)
+        assert sent.the_only() == ({}, "Error generating stream: INTERNAL: the engine died: fault", True)
 
 
 def test_stalled_engine_times_out_pool_map():
@@ -105,16 +105,16 @@ def test_stalled_engine_times_out_pool_map():
 
 
 def test_send_failure_affects_only_its_client(responder):
-    broken, whole = Sent(trouble=1), Sent()
+    broken, intact = Sent(trouble=1), Sent()
     responder.request_pool_map(broken.channel())
-    responder.request_pool_map(whole.channel())
+    responder.request_pool_map(intact.channel())
     responder.emit(POOL)
-    assert whole.the_only()[1] is None
+    assert intact.the_only()[1] is None
     assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
 
 
 def test_pool_map_of_running_scheduler():
-    """Two samples of a prompt of two blocks and a bit, a token later: a block that both hold counts once."""
+    """Two samples of a prompt of two and a half blocks: a block that both hold counts once."""
     scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
     scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
     plan = scheduler.schedule()

@@ -1,5 +1,4 @@
-"""What is done before a GPU serves: what its memory is thought to have room for, with figures in the place of a GPU,
-and which kernels are compiled."""
+"""Warm-up: the memory of CUDA graphs, predicted with a fake GPU, and the kernels that are compiled."""
 
 import random
 from types import SimpleNamespace
@@ -21,74 +20,74 @@ from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from tests.support.in_process import tiny_assembly
 
-MAX_CODE, EACH, WORKSPACE, CACHED = 900, 7, 32, 5000  # bytes
+ROW_BYTES, GRAPH_BYTES, WORKSPACE, CACHED = 900, 7, 32, 5000
 
 
-class Memory:
-    """Of a GPU whose allocator keeps what was freed until it is told, as recording a CUDA graph does."""
+class FakeMemory:
+    """A GPU whose allocator keeps freed memory until its cache is emptied, which a graph capture does as well."""
 
     def __init__(self):
-        self.cached, self.for_good, self.recorded = CACHED, 0, 0
+        self.cached, self.permanent, self.captured = CACHED, 0, 0
 
-    def record(self, config, loaded, runner, every):
-        self.cached = 100  # given back, and something new
-        self.for_good = WORKSPACE
-        drafts = sum(kind.queries == 1 and not kind.shared for kind in every) if runner.drafter else 0
-        self.recorded = max(kind.rows for kind in every) * MAX_CODE + EACH * (len(every) + drafts)
+    def capture(self, config, loaded, runner, shapes):
+        self.cached = 100  # the old cache is freed, and a little is cached anew
+        self.permanent = WORKSPACE
+        drafts = sum(shape.queries == 1 and not shape.shared for shape in shapes) if runner.drafter else 0
+        self.captured = max(shape.rows for shape in shapes) * ROW_BYTES + GRAPH_BYTES * (len(shapes) + drafts)
 
     def release_graphs(self):
-        self.recorded = 0
+        self.captured = 0
 
     def empty(self):
         self.cached = 0
 
     def free(self, device):
-        return 10**6 - self.cached - self.for_good - self.recorded, 10**6
+        return 10**6 - self.cached - self.permanent - self.captured, 10**6
 
 
 @pytest.mark.parametrize("shares_prefixes", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("guesses", [0, 4])
+@pytest.mark.parametrize("num_drafts", [0, 4])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64, 100])
-def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, guesses, drafts, shares_prefixes):
-    memory = Memory()
-    monkeypatch.setattr(warm_up, "capture_graphs", memory.record)
+def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, num_drafts, drafts, shares_prefixes):
+    memory = FakeMemory()
+    monkeypatch.setattr(warm_up, "capture_graphs", memory.capture)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
     kv = SimpleNamespace(device=torch.device("cuda"))
     runner = SimpleNamespace(
         kv=kv, shares_prefixes=shares_prefixes, drafter=drafts, release_graphs=memory.release_graphs
     )
-    options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": guesses}
+    options = {"max_num_seqs": max_num_seqs, "num_speculative_tokens": num_drafts}
     config = EngineConfig.from_options({"model": "x"} | options)
-    foreseen = warm_up.graph_bytes(config, None, runner)
-    memory.record(config, None, runner, warm_up.graph_shapes_of(config, runner))
-    assert foreseen == memory.recorded
-    graph_shapes = graphs.graph_shapes(max_num_seqs, 512, queries=1 + guesses, shared=shares_prefixes)
+    predicted = warm_up.graph_bytes(config, None, runner)
+    memory.capture(config, None, runner, warm_up.graph_shapes_of(config, runner))
+    assert predicted == memory.captured
+    graph_shapes = graphs.graph_shapes(max_num_seqs, 512, queries=1 + num_drafts, shared=shares_prefixes)
     assert warm_up.graph_shapes_of(config, runner) == graph_shapes
 
 
 def compiled(plan, heads, kv_heads, group):
-    """What of a step's attention is constant in compiled code."""
+    """Yield what is compiled into the attention kernels of a step: their constants and absent arguments."""
     paging = pack(plan, block_size=16, gqa_group=group).paging
     pool = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
     query = torch.empty(plan.num_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
     options = dict(scale=1.0, sliding_window=None, softcap=None, sinks=None, device=Device("sm_90", 132))
     for planned in plan_launch(torch.empty_like(query), query, LayerCache(pool, pool), paging, **options):
         constants = {name: value for name, value in planned.arguments.items() if name.isupper() or name == "num_warps"}
-        given = {name for name, value in planned.arguments.items() if value is None}
-        yield planned.kernel.__name__, frozenset(constants.items()), frozenset(given)
+        absent = {name for name, value in planned.arguments.items() if value is None}
+        yield planned.kernel.__name__, frozenset(constants.items()), frozenset(absent)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3)])
 def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
     config = EngineConfig.from_options({"model": "x", "max_num_seqs": 64, "max_num_batched_tokens": 2048})
     group = heads // kv_heads
-    known = {
-        one
+    warmed = {
+        variant
         for plan in warm_up.warm_up_plans(config, 16384, 320)
         for sharing in (None, group)
-        for one in compiled(plan, heads, kv_heads, sharing)
+        for variant in compiled(plan, heads, kv_heads, sharing)
     }
     rnd = random.Random(0)
     for _ in range(300):
@@ -105,13 +104,13 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
             one.blocks = [0] * shared + list(range(own, own + 1100))
             own += 1100
             chunks.append(Chunk(one, start, length, (one,)))
-        for one in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
-            assert one in known
+        for variant in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
+            assert variant in warmed
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
 def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
-    """With a table in which pieces differ wherever they may."""
+    """With a table in which every entry differs."""
     monkeypatch.setattr(launch_table, "_tables", {})
     warps = zip(launch_table.ROW_BUCKETS, (1, 2, 4), strict=True)
     entries = [
@@ -121,25 +120,27 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     ]
     launch_table.use_table(launch_table.make_table("sm_91", None, entries))
 
-    def taken(kind, rows):
+    def warps_for(kind, rows):
         return launch_table.row_tile("sm_91", kind, width=4096, rows=rows).num_warps
 
     options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
     plans = list(warm_up.warm_up_plans(EngineConfig.from_options(options), 16384, 320))
     for kind in launch_table.DEFAULT_ROW_TILES:
-        assert {taken(kind, plan.num_tokens) for plan in plans} >= {taken(kind, rows) for rows in range(1, 2049)}
+        assert {warps_for(kind, plan.num_tokens) for plan in plans} >= {
+            warps_for(kind, rows) for rows in range(1, 2049)
+        }
     drawn = {}
     for plan in plans:
         if plan.chunks[0].scored:
             continue
-        drawn.setdefault(plan.chunks[0].draws[0].request.sampling, set()).add(taken("sampling", len(plan.chunks)))
+        drawn.setdefault(plan.chunks[0].draws[0].request.sampling, set()).add(warps_for("sampling", len(plan.chunks)))
     assert len(drawn) == len(warm_up.SAMPLINGS)
     for found in drawn.values():
-        assert found >= {taken("sampling", rows) for rows in range(1, max_num_seqs + 1)}
+        assert found >= {warps_for("sampling", rows) for rows in range(1, max_num_seqs + 1)}
 
 
 def test_every_warm_up_plan_can_run(tiny):
-    """In pools of one block, by every runner."""
+    """All plans use block 0 only."""
     assembly = tiny_assembly(tiny[0])
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}

@@ -1,4 +1,4 @@
-"""Two processes that share a model draw the tokens of one that has it alone, and end together."""
+"""Tensor parallelism: two ranks generate the same tokens as one process, and end together."""
 
 import os
 import signal
@@ -17,9 +17,9 @@ from paged_backend.models import tensor_parallel as parallel
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them")
 
-# A pool that a few requests fill, and a host's pool behind it.
+# A pool that a few requests fill, with a host pool.
 OPTIONS = {"num_gpu_blocks_override": 24, "swap_space": 0.001, "preemption_mode": "swap"}
 COMMON = {
     "vocab_size": 320,
@@ -35,7 +35,7 @@ PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57)), [8]]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Biases, which are added once, and embeddings that the output layer shares."""
+    """A model with biases, which only one rank may add, and with tied embeddings."""
     directory = tmp_path_factory.mktemp("shared")
     save_tiny(hf.Qwen2Config(**COMMON, tie_word_embeddings=True), directory)
     return directory
@@ -48,7 +48,7 @@ def alone(directory):
 
 @pytest.fixture(scope="module")
 def shared(request, directory):
-    """With other options where a test's parameter has them. A process can be rank 0 of one model at a time."""
+    """A model on two ranks, with the options of the test's parameter. A process can be rank 0 of only one model."""
     options = OPTIONS | getattr(request, "param", {})
     assembly = tiny_assembly(directory, **options | draft(directory, options), tensor_parallel_size=2)
     yield assembly
@@ -57,12 +57,12 @@ def shared(request, directory):
 
 
 def draft(directory, options):
-    """A model that guesses its own tokens, where there are to be guesses."""
+    """Make the model its own draft model if the options ask for speculation."""
     return {"speculative_model": str(directory)} if options.get("num_speculative_tokens") else {}
 
 
 def both(alone, shared, run):
-    """What `run` gives with one process and with two, planned in turn and ahead."""
+    """Return the results of `run` with one process and with two, without and with overlap."""
     found = []
     for assembly in (alone, shared, replace(shared, overlap=True)):
         with running(assembly) as engine:
@@ -72,7 +72,7 @@ def both(alone, shared, run):
 
 def test_embeddings_match_a_single_process(alone, shared):
     first, *others = both(
-        alone, shared, lambda engine: [one.hidden for one in engine.wait(*map(engine.embed, PROMPTS))]
+        alone, shared, lambda engine: [output.hidden for output in engine.wait(*map(engine.embed, PROMPTS))]
     )
     for found in others:
         for expected, hidden in zip(first, found, strict=True):
@@ -105,10 +105,10 @@ def test_tokens_match_a_single_process(alone, shared, sampling):
 
 def test_logprobs_match_a_single_process(alone, shared):
     def run(engine):
-        wanted = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}
-        outputs = engine.wait(*[engine.submit(prompt, **wanted) for prompt in PROMPTS])
-        told = [entries for output in outputs for entries in (*(output.prompt_logprobs or ()), *output.logprobs)]
-        return [one for entries in told for one in entries]
+        sampling = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}
+        outputs = engine.wait(*[engine.submit(prompt, **sampling) for prompt in PROMPTS])
+        tokens = [entries for output in outputs for entries in (*(output.prompt_logprobs or ()), *output.logprobs)]
+        return [entry for entries in tokens for entry in entries]
 
     one, two, ahead = both(alone, shared, run)
     assert [entry[::2] for entry in one] == [entry[::2] for entry in two] == [entry[::2] for entry in ahead]
@@ -117,7 +117,7 @@ def test_logprobs_match_a_single_process(alone, shared):
 
 
 def test_tokens_sampled_by_rank_0_are_used(alone, shared, monkeypatch):
-    """Also where the next step is launched before the host has seen them."""
+    """Even if the next step is launched before the host has read them."""
     plain = runner.sample
     monkeypatch.setattr(runner, "sample", lambda logits, batch: (plain(logits, batch) + 1) % 320)
     one, two, ahead = both(alone, shared, lambda engine: engine.generate(PROMPTS, max_tokens=12))
@@ -166,7 +166,7 @@ def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(di
 
 
 def test_worker_process_exits_with_rank_0_and_leaves_no_file(tmp_path):
-    """Which holds the other end of a pipe, and closes it whatever it dies of."""
+    """Rank 0 holds the other end of a pipe, which the system closes however rank 0 ends."""
     scratch = tmp_path / "paged-ranks-x"
     scratch.mkdir()
     (scratch / "rendezvous").touch()

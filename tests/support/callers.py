@@ -1,4 +1,4 @@
-"""A service without a server: what Triton hands to a Python model, and the way back."""
+"""A service without a server: fake Triton requests and response senders."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FakeTritonError(Error):
 
 
 class Caller(SimpleQueue):
-    """A request of the server's, and its responses: (outputs by name, the error's text or None, whether it is the
-    last)."""
+    """A fake Triton request, and a queue of its responses: (outputs by name, error text or None, whether it is
+    final)."""
 
     def __init__(self, **inputs: Any):
         self.tensors = [
@@ -41,7 +41,7 @@ class Caller(SimpleQueue):
         self.put((outputs, error and error.text, flags == 1))
 
     def all(self) -> list[dict[str, list[Any]]]:
-        """The outputs of every response. Fails the test where one is an error."""
+        """Return the outputs of every response. Fails the test for an error."""
         responses, last = [], False
         while not last:
             outputs, error, last = self.get(timeout=WAIT)
@@ -50,7 +50,7 @@ class Caller(SimpleQueue):
         return responses
 
     def refusal(self) -> str:
-        """The error that it got at once."""
+        """Return the error that is the only response."""
         _, error, last = self.get(timeout=WAIT)
         assert error and last
         return error
@@ -63,16 +63,19 @@ def _array(value: Any) -> np.ndarray:
 
 
 class Serving:
+    """A running service that tests send requests to."""
+
     def __init__(self, service: Service):
         self.service = service
 
     def call(self, **inputs: Any) -> Caller:
+        """Submit a request."""
         caller = Caller(**inputs)
         self.service.submit(caller)
         return caller
 
     def ask(self, **inputs: Any) -> dict[str, list[Any]]:
-        """The outputs of a request that does not stream."""
+        """Return the outputs of a request that does not stream."""
         (outputs,) = self.call(**inputs).all()
         return outputs
 

@@ -1,4 +1,4 @@
-"""The engine without a server, and tiny models with random weights to put into it."""
+"""An engine without a server, and tiny models with random weights for it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
 from paged_backend.server.embedding import parse_embedding_sampling
 
-WAIT = 60  # seconds after which a step that never comes fails the test
+WAIT = 60  # seconds after which a missing step fails the test
 
 
 @dataclass
 class Output:
+    """The output of one request so far."""
+
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: tuple[Logprobs, ...] | None = None
@@ -38,7 +40,7 @@ class Output:
 
 @dataclass
 class EngineHarness:
-    """Requests in, tokens out, through the real loop on its own thread."""
+    """Submits requests to a running engine and collects their outputs."""
 
     assembly: Assembly
     engine: Engine
@@ -54,7 +56,7 @@ class EngineHarness:
         guides: Sequence[Guide] = (),
         **sampling: Any,
     ) -> int:
-        """bad_words: as tokens. guides: of each sample."""
+        """Submit a generation request and return its key. bad_words: as token ids. guides: one per sample."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
@@ -65,6 +67,7 @@ class EngineHarness:
         return key
 
     def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
+        """Submit an embedding request and return its key."""
         params = parse_embedding_sampling(sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         request = GenerateRequest.from_prompt(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
@@ -73,31 +76,33 @@ class EngineHarness:
         return key
 
     def step(self) -> StepOutput:
-        """Wait for the engine's next turn, and book it."""
+        """Wait for the engine's next step output, and record it."""
         output = self.steps.get(timeout=WAIT)
         assert isinstance(output, StepOutput), output
         for delta in output.deltas:
-            booked = self.outputs[delta.key]
-            assert booked.finish is None and booked.error is None, "a token after the last"
-            booked.tokens += delta.token_ids
-            booked.logprobs += delta.logprobs
-            booked.prompt_logprobs = delta.prompt_logprobs or booked.prompt_logprobs
-            booked.finish, booked.error, booked.hidden = delta.finish, delta.error, delta.hidden
+            request = self.outputs[delta.key]
+            assert request.finish is None and request.error is None, "a token after the last"
+            request.tokens += delta.token_ids
+            request.logprobs += delta.logprobs
+            request.prompt_logprobs = delta.prompt_logprobs or request.prompt_logprobs
+            request.finish, request.error, request.hidden = delta.finish, delta.error, delta.hidden
         self.history.append(output)
         return output
 
     def wait(self, *keys: int) -> list[Output]:
+        """Wait until these requests have ended, and return their outputs."""
         while any(self.outputs[key].finish is None and self.outputs[key].error is None for key in keys):
             self.step()
         return [self.outputs[key] for key in keys]
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
-        return [one.tokens for one in self.wait(*[self.submit(prompt, **sampling) for prompt in prompts])]
+        """Return the tokens of requests that run together."""
+        return [output.tokens for output in self.wait(*[self.submit(prompt, **sampling) for prompt in prompts])]
 
 
 @contextmanager
 def running(assembly: Assembly) -> Iterator[EngineHarness]:
-    """An engine over `assembly`; at the end every block must be free and every invariant hold."""
+    """Run an engine over `assembly`. At the end every block must be free, and the scheduler's checks must hold."""
     steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
     engine = assembly.engine(steps.put)
     engine.start()
@@ -111,8 +116,8 @@ def running(assembly: Assembly) -> Iterator[EngineHarness]:
 
 
 def save_tiny(config: PretrainedConfig, directory: Path, tokenizer: Path | None = None) -> PreTrainedModel:
-    """A model of this configuration with random weights large enough that its logits are far apart, in fp32, as a
-    Hugging Face directory with a byte-level tokenizer."""
+    """Save a model with random fp32 weights, so large that its logits are far apart, and a byte-level tokenizer as a
+    Hugging Face directory."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -126,7 +131,7 @@ def save_tiny(config: PretrainedConfig, directory: Path, tokenizer: Path | None 
 
 
 def byte_tokenizer():
-    """A tokenizer of single bytes: 256 ids, then the end-of-sequence token."""
+    """Return a tokenizer of single bytes: 256 ids, then the end-of-sequence token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -144,17 +149,17 @@ TINY = {
     "num_gpu_blocks_override": 64,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 16,
-    "first_response_ms": -1,  # a machine may be slow: no empty response where a test counts them
+    "first_response_ms": -1,  # no empty first responses, which a slow machine would add
 }
 
 
 def tiny_assembly(directory: Path, *, adapters: Path | None = None, **options: Any) -> Assembly:
-    """adapters: the file that lists them."""
+    """Assemble an engine over a tiny model. adapters: the file that lists LoRA adapters."""
     return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options), adapters)
 
 
 def generate_with_transformers(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers itself generates for one prompt, greedily, past any end of sequence."""
+    """Return the greedy output of transformers for one prompt, past any end-of-sequence token."""
     model.generation_config.eos_token_id = None
     ids = torch.tensor([list(prompt)])
     out = model.generate(
