@@ -302,7 +302,7 @@ class EngineConfig:
     )
     limits: InputLimits = option(
         instance_of(InputLimits),
-        "Limits for the inputs of a request, listed [below](#limits).",
+        "Limits for the inputs of a request, an object with the fields below.",
         InputLimits(),
         section="Limits",
     )

@@ -105,11 +105,15 @@ def _options() -> str:
     parts = [OPTIONS, *_sections(columns, fields(EngineConfig))]
     parts += [LIMITS, _table(("limit", *columns[1:]), map(_row, fields(InputLimits)))]
     rows = [
-        (f"`{name}`", ", ".join(_code(value) for value in option.accepted), option.reason)
-        for name, option in sorted(UNSUPPORTED_OPTIONS.items())
+        (f"`{name}`", _accepted(option.accepted), option.reason) for name, option in sorted(UNSUPPORTED_OPTIONS.items())
     ]
     table = _table(("option", "accepted", "instead of other values"), rows)
     return _page(*parts, "## Options of vLLM", VLLM_OPTIONS, table)
+
+
+def _accepted(values: Sequence[Any]) -> str:
+    empty = [value for value in values if value in ("", {}, [])]
+    return ", ".join([*(_code(value) for value in values if value not in empty), *(["empty"] if empty else [])])
 
 
 def _sampling_parameters() -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server.channel import Channel
 from paged_backend.trtllm import llmapi, replies, requests
-from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
+from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.rows import Tensors
 from paged_backend.trtllm.tensors import LLMAPI
 
@@ -21,17 +21,17 @@ _IGNORED = "Streaming"  # a request parameter that the LLM API's own client send
 class Interface:
     """The format of `ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
 
-    def __init__(self, name: str, *, streams: bool = True, caps: RelayCaps = DEFAULT_CAPS):
+    def __init__(self, name: str, *, streams: bool = True, limits: RelayLimits = DEFAULT_LIMITS):
         """streams: whether the model may send several responses (`decoupled`)."""
         self._name = name
-        self._caps = caps
+        self._limits = limits
         self._streams = streams
 
     def read(self, tensors: Tensors) -> list[Any]:
         """Return an Ask per row. Raises RequestError for invalid or unsupported input."""
         if self._name == LLMAPI:
             return list(llmapi.read(tensors, streams=self._streams))
-        return list(requests.read(self._name, tensors, self._caps))
+        return list(requests.read(self._name, tensors, self._limits))
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the request parameters to pass on to the engine."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.interfaces import Interface
+from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.relay import Relay
 
 
@@ -26,11 +26,11 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         streams = bool(config["model_transaction_policy"]["decoupled"])
         try:
-            caps = RelayCaps.from_parameters(parameters)
+            limits = RelayLimits.from_parameters(parameters)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"config.pbtxt: {error}") from None
-        interface = Interface(parameters["interface"], streams=streams, caps=caps)
-        self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"], interface, caps)
+        interface = Interface(parameters["interface"], streams=streams, limits=limits)
+        self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"], interface, limits)
 
     def execute(self, requests: list[Any]) -> None:
         """Forward each request and return. Responses are sent through its response sender, from other threads."""

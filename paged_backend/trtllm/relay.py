@@ -20,8 +20,8 @@ from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
 from paged_backend.server.channel import Channel, Received, ServerChannel, send_error
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.trtllm.caps import DEFAULT_CAPS, RelayCaps
 from paged_backend.trtllm.interfaces import Ask, Interface
+from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame
 from paged_backend.trtllm.rows import use_client_names
 
@@ -91,16 +91,16 @@ class Relay:
         model: str,
         engine: str,
         interface: Interface | None = None,
-        caps: RelayCaps = DEFAULT_CAPS,
+        limits: RelayLimits = DEFAULT_LIMITS,
     ):
         """pb_utils: the module that Triton gives its Python models.
         engine: the name of the model that generates.
         interface: what clients send and get; by default that of the model's name."""
         self._pb_utils = pb_utils
         self._model = model
-        self._interface = interface or Interface(model, caps=caps)
-        self._links = Links(engine, self._receive, self._on_link_ended, caps.max_frame_bytes)
-        self._max_rows = caps.max_open_rows
+        self._interface = interface or Interface(model, limits=limits)
+        self._links = Links(engine, self._receive, self._on_link_ended, limits.max_frame_bytes)
+        self._max_rows = limits.max_open_rows
         self._ids = itertools.count()
         self._rows: dict[int, Row] = {}  # not ended by the engine; guarded by the lock
         self._lock = threading.Lock()

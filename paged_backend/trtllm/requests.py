@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
-from paged_backend.trtllm.caps import RelayCaps
+from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, reject_unsupported
 
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
@@ -41,10 +41,10 @@ class Ask:
     renamed: dict[str, str] = field(default_factory=dict)  # from sampling parameters to the client's tensors
 
 
-def read(model: str, tensors: Tensors, caps: RelayCaps) -> list[Ask]:
+def read(model: str, tensors: Tensors, limits: RelayLimits) -> list[Ask]:
     """Return an Ask per row. Raises RequestError for malformed, contradictory, excessive or unsupported input."""
     rows = _rows(tensors)
-    return [_ask(Row(model, row), index if len(rows) > 1 else None, caps) for index, row in enumerate(rows)]
+    return [_ask(Row(model, row), index if len(rows) > 1 else None, limits) for index, row in enumerate(rows)]
 
 
 def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
@@ -56,14 +56,14 @@ def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
     return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
 
 
-def _ask(row: Row, batch_index: int | None, caps: RelayCaps) -> Ask:
+def _ask(row: Row, batch_index: int | None, limits: RelayLimits) -> Ask:
     reject_unsupported(row)
     parameters, names = parameters_of(row)
     samples, beams = _count(row, parameters)
     dropped = _stops(row, parameters)
     names |= {"stop_words_token_ids": "stop_words_list", "bad_words_token_ids": "bad_words_list"}
     _set_sampling(parameters)
-    _bias(row, parameters, caps.max_biases)
+    _bias(row, parameters, limits.max_biases)
     _guide(row, parameters)
     flags = {name: row.one(name, False) for name in _FLAGS}
     stream = row.one("streaming" if row.is_core else "stream", False)

@@ -14,7 +14,7 @@ from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.wire.read import read_call
-from paged_backend.trtllm.caps import RelayCaps
+from paged_backend.trtllm.limits import RelayLimits
 from tests.support.callers import Caller, serving
 from tests.support.wire_requests import text
 
@@ -95,7 +95,7 @@ CONSTANTS = {
 
 def test_every_limit_is_tested():
     engines = {spec.name for spec in fields(EngineConfig) if re.match("max_|.*_timeout$", spec.name)} - NO_LIMITS
-    relays = {spec.name for spec in fields(RelayCaps)}
+    relays = {spec.name for spec in fields(RelayLimits)}
     flags = {
         f"({name})"
         for action in build_parser()._subparsers._group_actions[0].choices["openai"]._actions

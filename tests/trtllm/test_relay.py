@@ -14,7 +14,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_socket
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.write import SampleOutput, write_response
-from paged_backend.trtllm.caps import RelayCaps
+from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.relay import Relay
 from tests.support.in_process import WAIT
 from tests.support.local_engine import Engine, ask, connected, use_socket_directory
@@ -69,9 +69,9 @@ class Request:
 
 @pytest.fixture
 def relay(request):
-    """With the caps that a test gives it."""
+    """With the limits that a test gives it."""
     made = Relay(
-        SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", caps=RelayCaps(**getattr(request, "param", {}))
+        SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", limits=RelayLimits(**getattr(request, "param", {}))
     )
     yield made
     made.stop()

@@ -11,8 +11,8 @@ import pytest
 
 from paged_backend.api.errors import RequestError
 from paged_backend.trtllm import configs, replies
-from paged_backend.trtllm.caps import RelayCaps
 from paged_backend.trtllm.interfaces import Interface
+from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.rows import use_client_names
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
 from tests.support.trtllm_requests import NEEDED, ask, refusal, rows, sampling
@@ -222,7 +222,7 @@ def test_neutral_values_of_unsupported_inputs_are_accepted(model):
 )
 def test_biases_beyond_max_biases_are_rejected(model, biases, refused):
     def read(most):
-        return Interface(model, caps=RelayCaps(max_biases=most)).read(rows(model, NEEDED[model] | biases))
+        return Interface(model, limits=RelayLimits(max_biases=most)).read(rows(model, NEEDED[model] | biases))
 
     assert read(3)
     field = next(iter(biases))
@@ -232,10 +232,10 @@ def test_biases_beyond_max_biases_are_rejected(model, biases, refused):
 
 def test_caps_are_config_parameters():
     given = {"interface": BLS, "engine_model_name": "paged_llm", "max_open_rows": "3"}
-    assert RelayCaps.from_parameters(given) == RelayCaps(max_open_rows=3)
+    assert RelayLimits.from_parameters(given) == RelayLimits(max_open_rows=3)
     for bad in ("0", "x", "", "1.5"):
         with pytest.raises(ValueError, match=f"max_biases='{bad}': must be a whole number 1.."):
-            RelayCaps.from_parameters({"max_biases": bad})
+            RelayLimits.from_parameters({"max_biases": bad})
 
 
 def test_every_row_is_a_separate_request():

@@ -10,7 +10,7 @@ from paged_backend.api.options import parse_string
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelayCaps:
+class RelayLimits:
     """The limits of one model. The engine checks its own limits in addition."""
 
     max_open_rows: int = limit(1024, "open rows of all requests; a request with more is rejected as `UNAVAILABLE`")
@@ -20,7 +20,7 @@ class RelayCaps:
     )
 
     @classmethod
-    def from_parameters(cls, given: Mapping[str, str]) -> RelayCaps:
+    def from_parameters(cls, given: Mapping[str, str]) -> RelayLimits:
         """Return the limits among a model's parameters. Raises ValueError, which names the parameter, if one is bad."""
         values = {}
         for spec in fields(cls):
@@ -31,4 +31,4 @@ class RelayCaps:
         return cls(**values)
 
 
-DEFAULT_CAPS = RelayCaps()
+DEFAULT_LIMITS = RelayLimits()
