@@ -1,5 +1,7 @@
-"""What ends a request before its tokens do: time limits in every stage, a full queue, and a word from elsewhere. The
-engine is real; a gate holds its steps, and the responder's clock is turned by hand."""
+"""Time limits in every stage, full queues, tenant limits, stop_request, and the health of a service.
+
+The engine is real; a gate holds its steps, and tests advance the responder's clock.
+"""
 
 import json
 import time
@@ -24,37 +26,37 @@ FOREVER = 10**6
 
 
 class Gate:
-    """Holds every step before it is launched, until it is let through."""
+    """Holds every step before it is launched."""
 
     def __init__(self, monkeypatch):
-        self._let, self._asked, launch = Semaphore(0), SimpleQueue(), Runner.launch
+        self._permits, self._held, launch = Semaphore(0), SimpleQueue(), Runner.launch
 
         def held(runner, packed):
-            self._asked.put(None)
-            self._let.acquire()
+            self._held.put(None)
+            self._permits.acquire()
             return launch(runner, packed)
 
         monkeypatch.setattr(Runner, "launch", held)
 
     def wait(self):
-        """Until the next step is held."""
-        self._asked.get(timeout=WAIT)
+        """Wait until a step is held."""
+        self._held.get(timeout=WAIT)
 
     def step(self, count=1):
-        """Let steps through, and wait until one more is held."""
+        """Release this many steps, and wait until the next one is held."""
         for _ in range(count):
-            self.let()
+            self.release()
             self.wait()
 
-    def let(self):
-        self._let.release()
+    def release(self):
+        self._permits.release()
 
     def open(self):
-        self._let.release(FOREVER)
+        self._permits.release(FOREVER)
 
 
-class Asked(Caller):
-    """A request that has one answer. own: what it has beside its tensors."""
+class SingleCaller(Caller):
+    """A non-streaming request. own: fields of the Triton request besides its tensors."""
 
     def __init__(self, service, own=None, **inputs):
         super().__init__(**inputs)
@@ -63,19 +65,19 @@ class Asked(Caller):
         service.submit(self)
 
     def answer(self):
-        """Its outputs, or its error."""
+        """Return the outputs, or the error."""
         outputs, error, last = self.get(timeout=WAIT)
         assert last
         assert self.empty()
         return error or outputs
 
 
-TOLD = {"return_finish_reason": True, "return_num_output_tokens": True}
+RETURNED = {"return_finish_reason": True, "return_num_output_tokens": True}
 
 
 def ask(service, text="abcd", own=None, **sampling):
     sampling = {"max_tokens": 9, "temperature": 0, "ignore_eos": True} | sampling
-    return Asked(service, own, text_input=text, sampling_parameters=json.dumps(sampling), **TOLD)
+    return SingleCaller(service, own, text_input=text, sampling_parameters=json.dumps(sampling), **RETURNED)
 
 
 def finish(asked):
@@ -90,13 +92,13 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def serve(tiny, monkeypatch):
-    """Makes services, and checks at the end that nothing is left in them."""
+    """Return a function that creates a service; at the end, check that no service leaked anything."""
     with ExitStack() as stack:
         made = []
 
         def make(**options):
             with monkeypatch.context() as patch:
-                patch.setattr(Runner, "launch", UNHELD)  # while it loads
+                patch.setattr(Runner, "launch", UNHELD)  # do not hold steps while the model loads
                 made.append(stack.enter_context(serving(tiny[0], **options)).service)
             return made[-1]
 
@@ -165,25 +167,25 @@ def test_a_timeout_returns_the_tokens_generated_so_far(serve, gate, clock, n):
     gate.open()
 
 
-SEARCH = {"beam_width": 3, "logprobs": 1, "stop_token_ids": list(range(0, 250, 3)), "early_stopping": "never"}
+BEAM_SEARCH = {"beam_width": 3, "logprobs": 1, "stop_token_ids": list(range(0, 250, 3)), "early_stopping": "never"}
 
 
-class Searched(Caller):
-    """A beam search. told: of each output its text, tokens, log probabilities and their sum, and why it ended."""
+class BeamSearchCaller(Caller):
+    """A beam search."""
 
     def __init__(self, service, *, n, stream, **sampling):
         names = ("token_ids", "num_output_tokens", "logprobs", "cumulative_logprob", "finish_reason")
         super().__init__(
             text_input="abcd",
             stream=stream,
-            sampling_parameters=json.dumps(SEARCH | {"n": n} | sampling),
+            sampling_parameters=json.dumps(BEAM_SEARCH | {"n": n} | sampling),
             exclude_input_in_output=True,
             **{f"return_{name}": True for name in names},
         )
         self.n = n
         service.submit(self)
 
-    def told(self):
+    def result(self):
         texts, ids, logprobs = ([[] for _ in range(self.n)] for _ in range(3))
         for outputs in self.all():
             flat = iter(outputs["token_ids"])
@@ -196,8 +198,8 @@ class Searched(Caller):
 
 
 @pytest.fixture
-def patience(monkeypatch):
-    """Waits until the engine was asked to end a search, for which it has all the time that it wants."""
+def expire_called(monkeypatch):
+    """Return a function that waits until the engine is asked to end a beam search; the grace period is an hour."""
     asked, expire = Event(), Engine.expire
     monkeypatch.setattr(Engine, "expire", lambda self, key: (expire(self, key), asked.set()))
     monkeypatch.setattr(cancellation, "GRACE_SECONDS", HOUR)
@@ -207,37 +209,37 @@ def patience(monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, patience, steps, n, stream):
-    """What it would have had if that had been its last token; some have ended by then."""
+def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, expire_called, steps, n, stream):
+    """The result equals that of a search with as many tokens; some beams have ended by then."""
     service = serve(enable_prefix_caching=False)
-    cut = Searched(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
+    cut = BeamSearchCaller(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
     gate.wait()
     gate.step(steps)
     clock.ahead += HOUR / 1e3
-    patience()
+    expire_called()
     gate.open()
-    found, reasons = cut.told()
+    found, reasons = cut.result()
     assert reasons == [b"timeout"] * n
-    expected, reasons = Searched(service, n=n, stream=stream, max_tokens=steps + 1).told()
+    expected, reasons = BeamSearchCaller(service, n=n, stream=stream, max_tokens=steps + 1).result()
     assert found == expected
     assert (n, steps) != (3, 5) or set(reasons) == {b"stop", b"length"}
 
 
-def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, clock, patience):
-    """It ends with what all of its outputs have, which is nothing here."""
+def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, clock, expire_called):
+    """The responder ends it with the common prefix of its beams, which is empty here."""
     service = serve()
     cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
     gate.wait()
     gate.step(2)
     clock.ahead += HOUR / 1e3
-    patience()
+    expire_called()
     assert cut.empty()
     clock.ahead += cancellation.GRACE_SECONDS
     assert cut.answer()["finish_reason"] == [b"timeout"] * 3
     gate.open()
 
 
-def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, clock, patience):
+def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, clock, expire_called):
     service = serve(num_gpu_blocks_override=12, max_num_seqs=3)
     cut = ask(service, "a" * 8, timeout_ms=HOUR, beam_width=2, n=2, priority=1, max_tokens=20)
     gate.wait()
@@ -246,21 +248,21 @@ def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, cloc
     gate.step()
     assert service._assembly.scheduler.stats.preemptions == 1
     clock.ahead += HOUR / 1e3
-    patience()
+    expire_called()
     gate.open()
     answer = cut.answer()
     assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"] * 2, [4, 4])
     assert finish(higher) == ("length", 4)
 
 
-def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, patience):
+def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, expire_called):
     service = serve()
     cut = ask(service, beam_width=2, n=2, max_tokens=20)
     gate.wait()
     gate.step(3)
     (stream,) = service._responder.streams.by_key.values()
     stream.channel.stopped = True
-    patience()
+    expire_called()
     gate.open()
     answer = cut.answer()
     assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"cancelled"] * 2, [4, 4])
@@ -299,7 +301,7 @@ def test_the_shorter_time_limit_applies(serve, gate, clock, timeout_us, timeout_
 @pytest.mark.parametrize("end", [Engine.abort, Engine.end_all])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_request_that_ends_before_it_reaches_the_engine_never_runs(tiny, monkeypatch, n, end):
-    """As one may that was overdue once it was tokenized: the responder hears of it first."""
+    """A long prompt may be overdue once it is tokenized, before the engine gets the request."""
     with running(tiny_assembly(tiny[0])) as engine:
         engine.engine.announce(0)
         end(engine.engine, 0)
@@ -319,7 +321,7 @@ def outcomes(monkeypatch):
 
 
 def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypatch):
-    """`execute` hands over one after the other, and must never raise."""
+    """Triton's `execute` submits one request after the other, so `submit` must never raise."""
     ended, service = outcomes(monkeypatch), serve()
     before, broken, after = (Caller(text_input="abcd", sampling_parameters='{"max_tokens": 2}') for _ in range(3))
     broken.inputs = lambda: 1 / 0
@@ -351,7 +353,7 @@ def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock,
     )
     clock.ahead += HOUR / 1e3
     assert finish(waiting[1]) == ("timeout", 0)
-    later = ask(service)  # while the same step runs
+    later = ask(service)  # during the same step
     assert "2 requests wait" in ask(service).answer()
     gate.open()
     assert [finish(one) for one in (running, waiting[0], later)] == [("length", 9)] * 3
@@ -359,7 +361,7 @@ def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock,
 
 
 def test_the_open_request_limit_applies_per_tenant(serve, gate, monkeypatch):
-    """Running or waiting, however they end; a request without a salt is of one tenant, too."""
+    """Running and waiting requests count, however they end. Requests without a salt belong to one tenant."""
     ended = outcomes(monkeypatch)
     service = serve(max_num_seqs=1, max_tenant_requests=2)
     running = ask(service, cache_salt="one", own={"request_id": "x"})
@@ -389,9 +391,11 @@ def test_fair_scheduling_admits_a_tenant_past_another_tenants_queue(serve, gate,
     gate.wait()
     waiting = [ask(service, cache_salt="many", max_tokens=1) for _ in range(9)]
     one = ask(service, cache_salt="one", max_tokens=1)
-    assert "max_tokens" in ask(service, max_tokens=10**6).answer()  # by when those before have come to the engine
+    assert (
+        "max_tokens" in ask(service, max_tokens=10**6).answer()
+    )  # answered once the earlier requests have reached the engine
     gate.step(1 + before)
-    gate.let()
+    gate.release()
     assert finish(running) == ("length", 2)
     assert [finish(ended) for ended in (*waiting[: before - 1], one)] == [("length", 1)] * before
     assert all(other.empty() for other in waiting)
@@ -413,7 +417,7 @@ def test_a_preempted_request_does_not_count_against_the_queue_limit(serve, gate)
 
 
 def test_the_queue_limit_holds_and_no_request_is_lost_while_steps_run(serve, monkeypatch):
-    """The engine takes requests from the queue while others come."""
+    """The engine admits requests while others arrive."""
     service, most = serve(max_queue_size=3, max_num_seqs=2), []
     admit = service._assembly.scheduler.add
     monkeypatch.setattr(
@@ -433,7 +437,7 @@ def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
     first = ask(service, own={"correlation_id": 7, "flags": SEQUENCE_START})
     gate.wait()
     gate.step(8)
-    gate.let()
+    gate.release()
     assert finish(first) == ("length", 9)
     running = ask(service)
     gate.wait()
@@ -445,7 +449,7 @@ def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
 
 
 def test_stop_request_ends_a_request_by_id(serve, gate):
-    """Every one of that id, running or waiting, and no other."""
+    """All requests with that id end, running or waiting, and no others."""
     service = serve(max_num_seqs=1)
     running, waiting, other = (ask(service, own={"request_id": name}) for name in ("one", "one", "other"))
     gate.wait()
@@ -461,7 +465,7 @@ def test_stop_request_ends_a_request_by_id(serve, gate):
 
 
 def stop(service, name, **beside):
-    return Asked(service, {"request_id": name}, stop_request=True, **beside)
+    return SingleCaller(service, {"request_id": name}, stop_request=True, **beside)
 
 
 def test_stop_request_needs_an_id_and_no_other_inputs(serve):
@@ -472,7 +476,7 @@ def test_stop_request_needs_an_id_and_no_other_inputs(serve):
 
 def test_a_waiting_stream_gets_an_empty_first_response(serve, gate, clock):
     service = serve(first_response_ms=5000)
-    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
+    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **RETURNED)
     service.submit(caller)
     gate.wait()
     assert caller.empty()
@@ -487,13 +491,13 @@ def test_a_waiting_stream_gets_an_empty_first_response(serve, gate, clock):
 def test_a_stream_with_an_early_token_gets_no_empty_response(serve, gate, clock):
     service = serve(first_response_ms=5000)
     gate.open()
-    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **TOLD)
+    caller = Caller(text_input="abcd", stream=True, sampling_parameters='{"max_tokens": 2}', **RETURNED)
     service.submit(caller)
     assert all(part["num_output_tokens"][0] for part in caller.all())
 
 
 def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, monkeypatch):
-    """Whatever the bug: here the scheduler forgets it."""
+    """Simulates a bug by removing the request from the scheduler."""
     service = serve()
     scheduler = service._assembly.scheduler
     lost, kept = ask(service), ask(service, "efgh")
@@ -507,12 +511,12 @@ def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, mo
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_response_larger_than_max_response_mib_fails(serve, gate, streams, monkeypatch):
-    """As Triton keeps what a client does not read. 1,680 tokens with 20 of the likeliest each are 2 MB."""
+    """Triton buffers what a client does not read. 1,680 tokens with 20 logprobs each are 2 MB."""
     ended = outcomes(monkeypatch)
     service = serve(max_response_mib=1, num_gpu_blocks_override=512)
     gate.open()
     big = {"max_tokens": 240, "logprobs": 20, "n": 7, "temperature": 1, "ignore_eos": True}
-    inputs = {"text_input": "abcd", "stream": streams, "return_logprobs": True, **TOLD}
+    inputs = {"text_input": "abcd", "stream": streams, "return_logprobs": True, **RETURNED}
     caller = Caller(**inputs, sampling_parameters=json.dumps(big))
     service.submit(caller)
     error = None
@@ -525,7 +529,7 @@ def test_a_response_larger_than_max_response_mib_fails(serve, gate, streams, mon
 
 
 def test_a_request_rejected_by_the_engine_is_not_logged_as_an_internal_error(serve, gate, monkeypatch):
-    """A grammar that does not compile, say. An error is what went wrong here."""
+    """An example is an invalid grammar. The outcome `error` is for internal errors."""
     ended = outcomes(monkeypatch)
     service = serve()
     gate.open()
@@ -539,7 +543,7 @@ def test_a_request_rejected_by_the_engine_is_not_logged_as_an_internal_error(ser
 
 @contextmanager
 def two_seconds_later(monkeypatch):
-    """The clock stands, so long after what is under way began."""
+    """Stop the clock two seconds from now."""
     now = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(step_loop.time, "monotonic", lambda: now + 2)
@@ -553,9 +557,9 @@ def test_a_stalled_step_makes_the_service_not_ready(serve, gate, monkeypatch):
     gate.wait()
     with two_seconds_later(monkeypatch):
         assert not service.ready
-        told = "UNAVAILABLE: a step has taken 2 s, more than stall_timeout=1"
-        assert told in ask(service).answer()
-        assert told in stuck.answer()
+        result = "UNAVAILABLE: a step has taken 2 s, more than stall_timeout=1"
+        assert result in ask(service).answer()
+        assert result in stuck.answer()
     assert service.ready
     gate.open()
     assert finish(ask(service)) == ("length", 9)
@@ -615,7 +619,7 @@ def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch)
 
 
 def test_polling_takes_at_most_its_share_of_the_thread(tiny, monkeypatch):
-    """The first map comes while the request runs; the second would have to wait for as long as that takes."""
+    """The first map is sent while the request runs; the second has to wait until it has ended."""
     monkeypatch.setattr(step_loop, "MAP_SHARE", 1e-9)
     with serving(tiny[0]) as calls:
         sampling = json.dumps({"max_tokens": 60, "ignore_eos": True})

@@ -1,4 +1,4 @@
-"""Who has gone: asked often enough, and no more often than it may cost."""
+"""The cancellation poller: which requests it polls, how often, and at what cost."""
 
 import weakref
 from collections import Counter
@@ -26,8 +26,8 @@ def round_trips():
     made.stop()
 
 
-class Asked(Client):
-    """One that remembers how often it was asked."""
+class LoggingClient(Client):
+    """A client that logs each poll."""
 
     def __init__(self, key, log):
         super().__init__(key)
@@ -38,8 +38,8 @@ class Asked(Client):
         return self.cancelled
 
 
-def watching(round_trips, clients, tell=lambda found: None):
-    made = CancellationPoller(lambda stream: not stream.channel.closed, round_trips, tell)
+def poller_of(round_trips, clients, report=lambda found: None):
+    made = CancellationPoller(lambda stream: not stream.channel.closed, round_trips, report)
     for client in clients:
         made.add(client.stream)
     return made
@@ -55,21 +55,21 @@ def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, m
         if asked[0] == 30:
             seen.put(dict(asked))
 
-    clients = [Asked(key, log) for key in range(21)]
-    made = watching(round_trips, clients)
+    clients = [LoggingClient(key, log) for key in range(21)]
+    made = poller_of(round_trips, clients)
     clients[0].stream.mark_scheduled(1.0)
     made.mark_running(clients[0].stream)
     made.start()
     others = seen.get(timeout=WAIT)
     made.stop()
-    assert all(2 <= others[key] <= 4 for key in range(1, 21))  # of 30 rounds: two of twenty at a time
+    assert all(2 <= others[key] <= 4 for key in range(1, 21))  # in 30 rounds, two of the twenty in each
 
 
 @pytest.mark.parametrize(("took", "rest"), [(0.0, 0.05), (0.02, 0.03), (0.2, 0.2)])
 def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch, took, rest):
     clock, rests, end = iter([0.0, took, 10.0, 10.0]), SimpleQueue(), Event()
     monkeypatch.setattr(cancellation_poller, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    made = watching(round_trips, [Client(key) for key in range(3)])
+    made = poller_of(round_trips, [Client(key) for key in range(3)])
 
     def wait(seconds):
         rests.put(seconds)
@@ -83,8 +83,8 @@ def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch
 
 def test_an_ended_request_is_not_polled(round_trips):
     asked, found = Counter(), SimpleQueue()
-    clients = [Asked(key, lambda key: asked.update([key])) for key in range(2)]
-    made = watching(round_trips, clients, found.put)
+    clients = [LoggingClient(key, lambda key: asked.update([key])) for key in range(2)]
+    made = poller_of(round_trips, clients, found.put)
     clients[0].stream.channel.closed = True
     clients[1].cancelled = True
     made.start()
@@ -94,12 +94,12 @@ def test_an_ended_request_is_not_polled(round_trips):
 
 
 def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trips):
-    """It is no longer one that waits, and not yet one that runs."""
+    """It has left the waiting queue but is not in the running queue yet."""
     found = SimpleQueue()
     client = Client(1)
     client.cancelled = True
     client.stream.mark_scheduled(1.0)
-    made = watching(round_trips, [client], found.put)
+    made = poller_of(round_trips, [client], found.put)
     made.start()
     until(lambda: not (made._waiting or made._added.is_set()))
     made.mark_running(client.stream)
@@ -110,12 +110,12 @@ def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trip
 def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
     told, clients = SimpleQueue(), [Client(key) for key in range(2)]
 
-    def tell(found):
+    def report(found):
         told.put(found.cancelled)
         if found.cancelled == [clients[0].stream]:
             raise RuntimeError("it went wrong")
 
-    made = watching(round_trips, clients, tell)
+    made = poller_of(round_trips, clients, report)
     made.start()
     for client in clients:
         client.cancelled = True
@@ -133,8 +133,8 @@ def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
         if sum(asked.values()) == 40:
             enough.set()
 
-    clients = [Asked(key, log) for key in range(2)]
-    made = watching(round_trips, clients)
+    clients = [LoggingClient(key, log) for key in range(2)]
+    made = poller_of(round_trips, clients)
     clients[0].stream.mark_scheduled(1.0)
     made.mark_running(clients[0].stream)
     made.start()
@@ -144,7 +144,7 @@ def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
 
 
 def test_polling_does_not_wait_for_a_send_in_progress():
-    """Nor asked about after its last response, when the server has forgotten it."""
+    """A request is not polled after its final response either, as the server has dropped it."""
     client = Client(1)
     client.may_send.clear()
     client.cancelled = True
@@ -163,7 +163,7 @@ def test_polling_does_not_wait_for_a_send_in_progress():
 
 
 def test_the_request_object_is_released_with_the_final_response():
-    """The collector may come when the server has gone, and end the process with it."""
+    """Otherwise garbage collection after the server has exited could crash the process."""
 
     class Request(SimpleNamespace):
         pass

@@ -1,4 +1,4 @@
-"""Embeddings: transformers' own hidden states, normalised, whatever else the step does."""
+"""Embeddings: equal to transformers' normalized hidden states, whatever else is in the step."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def prompts():
 
 
 def check(model, prompt, hidden):
-    """Hold the hidden state of a prompt's last token against the model's own."""
+    """Compare the hidden state of the prompt's last token with that of transformers."""
     with torch.inference_mode():
         expected = model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
     torch.testing.assert_close(torch.tensor(hidden), expected, rtol=1e-4, atol=1e-4)
@@ -74,7 +74,7 @@ def test_embeddings_batched_with_generation_change_no_token(tiny, prompts):
 def test_embeddings_use_and_fill_the_prefix_cache(tiny, prompts):
     (prompt,) = prompts[-1:]
     with running(tiny_assembly(tiny[0])) as engine:
-        for _ in range(2):  # the second computes one token: as many as a step that is replayed
+        for _ in range(2):  # the second computes one token, as many as a captured graph does
             (output,) = engine.wait(engine.embed(prompt))
             check(tiny[1], prompt, output.hidden)
         hit = engine.history[-1].stats.cached_tokens
@@ -158,7 +158,7 @@ def test_accepted_embedding_requests():
     assert read(input="The sea") == EmbeddingCall("The sea")
     assert read(input=[0, 319], pooling_params={}) == EmbeddingCall([0, 319])
     any_size = replace(LIMITS, embedding=EmbeddingSpec(64, range(1, 65)))
-    for sent in ([32], 32):  # a list is what Triton's OpenAI frontend sends
+    for sent in ([32], 32):  # Triton's OpenAI frontend sends a list
         assert read(any_size, input="x", pooling_params={"dimensions": sent}).dimensions == 32
     assert read(replace(LIMITS, embedding=EmbeddingSpec(64, (8, 16))), input="x",
                 pooling_params={"dimensions": [16]}).dimensions == 16  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_response_an_error_and_a_cancellation(engine):
     assert next(frames) == {"id": 2, "error": {"code": "UNAVAILABLE", "text": "UNAVAILABLE: later"}}
     assert next(frames) == {"id": 1, "outputs": {"num_stopped": [3]}, "final": True}
     connection.send(pack({"id": 3, "cancel": True}))
-    connection.send(pack({"id": 2, "cancel": True}))  # which has ended
+    connection.send(pack({"id": 2, "cancel": True}))  # the connection has ended
     ask(connection, 4)
     engine.next()
     assert third.is_cancelled() and not third.closed
@@ -101,13 +101,13 @@ def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
 
 
 def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
-    """Nor do several of them, each of whom a frame may wait for so long."""
+    """Several slow readers do not either, although sending to each of them blocks."""
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
     engine, outputs = Engine(), write_adapters([{"name": "x" * 65536}] * 64)
     connections = [connected() for _ in range(3)]
     for connection in connections:
         ask(connection)
-        channel = engine.next()  # larger than what the socket keeps
+        channel = engine.next()  # larger than the socket's buffer
         threading.Thread(target=channel.send, args=[outputs], kwargs={"final": False}, daemon=True).start()
         until(channel._peer.connection._lock.locked)
     leaving = threading.Thread(target=engine.stop, args=[0], daemon=True)

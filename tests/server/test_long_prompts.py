@@ -25,7 +25,7 @@ LONG = "a" * 300
     [
         ({"text_input": "aa"}, {}),
         ({"text_input": "aa"}, {"stop": ["cc"]}),
-        ({"text_input": "aa"}, {"stop": ["cc"], "beam_width": 2}),  # the engine's thread looks at the text, too
+        ({"text_input": "aa"}, {"stop": ["cc"], "beam_width": 2}),  # the engine's thread decodes too
         ({"input_ids": byte_tokenizer().encode("ab")}, {"echo": True}),
     ],
 )
@@ -49,7 +49,7 @@ def slow():
 
 @pytest.fixture
 def serve(tiny, slow, monkeypatch):
-    """A service whose long prompts wait until they are let go on, and the outcomes that it counts."""
+    """A service with a slow tokenizer for long prompts, and the outcomes that it counts."""
     monkeypatch.setattr(admission, "LONG_CHARS", 200)
     monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
     outcomes = SimpleQueue()
@@ -60,7 +60,7 @@ def serve(tiny, slow, monkeypatch):
         slow.go_on.set()
 
 
-def asking(text, **own):
+def request_of(text, **own):
     caller = Caller(text_input=text, sampling_parameters='{"max_tokens": 1}')
     for name, value in own.items():
         setattr(caller, name, lambda value=value: value)
@@ -68,7 +68,7 @@ def asking(text, **own):
 
 
 def test_other_requests_are_served_while_a_long_prompt_is_tokenized(serve, slow):
-    long = asking(LONG)
+    long = request_of(LONG)
     serve.service.submit(long)
     slow.began.get(timeout=WAIT)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_other_requests_are_served_while_a_long_prompt_is_tokenized(serve, slow)
 
 
 def test_long_prompts_count_as_waiting(serve, slow):
-    waiting = [asking(LONG), asking(LONG)]
+    waiting = [request_of(LONG), request_of(LONG)]
     for one in waiting:
         serve.service.submit(one)
     slow.began.get(timeout=WAIT)
@@ -91,9 +91,9 @@ def test_long_prompts_count_as_waiting(serve, slow):
 
 
 def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
-    """Before they are tokenized: one tenant's do not keep those of others waiting."""
+    """They count before they are tokenized, and do not delay other tenants."""
     monkeypatch.setattr(serve.service._tenants, "_max_requests", 1)
-    first = asking(LONG)
+    first = request_of(LONG)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
     assert "1 requests of this cache_salt are open" in serve.call(text_input=LONG).refusal()
@@ -117,11 +117,11 @@ def test_a_blocked_rejection_does_not_delay_other_requests(serve):
 
 
 def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
-    first, gone = asking(LONG), asking(LONG, is_cancelled=True)
+    first, gone = request_of(LONG), request_of(LONG, is_cancelled=True)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
     serve.service.submit(gone)
-    assert "CANCELLED" in gone.refusal()  # though nobody has come to it
+    assert "CANCELLED" in gone.refusal()  # before its turn to be tokenized
     slow.go_on.set()
     assert first.all()
     assert slow.began.empty()
@@ -129,7 +129,7 @@ def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
 
 
 def test_stop_request_finds_a_long_prompt(serve, slow):
-    long = asking(LONG, request_id="a")
+    long = request_of(LONG, request_id="a")
     serve.service.submit(long)
     slow.began.get(timeout=WAIT)
     stop = Caller(stop_request=True)
@@ -145,59 +145,65 @@ HOUR = 3_600_000  # milliseconds
 
 
 @pytest.fixture
-def later(monkeypatch):
-    """Turns the responder's clock by an hour."""
+def advance_an_hour(monkeypatch):
+    """Return a function that advances the responder's clock by an hour."""
     ahead = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr(responder, "time", clock)
     return lambda: ahead.append(ahead.pop() + HOUR / 1e3)
 
 
-def limited(**more):
+def request_with_timeout(**more):
     told = {"return_finish_reason": True, "return_num_output_tokens": True}
     return Caller(text_input=LONG, sampling_parameters=json.dumps({"timeout_ms": HOUR} | more), **told)
 
 
 @pytest.mark.parametrize("limit", ["timeout_ms", "timeout"])
-def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, later, limit):
-    """Whether somebody is at it, or it waits for that."""
-    waiting = [limited(), limited()] if limit == "timeout_ms" else [asking(LONG, timeout=HOUR * 1000) for _ in "ab"]
+def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, advance_an_hour, limit):
+    """One prompt is being tokenized, the other waits for it."""
+    waiting = (
+        [request_with_timeout(), request_with_timeout()]
+        if limit == "timeout_ms"
+        else [request_of(LONG, timeout=HOUR * 1000) for _ in "ab"]
+    )
     for one in waiting:
         serve.service.submit(one)
     slow.began.get(timeout=WAIT)
-    later()
+    advance_an_hour()
     for one in waiting:
         (answer,) = one.all()
         if limit == "timeout_ms":
             assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
     assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
-    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()  # their texts are here
+    assert (
+        "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()
+    )  # their texts are still in memory
     slow.go_on.set()
     until(lambda: not serve.service._admission.long_prompts.pending)
     assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
     assert slow.began.empty()
 
 
-def test_a_turn_that_ends_before_tokenization_restores_its_session(serve, slow, later):
+def test_a_turn_that_ends_before_tokenization_restores_its_session(serve, slow, advance_an_hour):
     def turn(caller, **more):
         caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
         serve.service.submit(caller)
         return caller
 
-    assert turn(asking("abcd"), sequence_start=True).all()
-    long = turn(limited())
+    assert turn(request_of("abcd"), sequence_start=True).all()
+    long = turn(request_with_timeout())
     slow.began.get(timeout=WAIT)
-    later()
+    advance_an_hour()
     assert long.all()[0]["finish_reason"] == [b"timeout"]
     after = Caller(text_input="ef", sampling_parameters='{"max_tokens": 1}', return_num_input_tokens=True)
     assert turn(after).all()[0]["num_input_tokens"][0] > len(byte_tokenizer().encode("ef"))
     slow.go_on.set()
-    assert turn(asking("gh")).all()
+    assert turn(request_of("gh")).all()
 
 
 def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
     def turn(text, **more):
-        caller = asking(text)
+        caller = request_of(text)
         caller.parameters = lambda: json.dumps({"sequence_id": 7} | more)
         return caller
 
@@ -216,7 +222,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
 def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
-    """Here: too many of them."""
+    """For example because it has too many tokens."""
     monkeypatch.setattr(admission, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"

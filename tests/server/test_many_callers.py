@@ -1,5 +1,7 @@
-"""Hundreds of concurrent requests that are cancelled, stopped or time out, without a server in between, so that far
-more of them meet in caller iteration of a thread than over a network."""
+"""Hundreds of concurrent requests that finish, are cancelled, are stopped or time out.
+
+There is no server in between, so many more events fall into one turn of a thread than over a network.
+"""
 
 import json
 import logging
@@ -18,7 +20,7 @@ from tests.support.waiting import until
 OPTIONS = {"num_gpu_blocks_override": 64, "max_num_seqs": 16, "max_queue_size": 0, "first_response_ms": 0}
 KINDS = (
     {},
-    {"stop_token_ids": [19]},  # which the model generates
+    {"stop_token_ids": [19]},  # sampled by the model
     {"n": 2, "temperature": 1, "seed": 1},
     {"beam_width": 2, "n": 2},
     {"timeout_ms": 50},
@@ -26,15 +28,15 @@ KINDS = (
 ERRORS = {f"CANCELLED: the request was {how}" for how in ("cancelled by its client", "ended by a stop_request")}
 
 
-class CancellableCaller(Caller):
+class Asked(Caller):
     def __init__(self, name, sampling, stream):
         super().__init__(
             text_input="abcd", stream=stream, return_token_ids=True, return_num_output_tokens=True,
             return_finish_reason=True,
             sampling_parameters=json.dumps({"max_tokens": 8, "temperature": 0, "ignore_eos": True} | sampling),
         )  # fmt: skip
-        self.cancelled = threading.Event()
-        self.request_id, self.is_cancelled = lambda: name, self.cancelled.is_set
+        self.gone = threading.Event()
+        self.request_id, self.is_cancelled = lambda: name, self.gone.is_set
 
     def end(self):
         """Return (tokens of each sample, finish reasons, error)."""
@@ -58,36 +60,36 @@ def play(directory, rnd):
     with serving(directory, **OPTIONS) as calls:
         alone = {}
         for number, kind in enumerate(KINDS):
-            calls.service.submit(caller := CancellableCaller("", kind | {"timeout_ms": 60_000}, False))
-            alone[number] = caller.end()
+            calls.service.submit(one := Asked("", kind | {"timeout_ms": 60_000}, False))
+            alone[number] = one.end()
         asked, stops = [], []
         for number in range(400):
             kind = rnd.randrange(len(KINDS))
-            asked.append((kind, CancellableCaller(f"{number % 97}", KINDS[kind], rnd.random() < 0.8)))
+            asked.append((kind, Asked(f"{number % 97}", KINDS[kind], rnd.random() < 0.8)))
             calls.service.submit(asked[-1][1])
             if rnd.random() < 0.02:
-                for _, caller in rnd.sample(asked, min(60, len(asked))):
-                    caller.cancelled.set()
+                for _, one in rnd.sample(asked, min(60, len(asked))):
+                    one.gone.set()
             if rnd.random() < 0.02:
-                stops.append(CancellableCaller(f"{rnd.randrange(97)}", {}, False))
+                stops.append(Asked(f"{rnd.randrange(97)}", {}, False))
                 stops[-1].tensors = Caller(stop_request=True).tensors
                 calls.service.submit(stops[-1])
-        for _, caller in asked:
+        for _, one in asked:
             if rnd.random() < 0.4:
-                caller.cancelled.set()
+                one.gone.set()
         ends = Counter()
-        for kind, caller in asked:
-            tokens, reasons, error = caller.end()
+        for kind, one in asked:
+            tokens, reasons, error = one.end()
             ends[error or reasons[0]] += 1
             assert error is None or error in ERRORS
             if not error and b"timeout" not in reasons:
                 assert (tokens, reasons) == alone[kind][:2]
         assert {b"length", b"stop", b"timeout", *ERRORS} <= ends.keys(), ends
-        for caller in stops:
-            (outputs,) = caller.all()
-            assert outputs["num_stopped"][0] >= 0
+        for one in stops:
+            (told,) = one.all()
+            assert told["num_stopped"][0] >= 0
         until(lambda: not calls.service._assembly.scheduler.has_work)
         calls.service._assembly.scheduler.check()
         assert calls.service._assembly.scheduler.blocks.num_used == 0
         assert (calls.service._engine.waiting, len(calls.service._tenants)) == (0, 0)
-    assert all(caller.empty() for _, caller in asked)
+    assert all(one.empty() for _, one in asked)

@@ -1,4 +1,4 @@
-"""Which GPUs an instance sees."""
+"""The GPUs that a model instance sees."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The thread between engine and clients: what piles up goes out together, and nobody is forgotten among many."""
+"""The responder: batching of responses, cancellation, failures and their isolation, and metrics."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ def tenants():
 
 @pytest.fixture
 def opened(tenants):
-    """(responder, metrics, keys whose requests were aborted)"""
+    """Return (responder, metrics, keys of aborted requests)."""
     metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
     engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
@@ -71,7 +71,7 @@ def test_a_non_streaming_response_is_detokenized_once(opened):
         responder.emit(step(1, text))
     responder.emit(step(1, "i", FinishReason.LENGTH))
     assert client.got.get(timeout=WAIT) == ("abcdefghi", None, True)
-    assert len(client.decoded) == 2  # the prompt's end, and all of it
+    assert len(client.decoded) == 2  # the end of the prompt, and the whole output
 
 
 def test_a_cancellation_is_detected_among_many_streams(opened):
@@ -91,7 +91,7 @@ def test_a_cancellation_is_detected_among_many_streams(opened):
 
 
 def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypatch):
-    """Who is first among the next is asked after an hour, if nobody has gone."""
+    """Without a cancellation the next batch would be polled after an hour."""
     monkeypatch.setattr(cancellation_poller, "SECONDS", 3600)
     responder, _, aborted = opened
     clients = [Client(key) for key in range(100)]
@@ -104,7 +104,7 @@ def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypat
 
 
 def test_simultaneous_cancellations_are_counted_together(opened):
-    """Telling the server of one is a round trip, too."""
+    """An update of a metric is a round trip to the server, too."""
     responder, metrics, _ = opened
     told = []
     for outcome in metrics._finished.values():
@@ -143,7 +143,7 @@ def test_metrics_are_flushed_before_the_final_response(opened):
 
 
 def test_metrics_show_the_last_step_without_open_streams(opened, monkeypatch):
-    """A stream is cancelled while its last step runs, so the engine has nothing more to say."""
+    """A stream is cancelled during its last step, so the engine emits nothing afterwards."""
     responder, metrics, aborted = opened
     shown, show = SimpleQueue(), metrics.show
     monkeypatch.setattr(metrics, "show", lambda stats: (show(stats), shown.put(stats.running)))
@@ -169,8 +169,8 @@ def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
     assert aborted.get(timeout=WAIT) == 1
 
 
-class Curious(Client):
-    """One that asks for log probabilities; what it gets is (tokens of them, their sum, whether it was the last)."""
+class LogprobsClient(Client):
+    """A client that asks for logprobs. `got` has (their tokens, cumulative logprob, whether it was final)."""
 
     def __init__(self, key, stop=()):
         super().__init__(key, stop=stop)
@@ -186,8 +186,8 @@ class Curious(Client):
         self.got.put((TOKENIZER.decode(tokens), tensors["cumulative_logprob"].tolist(), flags == 1))
 
 
-def scored(key, text, finish=None):
-    """A step whose tokens have -0.5 each."""
+def step_with_logprobs(key, text, finish=None):
+    """Return a step whose tokens have a logprob of -0.5 each."""
     output = step(key, text, finish)
     (delta,) = output.deltas
     told = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
@@ -196,31 +196,31 @@ def scored(key, text, finish=None):
 
 def test_responses_have_their_own_logprobs_and_the_cumulative_sum(opened):
     responder, _, _ = opened
-    client = Curious(1)
+    client = LogprobsClient(1)
     client.may_send.clear()
     responder.open(client.stream)
-    responder.emit(scored(1, "a"))
+    responder.emit(step_with_logprobs(1, "a"))
     assert client.sending.wait(WAIT)
     for text in "bcd":
-        responder.emit(scored(1, text))
+        responder.emit(step_with_logprobs(1, text))
     client.may_send.set()
     assert client.got.get(timeout=WAIT) == ("a", [-0.5], False)
     assert client.got.get(timeout=WAIT) == ("bcd", [-2.0], False)
-    responder.emit(scored(1, "e", FinishReason.LENGTH))
+    responder.emit(step_with_logprobs(1, "e", FinishReason.LENGTH))
     assert client.got.get(timeout=WAIT) == ("e", [-2.5], True)
 
 
 def test_tokens_after_a_stop_string_have_no_logprobs(opened):
-    """Those that it is made of are counted as output, and so have theirs."""
+    """The tokens of the stop string itself count as output and have logprobs."""
     responder, _, _ = opened
-    client = Curious(1, stop=["cd"])
+    client = LogprobsClient(1, stop=["cd"])
     responder.open(client.stream)
-    responder.emit(scored(1, "abcdef"))
+    responder.emit(step_with_logprobs(1, "abcdef"))
     assert client.got.get(timeout=WAIT) == ("abcd", [-2.0], True)
 
 
-class Broken(Client):
-    """One whose tokens cannot be decoded, and that no error reaches; it sees its session given back, and goes on."""
+class FailingClient(Client):
+    """A client whose tokens cannot be decoded and whose sends fail; it begins its next turn during the first send."""
 
     def __init__(self, key, sessions):
         super().__init__(key, stop=["x"])
@@ -238,10 +238,10 @@ class Broken(Client):
 
 
 def test_a_session_is_released_once_when_sending_fails(opened):
-    """Its next turn, which may have begun by then, is not taken for answered."""
+    """Its next turn, which has begun by then, is not ended."""
     responder, _, aborted = opened
     sessions = Sessions(60, 1, print)
-    broken, other = Broken(1, sessions), Client(2)
+    broken, other = FailingClient(1, sessions), Client(2)
     for client in (broken, other):
         responder.open(client.stream)
     responder.emit(step(1, "a"))
@@ -256,7 +256,7 @@ def test_a_session_is_released_once_when_sending_fails(opened):
 
 
 def failing_once(client, name):
-    """What the server does for this client raises, the first time."""
+    """Make a method of the client raise when it is first called."""
     works = getattr(client, name)
 
     def fails(*_, **__):
@@ -268,7 +268,7 @@ def failing_once(client, name):
 
 @pytest.mark.parametrize("call", ["send", "is_cancelled"])
 def test_an_unreachable_client_fails_only_its_own_request(opened, call):
-    """Its request is aborted, and others are answered, in the same turn and after."""
+    """Its request is aborted; others are answered in the same turn and later."""
     responder, _, aborted = opened
     broken, other = Client(1), Client(2)
     failing_once(broken, call)
@@ -291,21 +291,21 @@ def test_an_unreachable_client_fails_only_its_own_request(opened, call):
 
 ENDS = {
     "answered": lambda responder, client: responder.emit(step(1, "a", FinishReason.LENGTH)),
-    "refused by the engine": lambda responder, client: responder.emit(
+    "rejected by the engine": lambda responder, client: responder.emit(
         replace(step(1, ""), deltas=(TokenDelta(1, error=RequestError(ErrorCode.INTERNAL, "no")),))
     ),
     "cancelled": lambda responder, client: setattr(client, "cancelled", True),
-    "ended from elsewhere": lambda responder, client: responder.cancel(Sent().channel(), ""),
-    "overdue": lambda responder, client: setattr(client.stream, "deadline", 0.0),
-    "lost": lambda responder, client: responder.emit(UnknownRequests((1,))),
-    "left by an engine that died": lambda responder, client: responder.emit(EngineDied("it did")),
-    "not to be asked": lambda responder, client: failing_once(client, "is_cancelled"),
-    "not to be sent to": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),
-    "not to be sent its end": lambda responder, client: (
+    "stop_request": lambda responder, client: responder.cancel(Sent().channel(), ""),
+    "timeout": lambda responder, client: setattr(client.stream, "deadline", 0.0),
+    "unknown to the engine": lambda responder, client: responder.emit(UnknownRequests((1,))),
+    "engine died": lambda responder, client: responder.emit(EngineDied("it did")),
+    "polling fails": lambda responder, client: failing_once(client, "is_cancelled"),
+    "sending fails": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),
+    "sending the final response fails": lambda responder, client: (
         failing_once(client, "send"),
         responder.emit(step(1, "a", FinishReason.LENGTH)),
     ),
-    "not to be booked": lambda responder, client: (
+    "booking fails": lambda responder, client: (
         failing_once(client.stream, "take"),
         responder.emit(step(1, "a")),
     ),
@@ -325,7 +325,7 @@ def test_a_tenants_place_is_released_however_a_request_ends(opened, tenants, end
 
 
 def test_a_receipt_excludes_preempted_time_from_every_phase():
-    """Of the 4 seconds to the first token after the queue 2 were waited, and 3 of the 5 after it."""
+    """Of 4 seconds between scheduling and the first token 2 were preempted, and 3 of the 5 after it."""
     stream = Client(1).stream
     stream.mark_scheduled(1.0)
     for when, waited in ((5.0, 2.0), (10.0, 5.0)):
@@ -335,8 +335,8 @@ def test_a_receipt_excludes_preempted_time_from_every_phase():
     assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}
 
 
-def held_up(responder, other):
-    """A client that is being sent to beside another one: what comes until it may be is seen to in one turn."""
+def blocked_client(responder, other):
+    """Open a stream whose send blocks, beside `other`: messages until it is released are handled in one turn."""
     busy = Client(0)
     busy.may_send.clear()
     for client in (busy, other):
@@ -350,7 +350,7 @@ def test_a_finished_request_cannot_be_cancelled(opened):
     made, _, aborted = opened
     done, asked = Client(1), Sent()
     done.stream.call = replace(done.stream.call, request_id="done")
-    busy = held_up(made, done)
+    busy = blocked_client(made, done)
     made.emit(step(1, "b", FinishReason.LENGTH))
     made.cancel(asked.channel(), "done")
     busy.may_send.set()
@@ -363,7 +363,7 @@ def test_a_finished_request_cannot_be_cancelled(opened):
 def test_a_result_that_was_already_finished_wins_over_a_cancellation(opened):
     made, _, aborted = opened
     done = Client(1)
-    busy = held_up(made, done)
+    busy = blocked_client(made, done)
     made._inbox.put(ClientsPolled(PollResult([done.stream])))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
@@ -376,10 +376,10 @@ def test_a_result_that_was_already_finished_wins_over_a_cancellation(opened):
 
 
 def test_a_stream_reported_cancelled_twice_is_cancelled_once(opened, caplog):
-    """It entered while it was asked among those that wait."""
+    """It was scheduled while it was polled as a waiting request."""
     made, _, _ = opened
     gone = Client(1)
-    busy = held_up(made, gone)
+    busy = blocked_client(made, gone)
     for _ in range(2):
         made._inbox.put(ClientsPolled(PollResult([gone.stream])))
     busy.may_send.set()
@@ -414,7 +414,7 @@ def test_an_internal_error_of_one_request_is_logged(opened, caplog):
 
 
 def test_requests_after_the_engine_died_fail(opened):
-    """It was let in before."""
+    """They were admitted before it died."""
     made, _, _ = opened
     made.emit(EngineDied("it did"))
     late = Client(1)

@@ -1,4 +1,4 @@
-"""Round trips several at a time: each item is asked once, and what one raises is its own."""
+"""Concurrent round trips: one call per item, and isolated errors."""
 
 from collections import Counter
 from threading import Barrier
@@ -34,7 +34,7 @@ def test_each_item_is_handled_once_and_errors_stay_separate(round_trips, count):
 
 
 def test_round_trips_run_concurrently(round_trips):
-    """One thread would wait for ever for the others."""
+    """A single thread would wait forever for the others."""
     together = Barrier(4)
     answers = round_trips.each(lambda _: together.wait(WAIT), range(16))
     assert not any(isinstance(answer, Exception) for _, answer in answers)

@@ -1,4 +1,4 @@
-"""What the server remembers of a conversation, by itself: the state and the clock."""
+"""Sessions: turns, expiry, and limits."""
 
 import json
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from paged_backend.server.sessions import SessionName, Sessions
 from tests.support.callers import Caller, serving
 
 NAME = SessionName("", 7)
-MANY = (1,) * 200_000  # tokens, of 0.76 MiB
+MANY = (1,) * 200_000  # tokens: 0.76 MiB
 
 
 class Clock:
@@ -163,7 +163,7 @@ def test_a_failed_start_restores_the_replaced_session(sessions, clock):
 
 
 def full(sessions):
-    """Whether there is no room for much of another session."""
+    """Return whether another large session is rejected."""
     turn = sessions.begin(SessionName("", 8), start=True, end=False)
     try:
         turn.reserve(len(MANY))
@@ -184,7 +184,7 @@ def test_stored_bytes_are_counted_until_the_session_is_removed(sessions, clock):
     clock.now = 10
     assert not full(sessions)
     begun(sessions, tokens=MANY)
-    begun(sessions)  # anew
+    begun(sessions)  # again
     assert not full(sessions)
 
 
@@ -209,7 +209,10 @@ def test_a_failed_start_keeps_the_bytes_of_the_replaced_session(sessions):
 
 @pytest.fixture
 def served(tiny):
-    """Takes turns in the sessions of a service of these options, with so many characters that the template ignores."""
+    """Return a function that takes a turn in a session of a service with these options.
+
+    The messages contain characters that the template ignores.
+    """
 
     def serve(**options):
         server = stack.enter_context(serving(tiny[0], **options))
@@ -234,7 +237,7 @@ def test_max_sessions_mib_limits_all_sessions(served):
     assert turn(1, 600_000, sequence_start=True).all()
     refused = turn(2, 600_000, sequence_start=True).refusal()
     assert "UNAVAILABLE: sequence_id=2: its 600" in refused and "max_sessions_mib=1" in refused
-    assert turn(2, 600_000, sequence_start=True, sequence_end=True).all()  # nothing is kept
+    assert turn(2, 600_000, sequence_start=True, sequence_end=True).all()  # it is not stored
     assert turn(1, 100, sequence_end=True).all()
     assert turn(2, 600_000, sequence_start=True).all()
 
@@ -244,7 +247,7 @@ def test_max_json_chars_limits_a_session(served):
     assert turn(1, 150, sequence_start=True).all()
     assert turn(1, 150).all()
     assert 'characters": must be at most 500 characters (max_json_chars)' in turn(1, 150).refusal()
-    assert turn(1, 10).all()  # it is as it was
+    assert turn(1, 10).all()  # it is unchanged
 
 
 def test_max_tenant_sessions_applies_per_tenant(served):
@@ -253,6 +256,6 @@ def test_max_tenant_sessions_applies_per_tenant(served):
         assert turn(1, 0, salt, sequence_start=True).all()
         refused = turn(2, 0, salt, sequence_start=True).refusal()
         assert "UNAVAILABLE: sequence_id=2: max_tenant_sessions=1 of this cache_salt are open; end one" in refused
-        assert turn(1, 0, salt, sequence_start=True).all()  # anew
+        assert turn(1, 0, salt, sequence_start=True).all()  # again
     assert turn(1, 0, sequence_end=True).all()
     assert turn(2, 0, sequence_start=True).all()

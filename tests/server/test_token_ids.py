@@ -1,4 +1,4 @@
-"""Token ids in and out, and where in the text each begins."""
+"""Token ids as prompts and outputs, and text offsets."""
 
 import json
 
@@ -20,7 +20,7 @@ def service(tiny):
 
 
 def sampling(**values):
-    """Samples of few bytes, so that most are characters by themselves, and some are cut."""
+    """Use a few byte tokens only, so that most are whole characters and some are cut."""
     return json.dumps({"max_tokens": 30, "ignore_eos": True, "temperature": 1.0, "seed": 1} | values)
 
 
@@ -95,7 +95,7 @@ def test_the_stop_token_offset_is_the_end_of_the_text(service):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_are_in_the_ids_with_or_without_their_text(service, skip):
-    """Hot samples, one of which draws the end of the sequence somewhere."""
+    """At a high temperature, one of the samples generates the end of sequence."""
     hot = {"temperature": 100, "skip_special_tokens": skip, "n": 4}
     answers = (
         service.ask(input_ids=IDS, sampling_parameters=sampling(**hot | {"seed": seed}), **RETURNED)
@@ -166,7 +166,7 @@ def test_a_session_rejects_truncation(service):
 
 @pytest.fixture(scope="module")
 def beginning(tiny, tmp_path_factory):
-    """One whose tokenizer puts a token before text."""
+    """A model whose tokenizer puts a special token before text."""
     from tokenizers.processors import TemplateProcessing
 
     directory, tokenizer = tmp_path_factory.mktemp("tokenizer"), byte_tokenizer()

@@ -1,4 +1,4 @@
-"""The wire: one schema in three places, and what becomes of every input."""
+"""Tensors and parameters: the same schema in three places, and the handling of every input."""
 
 import json
 import re
@@ -20,7 +20,7 @@ CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
 
 
 def tensors_of(section):
-    """name -> (data type, dims) from config.pbtxt."""
+    """Return {name: (data type, dims)} from config.pbtxt."""
     body = re.search(rf"^{section} \[(.*?)^\]", CONFIG.read_text(), re.M | re.S).group(1)
     rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
     assert len(rows) == body.count("name:")
@@ -35,7 +35,7 @@ def test_config_backend_and_client_declare_the_same_tensors(section):
 
 
 def test_tensors_match_the_vllm_backend():
-    """As its documentation lists them; the others are ours."""
+    """The tensors that its documentation lists."""
     theirs = {
         "text_input": ("TYPE_STRING", (1,)),
         "image": ("TYPE_STRING", (-1,)),
@@ -198,7 +198,7 @@ def test_the_prompt_is_echoed_unless_excluded_or_streaming(echo, stream, expecte
 
 
 def test_error_text_sent_to_clients():
-    """That of the vLLM backend, to the letter, where its clients compare all of it."""
+    """Texts that clients compare are exactly those of the vLLM backend."""
     with pytest.raises(RequestError) as caught:
         read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
     letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."

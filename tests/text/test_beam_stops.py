@@ -1,4 +1,4 @@
-"""Stop strings, and words of several tokens, end the outputs of a beam search as they do in transformers."""
+"""Stop strings and stop words end beams as they do in transformers."""
 
 import json
 
@@ -24,7 +24,7 @@ def calls(tiny):
 
 
 def search(calls, prompt, width, **sampling):
-    """The tokens and the texts of all outputs."""
+    """Return the tokens and texts of all beams."""
     sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "beam_width": width, "n": width} | sampling
     outputs = calls.ask(
         text_input=prompt, sampling_parameters=json.dumps(sampling), return_token_ids=True,
@@ -45,13 +45,13 @@ def expected(tiny, tokenizer, prompt, width, **options):
         num_beams=width, num_return_sequences=width, tokenizer=tokenizer, **options,
     )  # fmt: skip
     outputs = [one[ids.shape[1] :].tolist() for one in found]
-    return [[token for token in one if token >= 0] for one in outputs]  # it fills up with -1
+    return [[token for token in one if token >= 0] for one in outputs]  # padded with -1
 
 
 @pytest.mark.parametrize("options", [{}, {"length_penalty": 0.0}, {"early_stopping": True}], ids=str)
 @pytest.mark.parametrize("width", [2, 4])
 def test_beams_with_stop_strings_match_transformers(tiny, tokenizer, calls, width, options):
-    """Stop strings that are drawn often: of one character, and of the two that come somewhere without them."""
+    """Use frequent stop strings: one character, and two that the output contains without them."""
     ended = 0
     for prompt in PROMPTS:
         free, _, _ = search(calls, prompt, width, **options)
@@ -72,7 +72,7 @@ def test_beams_with_stop_strings_match_transformers(tiny, tokenizer, calls, widt
 
 
 def test_a_stop_word_ends_a_beam_at_its_last_token(calls):
-    """Where the token before it must come, a word of both is what a stop token after it is."""
+    """If the first token of the word is forced, the word is equivalent to a stop token."""
     (free, *_), _, _ = search(calls, PROMPTS[0], 3)
     word = free[4:6]
     tokens, _, outputs = search(calls, PROMPTS[0], 3, stop_words_token_ids=[word], length_penalty=0.0)

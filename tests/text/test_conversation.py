@@ -1,4 +1,4 @@
-"""Conversations that call tools: what may be in one, and what the template gets of it."""
+"""Conversations with tools: checks, limits, and chat templates."""
 
 import json
 import shutil
@@ -77,7 +77,7 @@ def test_invalid_tool_calls_are_rejected(turn, reason):
 def test_conversation_limits_are_enforced():
     limit = f'messages="{InputLimits.max_messages + 1} messages": must be at most {InputLimits.max_messages}'
     assert limit in refusal(**sent([{"role": "user", "content": ""}] * (InputLimits.max_messages + 1)))
-    large = text("[" * (InputLimits.max_json_chars + 1))  # which would be no JSON
+    large = text("[" * (InputLimits.max_json_chars + 1))  # invalid JSON
     limit = f'="{InputLimits.max_json_chars + 1} characters": must be at most {InputLimits.max_json_chars}'
     assert f"messages{limit}" in refusal(messages=large)
     assert f"tools{limit}" in refusal(**sent(TURNS) | {"tools": large})
@@ -86,7 +86,7 @@ def test_conversation_limits_are_enforced():
 
 
 def test_a_session_over_max_messages_is_rejected(tiny, tmp_path):
-    """Each turn is within the limit, and all of them together are not."""
+    """Each turn is within the limit, but all of them together exceed it."""
     shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
     turns = json.dumps([{"role": "user", "content": "x"}] * 2)

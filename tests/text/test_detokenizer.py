@@ -1,4 +1,4 @@
-"""Text as it streams: whole characters only, stop strings cut exactly, nothing lost."""
+"""Incremental detokenization: whole characters, exact stop strings, and no lost text."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def encode(text):
 
 
 def stream(text, **options):
-    """The pieces that go out while `text` arrives byte by byte, and what the flush adds."""
+    """Return the pieces that are released while `text` arrives byte by byte, and the flushed rest."""
     detokenizer = Detokenizer(decode, encode("prompt "), **options)
     pieces = []
     for token in encode(text):
@@ -48,7 +48,7 @@ def test_text_is_complete_and_never_cut_inside_a_character(text):
     )
 )  # fmt: skip
 def test_batched_and_single_tokens_give_the_same_text(ids, sizes, stop):
-    """Any bytes, whole characters or not, in portions of any size."""
+    """Tries any bytes, valid or not, in groups of any size."""
     one, many = (Detokenizer(decode, encode("é"), stop=stop) for _ in range(2))
     singly = [one.push([token]) for token in ids if not one.stopped]
     at_once, rest = [], list(ids)
@@ -68,7 +68,7 @@ def test_batched_and_single_tokens_give_the_same_text(ids, sizes, stop):
     st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
 )
 def test_a_stop_string_truncates_at_its_first_match(text, stops, include):
-    """The reference looks at the text after every character, as a reader of the stream would."""
+    """The reference checks the text after every character."""
     expected, stopped = text, False
     for end in range(1, len(text) + 1):
         found = [(text[:end].index(stop), len(stop)) for stop in stops if text[:end].endswith(stop)]
@@ -106,7 +106,7 @@ def test_a_character_after_invalid_bytes_has_its_own_offset(ids):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_token_inside_a_character_has_that_characters_offset(at_once):
-    """Tokens of a space, or the end of another character, and the first bytes of the next."""
+    """Its token is a space, or the end of another character, and the first bytes of the next character."""
     pieces = [b" \xe2", b"\x98", b"\x98\xf0\x9f", b"\x9a", b"\x80", b"ab \xf0", b"\x9f\x9a", b"\x80"]
     detokenizer = Detokenizer(
         lambda ids: b"".join(pieces[one] for one in ids).decode(errors="replace"), [], record_offsets=True

@@ -1,4 +1,4 @@
-"""What ends an output, by token ids: words of several, why it has ended, and words that must not come."""
+"""Stop words and bad words of token ids, and stop reasons."""
 
 import json
 
@@ -29,7 +29,7 @@ def ids_of(responses):
 
 
 def first_at(word, ids):
-    """Where the first such word in `ids` ends."""
+    """Return where the first of the words in `ids` ends."""
     return next(end for end in range(len(word), len(ids) + 1) if ids[end - len(word) : end] == word)
 
 
@@ -55,7 +55,7 @@ def test_a_stop_word_ends_the_output_and_is_part_of_it(service, free, stream, le
 
 def test_each_sample_ends_at_its_own_stop_word(service):
     free = service.ask(**asked(n=3))["token_ids"]
-    word = free[24 + 5 : 24 + 7]  # of the second
+    word = free[24 + 5 : 24 + 7]  # of the second sample
     outputs = service.ask(**asked(n=3, stop_words_token_ids=[word]))
     counts = outputs["num_output_tokens"]
     expected = [free[24 * i : 24 * (i + 1)] for i in range(3)]
@@ -80,7 +80,7 @@ def test_no_stop_word_before_min_tokens(service, free):
 
 
 def test_the_first_match_ends_the_output(service, free):
-    """A string that stands before the word, though both come in one step's token."""
+    """The stop string is before the stop word, although one token completes both."""
     text = TOKENIZER.decode(free)
     char = next(one for one in text[2:] if one.isascii())
     outputs = service.ask(**asked(stop=char, stop_words_token_ids=[free[20:22]]))

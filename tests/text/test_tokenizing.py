@@ -1,4 +1,4 @@
-"""The tokenizer: panics, time limits."""
+"""The tokenizer: panics and time limits."""
 
 import threading
 
@@ -22,7 +22,7 @@ def slow():
 
 
 def test_a_tokenizer_panic_fails_the_request():
-    """Its expressions give up after so many attempts; `except Exception` does not see that."""
+    """Its regex engine panics after too many attempts; `except Exception` does not catch a panic."""
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     tokenizing = PromptTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), WAIT)

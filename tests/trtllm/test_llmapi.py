@@ -1,4 +1,4 @@
-"""TensorRT-LLM's newer model, over its LLM API: what becomes of its tensors, without a server."""
+"""Conversion of the tensors of TensorRT-LLM's LLM API model, without a server."""
 
 import json
 

@@ -43,7 +43,7 @@ class Tensor:
 
 
 class Request:
-    """One of a client's of `ensemble`, from the server's side."""
+    """A request to `ensemble`, as the Python backend passes it to the model."""
 
     def __init__(self, name="", **tensors):
         self.got = SimpleQueue()
@@ -69,7 +69,7 @@ class Request:
 
 @pytest.fixture
 def relay(request):
-    """With the limits that a test gives it."""
+    """A relay; its limits are the fixture's parameter."""
     made = Relay(
         SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", limits=RelayLimits(**getattr(request, "param", {}))
     )
@@ -77,37 +77,37 @@ def relay(request):
     made.stop()
 
 
-def answer(text, reason=None):
+def response(text, reason=None):
     call = Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
     return write_response(call, [SampleOutput(text, reason, ())], prompt_token_ids=())
 
 
-def asked(relay, **tensors):
+def submit(relay, **tensors):
     made = Request(**tensors)
     relay.submit(made)
     return made
 
 
 def test_an_unloaded_engine_is_reported(relay):
-    assert asked(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
+    assert submit(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
 
 
 @pytest.mark.parametrize("relay", [{"max_open_rows": 1}], indirect=True)
 def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
-    first = asked(relay)
+    first = submit(relay)
     channel = engine.next()
     refusal = "UNAVAILABLE: 1 rows are open and 1 are added; at most 1 may be open (max_open_rows)"
-    assert asked(relay).next() == (refusal, True)
-    channel.send(answer("a", "stop"), final=True)
+    assert submit(relay).next() == (refusal, True)
+    channel.send(response("a", "stop"), final=True)
     assert first.next() == ([b"a"], True)
     until(lambda: not relay._rows)
-    asked(relay)
+    submit(relay)
     engine.next()
 
 
 @pytest.mark.parametrize("relay", [{"max_frame_bytes": 100}], indirect=True)
 def test_an_oversized_row_is_rejected(engine, relay):
-    text, last = asked(relay).next()
+    text, last = submit(relay).next()
     assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
     assert text.endswith("; at most 100 can be sent (max_frame_bytes)")
 
@@ -117,8 +117,8 @@ def test_a_refused_connection_reports_the_reason(relay):
     first = connected()
     ask(first)
     engine.next()
-    for _ in range(3):  # whatever comes first, the request or the refusal
-        assert asked(relay).next() == (
+    for _ in range(3):  # either the request or the rejection may come first
+        assert submit(relay).next() == (
             "UNAVAILABLE: the engine's model refused the connection: 1 connections are open, which is"
             " max_local_connections",
             True,
@@ -129,40 +129,40 @@ def test_a_refused_connection_reports_the_reason(relay):
 
 def test_an_engine_can_be_unloaded_and_reloaded(relay):
     first = Engine()
-    request = asked(relay)
-    first.next().send(answer("a"), final=False)
+    request = submit(relay)
+    first.next().send(response("a"), final=False)
     assert request.next() == ([b"a"], False)
     first.listener.close()
     assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
     local_socket.remove(first.listener._name)
-    assert asked(relay).next()[0].endswith("is not loaded")
+    assert submit(relay).next()[0].endswith("is not loaded")
     second = Engine()
-    request = asked(relay)
-    second.next().send(answer("b", "stop"), final=True)
+    request = submit(relay)
+    second.next().send(response("b", "stop"), final=True)
     assert request.next() == ([b"b"], True)
     second.stop()
 
 
 def test_an_unloading_engine_finishes_open_requests(relay):
-    old = Engine()
-    request = asked(relay)
-    channel = old.next()
+    old_engine = Engine()
+    request = submit(relay)
+    channel = old_engine.next()
     with ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(old.stop)
+        leaving = pool.submit(old_engine.stop)
         until(lambda: not local_socket.find("engine"))
         new = Engine()
-        channel.send(answer("a", "stop"), final=True)
+        channel.send(response("a", "stop"), final=True)
         assert request.next() == ([b"a"], True)
         leaving.result(WAIT)
-    request = asked(relay)
-    new.next().send(answer("b", "stop"), final=True)
+    request = submit(relay)
+    new.next().send(response("b", "stop"), final=True)
     assert request.next() == ([b"b"], True)
     new.stop()
 
 
 def test_open_requests_fail_once_when_the_drain_time_is_over(relay):
     engine = Engine()
-    request = asked(relay)
+    request = submit(relay)
     channel = engine.next()
     engine.stop(seconds=0)
     assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
@@ -171,10 +171,10 @@ def test_open_requests_fail_once_when_the_drain_time_is_over(relay):
 
 def test_requests_are_balanced_over_instances(relay):
     engines = [Engine(), Engine()]
-    requests = [asked(relay) for _ in range(4)]
+    requests = [submit(relay) for _ in range(4)]
     for engine in engines:
         for _ in range(2):
-            engine.next().send(answer("a", "stop"), final=True)
+            engine.next().send(response("a", "stop"), final=True)
     assert [one.next() for one in requests] == [([b"a"], True)] * 4
     for engine in engines:
         engine.stop()
@@ -182,12 +182,12 @@ def test_requests_are_balanced_over_instances(relay):
 
 def test_a_cancelled_client_or_failed_row_cancels_the_other_rows(relay, engine):
     rows = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[True], [True]]}
-    request = asked(relay, **rows)
+    request = submit(relay, **rows)
     channels = [engine.next(), engine.next()]
     channels[0].fail(RequestError(ErrorCode.INTERNAL, "lost"))
     assert request.next() == ("INTERNAL: lost", True)
     until(channels[1].is_cancelled)
-    request = asked(relay, **rows)
+    request = submit(relay, **rows)
     channels = [engine.next(), engine.next()]
     request.cancelled = True
     assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
@@ -200,18 +200,18 @@ def test_a_row_stopped_before_it_was_sent_is_stopped_afterwards(relay, engine, m
 
     def after(self, row, frame):
         if not row.submitted:
-            stop = asked(relay, name="mine", stop=[[True]])
+            stop = submit(relay, name="mine", stop=[[True]])
             assert stop.next()[1]
             until(lambda: not relay._wake.is_set())  # the row updater has run
         send(self, row, frame)
 
     monkeypatch.setattr(Relay, "_send", after)
-    asked(relay, name="mine")
+    submit(relay, name="mine")
     channel = engine.next()
     until(lambda: channel.stopped)
 
 
-# --- a relay whose engine is replaced --------------------------------------------------------------------------------
+# --- engines that are replaced ---------------------------------------------------------------------------------------
 
 BEING_UNLOADED = ("UNAVAILABLE: the engine's model is being unloaded", True)
 HAS_ENDED = ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
@@ -219,18 +219,18 @@ TWO_ROWS = {"text_input": [["x"], ["y"]], "max_tokens": [[4], [4]], "stream": [[
 
 
 @pytest.fixture
-def old(relay):
-    """An engine that the relay has a link to, which comes first where another has no more to do."""
+def old_engine(relay):
+    """An engine that the relay has a link to; it is preferred when another one is equally busy."""
     made = Engine()
-    answered(relay, asked(relay), made)
+    check_answered(relay, submit(relay), made)
     yield made
-    with suppress(OSError):  # it has been closed
+    with suppress(OSError):  # it was closed
         made.listener.close()
 
 
 @pytest.fixture
-def make():
-    """An engine that comes after it."""
+def make_engine():
+    """Return a function that starts another engine."""
     engines = []
 
     def another():
@@ -243,37 +243,37 @@ def make():
             one.listener.close()
 
 
-def answered(relay, request, engine, num_rows=1):
-    """By this engine, with nothing left behind."""
+def check_answered(relay, request, engine, num_rows=1):
+    """Check that this engine answers the request, and that nothing leaks."""
     for left in reversed(range(num_rows)):
-        engine.next().send(answer("a", "stop"), final=True)
+        engine.next().send(response("a", "stop"), final=True)
         assert request.next() == ([b"a"], left == 0)
-    nothing_is_left(relay, request)
+    check_nothing_leaked(relay, request)
 
 
-def nothing_is_left(relay, request):
+def check_nothing_leaked(relay, request):
     until(lambda: not relay._rows)
     assert all(link.num_open == 0 for link in relay._links._links.values())
     assert request.got.empty()
 
 
-def got_nothing(relay, engine):
-    """The first that it is asked comes now."""
-    request = asked(relay, text_input=[["first"]])
+def check_received_nothing(relay, engine):
+    """Check that the engine has received no request before."""
+    request = submit(relay, text_input=[["first"]])
     channel = engine.next()
     assert channel.received()[0]["text_input"].tolist() == [b"first"]
-    channel.send(answer("a", "stop"), final=True)
+    channel.send(response("a", "stop"), final=True)
     assert request.next() == ([b"a"], True)
 
 
-def refuse(engine):
-    """What comes, as between the beginning of its end and the time when others hear of it."""
+def start_rejecting(engine):
+    """Make the engine reject requests, as when it starts to unload, before the relay knows of it."""
     engine.listener._unloading = True
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """What is to be asked again waits: `come` tells that it does, and `go` ends that."""
+def held_retries(monkeypatch):
+    """Hold retries: `come` is set when one waits, and `go` releases it."""
     gate = SimpleNamespace(come=threading.Event(), go=threading.Event())
     retry = Relay._retry
 
@@ -288,112 +288,112 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("relay", [{"max_open_rows": 2}], indirect=True)
-def test_a_row_refused_by_an_unloading_engine_moves_to_the_next(relay, old, make):
-    refuse(old)
-    new = make()
-    answered(relay, asked(relay), new)
-    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
+def test_a_row_refused_by_an_unloading_engine_moves_to_the_next(relay, old_engine, make_engine):
+    start_rejecting(old_engine)
+    new = make_engine()
+    check_answered(relay, submit(relay), new)
+    check_answered(relay, submit(relay, **TWO_ROWS), new, num_rows=2)
 
 
-def test_a_row_is_retried_until_an_engine_accepts_it(relay, old, make):
-    request, leaving = asked(relay), old
+def test_a_row_is_retried_until_an_engine_accepts_it(relay, old_engine, make_engine):
+    request, leaving = submit(relay), old_engine
     for _ in range(3):
-        channel, following = leaving.next(), make()
+        channel, following = leaving.next(), make_engine()
         channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
         leaving = following
-    answered(relay, request, leaving)
+    check_answered(relay, request, leaving)
 
 
-def test_a_row_rejected_for_another_reason_is_not_retried(relay, old, make):
-    request = asked(relay)
-    new = make()
-    old.next().fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
+def test_a_row_rejected_for_another_reason_is_not_retried(relay, old_engine, make_engine):
+    request = submit(relay)
+    new = make_engine()
+    old_engine.next().fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
     assert request.next() == ("UNAVAILABLE: later", True)
-    refuse(old)
-    got_nothing(relay, new)
+    start_rejecting(old_engine)
+    check_received_nothing(relay, new)
 
 
-def test_unanswered_rows_of_a_dead_engine_move_to_the_next(relay, old, make):
-    requests = [asked(relay), asked(relay, **TWO_ROWS)]
+def test_unanswered_rows_of_a_dead_engine_move_to_the_next(relay, old_engine, make_engine):
+    requests = [submit(relay), submit(relay, **TWO_ROWS)]
     for _ in range(3):
-        old.next()
-    new = make()
-    old.stop(seconds=0)
+        old_engine.next()
+    new = make_engine()
+    old_engine.stop(seconds=0)
     channels = [new.next() for _ in range(3)]
     assert [one.received()[0]["text_input"].tolist() for one in channels] == [[b"x"], [b"x"], [b"y"]]
     for channel in channels:
-        channel.send(answer("a", "stop"), final=True)
+        channel.send(response("a", "stop"), final=True)
     assert requests[0].next() == ([b"a"], True)
     assert [requests[1].next() for _ in range(2)] == [([b"a"], False), ([b"a"], True)]
     for request in requests:
-        nothing_is_left(relay, request)
+        check_nothing_leaked(relay, request)
 
 
-def test_an_answered_row_of_a_dead_engine_fails(relay, old, make):
-    """With those rows of it that have no answer yet."""
-    request = asked(relay, **TWO_ROWS)
-    old.next().send(answer("a"), final=False)
-    old.next()
+def test_an_answered_row_of_a_dead_engine_fails(relay, old_engine, make_engine):
+    """Its rows that have not been answered are cancelled there."""
+    request = submit(relay, **TWO_ROWS)
+    old_engine.next().send(response("a"), final=False)
+    old_engine.next()
     assert request.next() == ([b"a"], False)
-    new = make()
-    old.stop(seconds=0)
+    new = make_engine()
+    old_engine.stop(seconds=0)
     assert request.next() == HAS_ENDED
-    nothing_is_left(relay, request)
-    got_nothing(relay, new)
+    check_nothing_leaked(relay, request)
+    check_received_nothing(relay, new)
 
 
-def test_without_another_engine_the_first_error_is_reported(relay, old):
-    request = asked(relay)
-    old.next()
-    refuse(old)
-    refused = asked(relay)
+def test_without_another_engine_the_first_error_is_reported(relay, old_engine):
+    request = submit(relay)
+    old_engine.next()
+    start_rejecting(old_engine)
+    refused = submit(relay)
     assert refused.next() == BEING_UNLOADED
-    old.stop(seconds=0)
+    old_engine.stop(seconds=0)
     assert request.next() == HAS_ENDED
-    nothing_is_left(relay, request)
+    check_nothing_leaked(relay, request)
 
 
-def test_a_request_that_crashes_engines_is_retried_once(relay, old, make):
-    request = asked(relay)
-    old.next()
-    second = make()
-    old.listener.close()
+def test_a_request_that_crashes_engines_is_retried_once(relay, old_engine, make_engine):
+    request = submit(relay)
+    old_engine.next()
+    second = make_engine()
+    old_engine.listener.close()
     second.next()
-    third = make()
+    third = make_engine()
     second.listener.close()
     assert request.next() == HAS_ENDED
-    nothing_is_left(relay, request)
-    got_nothing(relay, third)
+    check_nothing_leaked(relay, request)
+    check_received_nothing(relay, third)
 
 
-def test_a_cancelled_row_is_not_retried(relay, old, make, held):
-    refuse(old)
-    new = make()
-    request = asked(relay)
-    assert held.come.wait(WAIT)
+def test_a_cancelled_row_is_not_retried(relay, old_engine, make_engine, held_retries):
+    start_rejecting(old_engine)
+    new = make_engine()
+    request = submit(relay)
+    assert held_retries.come.wait(WAIT)
     request.cancelled = True
     assert request.next() == ("CANCELLED: the request was cancelled by its client", True)
-    held.go.set()
-    nothing_is_left(relay, request)
-    got_nothing(relay, new)
+    held_retries.go.set()
+    check_nothing_leaked(relay, request)
+    check_received_nothing(relay, new)
 
 
-def test_a_stopped_row_is_not_retried(relay, old, make, held):
-    refuse(old)
-    new = make()
-    request = asked(relay, name="mine")
-    assert held.come.wait(WAIT)
-    assert asked(relay, name="mine", stop=[[True]]).next()[1]
-    held.go.set()
+def test_a_stopped_row_is_not_retried(relay, old_engine, make_engine, held_retries):
+    start_rejecting(old_engine)
+    new = make_engine()
+    request = submit(relay, name="mine")
+    assert held_retries.come.wait(WAIT)
+    assert submit(relay, name="mine", stop=[[True]]).next()[1]
+    held_retries.go.set()
     assert request.next() == BEING_UNLOADED
-    nothing_is_left(relay, request)
-    got_nothing(relay, new)
+    check_nothing_leaked(relay, request)
+    check_received_nothing(relay, new)
 
 
-def test_a_failed_row_cancels_rows_on_other_engines(relay, old, make):
-    request = asked(relay, **TWO_ROWS)
-    channels = [old.next(), old.next()]
-    new = make()
+def test_a_failed_row_cancels_rows_on_other_engines(relay, old_engine, make_engine):
+    request = submit(relay, **TWO_ROWS)
+    channels = [old_engine.next(), old_engine.next()]
+    new = make_engine()
     channels[0].fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
     moved = new.next()
     channels[1].fail(RequestError(ErrorCode.INTERNAL, "lost"))
@@ -401,21 +401,21 @@ def test_a_failed_row_cancels_rows_on_other_engines(relay, old, make):
     until(moved.is_cancelled)
 
 
-def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old, make, monkeypatch):
-    new, send = make(), Relay._send
+def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old_engine, make_engine, monkeypatch):
+    new, send = make_engine(), Relay._send
 
     def end_between(self, row, frame):
-        if row is row.job.rows[-1] and row.link.name == old.listener._name:
-            old.stop(seconds=0)
+        if row is row.job.rows[-1] and row.link.name == old_engine.listener._name:
+            old_engine.stop(seconds=0)
             until(lambda: row.retry_error)
         send(self, row, frame)
 
     monkeypatch.setattr(Relay, "_send", end_between)
-    answered(relay, asked(relay, **TWO_ROWS), new, num_rows=2)
-    got_nothing(relay, new)
+    check_answered(relay, submit(relay, **TWO_ROWS), new, num_rows=2)
+    check_received_nothing(relay, new)
 
 
-def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old, make, monkeypatch):
+def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old_engine, make_engine, monkeypatch):
     retry, fails = Relay._retry, iter([RuntimeError("broken"), None])
 
     def sometimes(self, row, error):
@@ -424,9 +424,9 @@ def test_a_row_that_cannot_be_retried_fails_and_others_continue(relay, old, make
         retry(self, row, error)
 
     monkeypatch.setattr(Relay, "_retry", sometimes)
-    first = asked(relay)
-    channel, new = old.next(), make()
+    first = submit(relay)
+    channel, new = old_engine.next(), make_engine()
     channel.fail(RequestError(ErrorCode.UNAVAILABLE, "being unloaded"), can_retry=True)
     assert first.next() == ("INTERNAL: RuntimeError: broken", True)
-    refuse(old)
-    answered(relay, asked(relay), new)
+    start_rejecting(old_engine)
+    check_answered(relay, submit(relay), new)

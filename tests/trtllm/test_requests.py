@@ -1,4 +1,4 @@
-"""tensorrtllm_backend's tensors: what becomes of each, without a server."""
+"""Conversion of tensorrtllm_backend's tensors, without a server."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_models_load_without_torch():
-    """A server starts each model's process twice, and what it imports is paid each time."""
+    """Triton starts each model's process twice, and pays for its imports each time."""
     code = "import sys, paged_backend.trtllm.relay; print([one for one in sys.argv[1:] if one in sys.modules])"
     heavy = ("torch", "transformers", "jinja2", "huggingface_hub", "grpc", "asyncio")
     done = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
