@@ -64,23 +64,6 @@ def test_an_unknown_option_is_rejected_with_the_closest_name():
     assert {"model", "max_stop_strings"} < set(known)
 
 
-def test_max_num_batched_tokens_must_be_at_least_max_num_seqs():
-    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
-        max_num_batched_tokens=8, max_num_seqs=16
-    )
-
-
-def test_options_that_exclude_each_other_are_rejected():
-    said = refusal(async_scheduling=True, num_speculative_tokens=4)
-    assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
-    said = refusal(compile_level=1, tensor_parallel_size=2)
-    assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
-    for other in ("compile_level=1", "tensor_parallel_size=2"):
-        name, value = other.split("=")
-        said = refusal(quantization="int8", **{name: int(value)})
-        assert f'quantization="int8": not supported with {other}; leave one of them out' in said
-
-
 @pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "one JSON object"), ("{}", "model: missing")])
 def test_an_invalid_file_is_named(tmp_path, text, reason):
     path = tmp_path / "model.json"

@@ -1,0 +1,52 @@
+"""Rules between engine options."""
+
+import pytest
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_rules import RULES
+
+
+def refusal(**options):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options({"model": "m"} | options)
+    return str(caught.value)
+
+
+def test_max_num_batched_tokens_must_be_at_least_max_num_seqs():
+    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
+        max_num_batched_tokens=8, max_num_seqs=16
+    )
+
+
+def test_options_that_exclude_each_other_are_rejected():
+    said = refusal(async_scheduling=True, num_speculative_tokens=4)
+    assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
+    said = refusal(compile_level=1, tensor_parallel_size=2)
+    assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
+    for other in ("compile_level=1", "tensor_parallel_size=2"):
+        name, value = other.split("=")
+        said = refusal(quantization="int8", **{name: int(value)})
+        assert f'quantization="int8": not supported with {other}; leave one of them out' in said
+
+
+VIOLATIONS = (
+    {"max_num_batched_tokens": 8, "max_num_seqs": 16},
+    {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
+    {"max_cpu_loras": 1, "max_loras": 2},
+    {"async_scheduling": True, "num_speculative_tokens": 4},
+    {"compile_level": 1, "tensor_parallel_size": 2},
+    {"quantization": "int8", "compile_level": 1},
+    {"quantization": "int8", "tensor_parallel_size": 2},
+    {"enable_lora": True, "tensor_parallel_size": 2},
+    {"speculative_model": "m"},
+    {"disk_cache_dir": "d", "enable_prefix_caching": False},
+    {"disk_cache_dir": "d", "tensor_parallel_size": 2},
+)
+
+
+@pytest.mark.parametrize(("rule", "options"), zip(RULES, VIOLATIONS, strict=True))
+def test_every_rule_rejects_its_combination_by_name(rule, options):
+    text = refusal(**options)
+    assert text.startswith(f"{rule.option}=")
+    assert all(name in text for name in options)
