@@ -80,7 +80,7 @@ def windows(assembly: Assembly, count: int, length: int) -> list[list[int]]:
 def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) -> Tensor:  # [length, vocab]
     """Return the log probabilities of every position's next token, in one forward pass with a KV cache."""
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
-    sequence = Group.of(request).leader
+    sequence = Group(request).leader
     sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
     packed = pack(Plan((Chunk(sequence, 0, len(window), draws=()),)), block_size=BLOCK_SIZE)
     batch = DeviceUpload(assembly.device)(packed)

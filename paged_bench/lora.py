@@ -47,7 +47,7 @@ def step(assembly: Assembly, adapters: Sequence[Adapter], rows: int, context: in
     each, chunks = -(-context // BLOCK_SIZE), []
     for row in range(rows):
         request = GenerateRequest(row, (row,) * context, SamplingParams(temperature=0.0), 0, frozenset())
-        one = Group.of(replace(request, adapter=adapters[row % len(adapters)] if adapters else None)).leader
+        one = Group(replace(request, adapter=adapters[row % len(adapters)] if adapters else None)).leader
         one.blocks = list(range(row * each, (row + 1) * each))
         chunks.append(Chunk(one, context - 1, 1, draws=(one,)))
     plan = Plan(tuple(chunks), adapters={one.digest: slot for slot, one in enumerate(adapters)})

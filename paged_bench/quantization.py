@@ -37,7 +37,7 @@ ROWS = (1, 16, 256)  # tokens of the timed steps
 def step(assembly: Assembly, rows: int) -> Callable[[], float]:
     """Return a function that measures a forward pass of `rows` prompt tokens, in ms."""
     request = GenerateRequest(0, (0,) * rows, SamplingParams(temperature=0.0), 0, frozenset())
-    sequence = Group.of(request).leader
+    sequence = Group(request).leader
     sequence.blocks = list(range(-(-rows // BLOCK_SIZE)))
     batch = DeviceUpload(assembly.device)(
         pack(Plan((Chunk(sequence, 0, rows, draws=(sequence,)),)), block_size=BLOCK_SIZE)

@@ -28,6 +28,7 @@ from paged_backend.memory.block_file import fingerprint
 from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
@@ -149,7 +150,7 @@ def _block_manager(config: EngineConfig, prepared: PreparedModel) -> BlockManage
     """Return the device pool's block manager, with the host pool's behind it. Raises ConfigError if the pool cannot
     hold max_model_len tokens."""
     size, caching = config.block_size, config.enable_prefix_caching
-    host = BlockManager(prepared.num_host_blocks, size, caching=caching) if prepared.num_host_blocks else None
+    host = BlockPool(prepared.num_host_blocks, caching=caching) if prepared.num_host_blocks else None
     blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host)
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from paged_backend.api.request import TokenDelta
-from paged_backend.scheduling.block_manager import CACHED, FREE, PINNED
+from paged_backend.scheduling.block_pool import CACHED, FREE, PINNED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
 
@@ -51,7 +51,7 @@ class PoolMap:
     @classmethod
     def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
         """Return the map of the scheduler's pool."""
-        states = scheduler.blocks.states(scheduler.pins.counts)
+        states = scheduler.blocks.pool.states(scheduler.pins.counts)
         held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
         return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
 

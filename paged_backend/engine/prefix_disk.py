@@ -76,8 +76,8 @@ class PrefixDisk:
         for index in range((len(tokens) - 1) // size):
             content = tokens[index * size : (index + 1) * size]
             parent = entry = Entry(parent, content)
-            indexed = known = None if indexed is None else blocks.contents.find(indexed, content)
-            if known is None or blocks.find(known) is None:
+            indexed = known = None if indexed is None else blocks.cache.contents.find(indexed, content)
+            if known is None or blocks.cache.find(known) is None:
                 block = self._disk.get(entry) if len(found) < self._host_blocks.num_available else None
                 if block is None:
                     break
@@ -88,7 +88,8 @@ class PrefixDisk:
         """Put prefetched blocks into the host pool, where the scheduler finds them as cache hits."""
         chain = Chain(request.origin)
         for index, content in prefetched:
-            block = self._host_blocks.keep(self._blocks.entry(chain, request.prompt_token_ids, index))
+            entry = self._blocks.cache.entry(chain, request.prompt_token_ids, index)
+            block = self._blocks.offload.add_host_block(entry)
             if block is not None:
                 self._host_cache.write_block(block, content)
 
@@ -112,7 +113,7 @@ class PrefixDisk:
         """Seconds that an idle engine may wait for a message before it calls `spill`; None: no limit."""
         if self._all_spilled:
             return None
-        return 0 if self._disk.free_queue_slots and self._blocks.has_unspilled else SPILL_SECONDS
+        return 0 if self._disk.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
 
     def spill(self) -> bool:
         """Write a few cached blocks that are not on disk, as far as the write queue has room. Only while no step is in
@@ -120,11 +121,11 @@ class PrefixDisk:
         slots = self._disk.free_queue_slots
         if not slots:
             return False
-        plan = Plan((), moves_out=self._blocks.spill(self._disk.should_write, min(SPILL_BLOCKS, slots)))
+        plan = Plan((), moves_out=self._blocks.offload.spill(self._disk.should_write, min(SPILL_BLOCKS, slots)))
         self._runner.move(plan)
         self._runner.transfers.settle()
         self.write_moved_out(plan)
-        self._blocks.finish_moves_out(plan.moves_out)
+        self._blocks.offload.finish_moves_out(plan.moves_out)
         self._all_spilled = not plan.moves_out and self._disk.is_idle
         return self._all_spilled
 

@@ -41,7 +41,7 @@ class EngineState:
         if plan is None:
             self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic()))
         else:
-            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic(), plan.began, plan.entered))
+            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic(), plan.planned_at, plan.admitted))
 
     def emit_pool_map(self) -> None:
         """Emit the requested pool map."""

@@ -127,7 +127,7 @@ class StepLoop:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
-        self._queued.difference_update(self._scheduler.entered)
+        self._queued.difference_update(self._scheduler.admitted)
         if plan is not None:
             if self._prefix_disk:
                 self._prefix_disk.mark_changed()

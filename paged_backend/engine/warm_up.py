@@ -26,8 +26,10 @@ from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.adapter_rows import adapter_rows
 from paged_backend.models.lora import Lora
-from paged_backend.scheduling.block_manager import BlockManager, Copy, Move
-from paged_backend.scheduling.plan import MOST_SCORED, Chunk, Costs, Plan
+from paged_backend.scheduling.block_manager import BlockManager, Copy
+from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.plan import Chunk, Costs, Plan
+from paged_backend.scheduling.plan_builder import MAX_SCORED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 
@@ -109,7 +111,7 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         params = SamplingParams(**sampling)
         allowed = bitmask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
-        sequence = Group.of(request).leader
+        sequence = Group(request).leader
         sequence.blocks = [0] * -(-len(tokens) // config.block_size)
         return Chunk(sequence, start, length, draws=(sequence,))
 
@@ -121,7 +123,7 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
                 yield Plan((chunk(context - length, length),))
             if len(rows) > 1:  # decode rows first, in the scheduler's order
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
-    scored = min(MOST_SCORED, longest - 1, budget - 1)
+    scored = min(MAX_SCORED, longest - 1, budget - 1)
     prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
     yield Plan((prompt,), has_prompt_outputs=True)
     for sampling in SAMPLINGS:

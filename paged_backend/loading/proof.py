@@ -274,4 +274,4 @@ def _paged_logits_of(
 
 
 def _proof_sequence(key: int, ids: list[int]) -> Sequence:
-    return Group.of(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader
+    return Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

@@ -1,11 +1,12 @@
-"""How many tokens each tenant has had, so that the one with the fewest is next (waiting.py).
+"""Counts the tokens that each tenant was served, so that the tenant with the fewest is next (waiting_queue.py).
 
-These are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), one for
-each tenant and priority. Of a prompt counts what has to be computed, once it is let in; of outputs each token drawn.
+These are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), one per
+tenant and priority. The prompt tokens to be computed count on admission, and each output token as it is sampled.
 
-A tenant that comes begins level with the one that was let in last: it has no credit for the time that it was away, and
-waits behind nobody's queue. Beginning where that one was before its prompt counted, tenants that are new each time
-could pass another for ever; so they begin after it, but at the most MOST_BEHIND tokens.
+A tenant without waiting requests starts level with the tenant that was admitted last, so it gains no credit for the
+time that it was idle, and does not wait behind another tenant's queue. If it started at that tenant's count from before
+the admission, a stream of new tenants could overtake another one for ever; it therefore starts after it, by at most
+MAX_HEAD_START tokens.
 """
 
 from __future__ import annotations
@@ -15,70 +16,73 @@ from dataclasses import dataclass, field
 
 from paged_backend.api.request import GenerateRequest
 
-MOST_BEHIND = 256
+MAX_HEAD_START = 256
 
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """A tenant's, within one priority."""
+    """The counter of one tenant within one priority."""
 
     priority: int
     tenant: str
-    served: int = 0  # tokens
-    open: int = 0  # requests
-    waiting: int = 0  # of those, to be let in for the first time
+    served_tokens: int = 0
+    num_open: int = 0  # requests
+    num_waiting: int = 0  # of those, the ones that were never admitted
 
 
 @dataclass(slots=True)
 class _Level:
-    """A priority at which requests are open."""
+    """The accounts of one priority."""
 
-    start: int = 0  # tokens that a tenant which comes has had
+    start: int = 0  # count that a tenant without waiting requests starts at
     accounts: dict[str, Account] = field(default_factory=dict)
 
 
 class Accounts:
-    """Of all tenants that have a request open. Owned by the scheduler."""
+    """The accounts of all tenants with open requests. Owned by the scheduler."""
 
     def __init__(self, *, by_tenant: bool):
-        """by_tenant: a tenant is a `cache_salt`; otherwise all are one."""
+        """by_tenant: each `cache_salt` is a tenant; otherwise all requests belong to one."""
         self.by_tenant = by_tenant
         self._levels: dict[int, _Level] = {}
 
-    def join(self, request: GenerateRequest) -> Account:
-        """For a request that comes: the account that pays for it."""
+    def open_request(self, request: GenerateRequest) -> Account:
+        """Count a new request, and return its account."""
         priority, tenant = request.sampling.priority, request.sampling.cache_salt if self.by_tenant else ""
         level = self._levels.setdefault(priority, _Level())
         account = level.accounts.setdefault(tenant, Account(priority, tenant))
-        if not account.waiting:
-            account.served = max(account.served, level.start)
-        account.open += 1
-        account.waiting += 1
+        if not account.num_waiting:
+            account.served_tokens = max(account.served_tokens, level.start)
+        account.num_open += 1
+        account.num_waiting += 1
         return account
 
-    def enter(self, account: Account, tokens: int) -> None:
-        """For a request that is let in for the first time, with so many tokens of its prompt to be computed."""
+    def admit_request(self, account: Account, tokens: int) -> None:
+        """Count the first admission of a request with so many prompt tokens to compute."""
         level = self._levels[account.priority]
-        level.start = max(level.start, account.served + min(tokens, MOST_BEHIND))
-        account.served += tokens
-        account.waiting -= 1
+        level.start = max(level.start, account.served_tokens + min(tokens, MAX_HEAD_START))
+        account.served_tokens += tokens
+        account.num_waiting -= 1
 
-    def leave(self, account: Account, *, waits: bool) -> None:
-        """For a request that ends. waits: it was never let in."""
-        account.open -= 1
-        account.waiting -= waits
+    def close_request(self, account: Account, *, was_admitted: bool) -> None:
+        """Count the end of a request. An account without requests is dropped."""
+        account.num_open -= 1
+        account.num_waiting -= not was_admitted
         level = self._levels[account.priority]
-        if not account.open:
+        if not account.num_open:
             del level.accounts[account.tenant]
         if not level.accounts:
             del self._levels[account.priority]
 
-    def check(self, waiting: Iterable[Account], entered: Iterable[Account]) -> None:
-        """Assert every invariant, given the accounts of all requests; for tests and idle moments."""
-        waits, runs = list(waiting), list(entered)
+    def check(self, waiting: Iterable[Account], admitted: Iterable[Account]) -> None:
+        """Assert every invariant, given the account of each request. For tests and idle moments.
+
+        waiting: of requests that were never admitted. admitted: of all others.
+        """
+        never, once = list(waiting), list(admitted)
         held = [account for level in self._levels.values() for account in level.accounts.values()]
-        assert {id(account) for account in held} == {id(account) for account in waits + runs}
+        assert {id(account) for account in held} == {id(account) for account in never + once}
         for account in held:
             assert account is self._levels[account.priority].accounts[account.tenant]
-            assert account.waiting == waits.count(account), "waiting miscounted"
-            assert account.open == account.waiting + runs.count(account), "open miscounted"
+            assert account.num_waiting == never.count(account), "waiting requests miscounted"
+            assert account.num_open == account.num_waiting + once.count(account), "open requests miscounted"

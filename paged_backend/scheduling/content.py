@@ -1,12 +1,14 @@
-"""What blocks hold, told apart by the tokens themselves. A full block is known by its entry: its own token ids, and a
-link to the entry of the block before it; the first block's is to the origin, which is whose tokens they are.
+"""Identity of block contents: token ids, not hashes, decide whether two blocks hold the same keys and values.
+
+A full block is identified by its entry: the block's own token ids and a link to the entry of the block before it. The
+first block of a sequence links to an origin (cache salt and adapter) instead.
 
     Origin(salt, adapter)  <-  Entry [t0..t15]  <-  Entry [t16..t31]  <-  ...
                                                 <-  Entry [t16..t29 and two others]
 
-`Contents` looks an entry up by what is before it and by its tokens, and a dictionary compares both. So there is one
-object for each content, and to ask whether two prefixes of any length are the same is to ask whether their last entries
-are the same object. Nothing is decided by a hash: keys name files, and what those hold is compared, too.
+`Contents` interns entries by (parent, tokens), so there is one object per content, and comparing two prefixes of any
+length means comparing the identity of their last entries. Keys, which are hashes, only name the files of the disk tier;
+the content of a file is compared as well.
 """
 
 from __future__ import annotations
@@ -23,35 +25,38 @@ Key = bytes
 
 
 class Entry:
-    """What a full block holds, and all before it. Made by `Contents`, one for each content; any other serves for its
-    prefix and its key alone."""
+    """The content of a full block and of all blocks before it.
 
-    __slots__ = ("__weakref__", "_key", "before", "tokens")
+    `Contents` makes the one entry that the pools use for a content. An entry made directly only serves to read its
+    `prefix` and `key`.
+    """
 
-    def __init__(self, before: PrefixParent, tokens: tuple[int, ...]):
-        self.before = before
+    __slots__ = ("__weakref__", "_key", "parent", "tokens")
+
+    def __init__(self, parent: PrefixParent, tokens: tuple[int, ...]):
+        self.parent = parent
         self.tokens = tokens
-        self._key: Key = b""  # once it is asked for
+        self._key: Key = b""  # computed on first use
 
     @property
     def prefix(self) -> tuple[Origin, list[int]]:
-        """Whose tokens they are, and all of them, from the first on."""
-        blocks, before = [self.tokens], self.before
-        while isinstance(before, Entry):
-            blocks.append(before.tokens)
-            before = before.before
-        return before, [token for tokens in reversed(blocks) for token in tokens]
+        """The origin of the prefix, and all its token ids from the first to the last of this block."""
+        blocks, parent = [self.tokens], self.parent
+        while isinstance(parent, Entry):
+            blocks.append(parent.tokens)
+            parent = parent.parent
+        return parent, [token for tokens in reversed(blocks) for token in tokens]
 
     @property
     def key(self) -> Key:
-        """32 bytes for a file's name, a BLAKE2b chain over the origin and the tokens of each block."""
-        todo: list[Entry] = []
+        """32 bytes that name the block's file: a BLAKE2b chain over the origin and the tokens of each block."""
+        without_key: list[Entry] = []
         last: PrefixParent = self
         while isinstance(last, Entry) and not last._key:
-            todo.append(last)
-            last = last.before
+            without_key.append(last)
+            last = last.parent
         key = last._key if isinstance(last, Entry) else root_key(last)
-        for entry in reversed(todo):
+        for entry in reversed(without_key):
             key = entry._key = chain_key(key, entry.tokens)
         return key
 
@@ -60,7 +65,7 @@ PrefixParent = Origin | Entry
 
 
 class Chain:
-    """What a sequence's full blocks hold, from the first on, as far as it is worked out."""
+    """The entries of a sequence's full blocks, from the first block on, as far as they were worked out."""
 
     __slots__ = ("entries", "origin")
 
@@ -68,12 +73,12 @@ class Chain:
         self.origin = origin
         self.entries = list(entries)
 
-    def before(self, index: int) -> PrefixParent:
-        """What full block `index` comes after."""
+    def parent_of(self, index: int) -> PrefixParent:
+        """Return the parent of full block `index`."""
         return self.entries[index - 1] if index else self.origin
 
     def head(self, count: int) -> Chain:
-        """The first `count` of it, to go on from in another way."""
+        """Return a copy of the first `count` entries, for a sequence that diverges after them."""
         return Chain(self.origin, self.entries[:count])
 
     def copy(self) -> Chain:
@@ -81,10 +86,12 @@ class Chain:
 
 
 class Contents:
-    """The entries of an engine's pools, one object for each content. It keeps none alive: a known block keeps its
-    own, an entry those before it, an open sequence its chain. So beside the sequences' own there are never more than
-    known blocks times blocks of the longest sequence, whatever comes; and, as tails are evicted before heads, hardly
-    more than known blocks."""
+    """The entries of an engine's pools, one object per content, weakly referenced.
+
+    A cached block keeps its own entry alive, an entry its parent, a sequence its chain. The number of entries is
+    therefore bounded by the entries of open sequences plus cached blocks times the blocks of the longest sequence.
+    As tails are evicted before heads, it stays close to the number of cached blocks.
+    """
 
     def __init__(self) -> None:
         self._entries: WeakValueDictionary[tuple[PrefixParent, tuple[int, ...]], Entry] = WeakValueDictionary()
@@ -92,29 +99,32 @@ class Contents:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, before: PrefixParent, tokens: tuple[int, ...]) -> Entry | None:
-        """The entry of this content, if anybody has it. From any thread."""
-        return self._entries.get((before, tokens))
+    def find(self, parent: PrefixParent, tokens: tuple[int, ...]) -> Entry | None:
+        """Return the entry of this content, or None. Thread-safe."""
+        return self._entries.get((parent, tokens))
 
     def extend(self, chain: Chain, tokens: Sequence[int], count: int, block_size: int) -> Entry:
-        """What full block `count - 1` of a sequence holds; `chain` gets those up to it. From one thread."""
+        """Extend `chain` to `count` entries and return the last. Not thread-safe.
+
+        tokens: the sequence's token ids, at least `count * block_size`.
+        """
         entries = chain.entries
         for start in range(len(entries) * block_size, count * block_size, block_size):
-            before, content = chain.before(len(entries)), tuple(tokens[start : start + block_size])
-            entry = self.find(before, content)
+            parent, content = chain.parent_of(len(entries)), tuple(tokens[start : start + block_size])
+            entry = self.find(parent, content)
             if entry is None:
-                entry = self._entries[before, content] = Entry(before, content)
+                entry = self._entries[parent, content] = Entry(parent, content)
             entries.append(entry)
         return entries[count - 1]
 
 
-class Index:
-    """The known blocks of one pool, by what they hold and by what they continue. All entries are of one `Contents`."""
+class PrefixIndex:
+    """The cached contents of one pool: its blocks by entry and by parent. All entries come from one `Contents`."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._blocks: dict[Entry, int] = {}
-        # By what is before: (tokens, block) in order, so that who shares most is a neighbour.
+        # By parent: (tokens, block), sorted, so that the child with the longest common prefix is a neighbour.
         self._children: dict[PrefixParent, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
@@ -125,64 +135,64 @@ class Index:
         return block in self._entries
 
     def entry(self, block: int) -> Entry | None:
+        """Return what a block holds, or None where that is not indexed."""
         return self._entries.get(block)
 
     def find(self, entry: Entry) -> int | None:
-        """The block that holds this."""
+        """Return the block that holds this content, or None. Thread-safe."""
         return self._blocks.get(entry)
 
     def add(self, block: int, entry: Entry) -> bool:
-        """Make a block known. False where its content is known already: the block that has it stays the one that is
-        found."""
+        """Index a block by its content. False, with nothing changed, if another block holds the same content."""
         if block in self._entries or entry in self._blocks:
             return False
         self._entries[block] = entry
         self._blocks[entry] = block
-        insort(self._children.setdefault(entry.before, []), (entry.tokens, block))
+        insort(self._children.setdefault(entry.parent, []), (entry.tokens, block))
         return True
 
     def remove(self, block: int) -> Entry:
+        """Remove an indexed block and return what it holds."""
         entry = self._entries.pop(block)
         del self._blocks[entry]
-        siblings = self._children[entry.before]
+        siblings = self._children[entry.parent]
         del siblings[bisect_left(siblings, (entry.tokens, block))]
         if not siblings:
-            del self._children[entry.before]
+            del self._children[entry.parent]
         return entry
 
-    def nearest_child(self, before: PrefixParent, tokens: tuple[int, ...]) -> tuple[int, int] | None:
-        """The block after `before` that starts with most of `tokens`, and how many, if any does."""
-        children = self._children.get(before, [])
+    def nearest_child(self, parent: PrefixParent, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return the child of `parent` with the longest common prefix with `tokens`, and that length; None if 0."""
+        children = self._children.get(parent, [])
         place = bisect_left(children, (tokens, -1))
-        best, most = None, 0
+        best, longest = None, 0
         for content, block in children[max(0, place - 1) : place + 1]:
-            length = _common(content, tokens)
-            if length > most:
-                best, most = block, length
-        return None if best is None else (best, most)
+            length = _common_prefix_length(content, tokens)
+            if length > longest:
+                best, longest = block, length
+        return None if best is None else (best, longest)
 
     def check(self, contents: Contents) -> None:
-        """Assert every invariant; for tests and idle moments."""
+        """Assert every invariant. For tests and idle moments."""
         assert {entry: block for block, entry in self._entries.items()} == self._blocks, "entries and blocks disagree"
         for block, entry in self._entries.items():
-            assert contents.find(entry.before, entry.tokens) is entry, f"block {block}: its content has another entry"
-            assert (entry.tokens, block) in self._children[entry.before], f"block {block}: an orphan"
-        assert sum(map(len, self._children.values())) == len(self._entries), "a parent knows a block that is not"
+            assert contents.find(entry.parent, entry.tokens) is entry, f"block {block}: not the entry of its content"
+            assert (entry.tokens, block) in self._children[entry.parent], f"block {block}: missing among the children"
+        assert sum(map(len, self._children.values())) == len(self._entries), "a child is not indexed"
         assert all(children == sorted(children) for children in self._children.values()), "children out of order"
 
 
 def root_key(origin: Origin) -> Key:
-    """Where keys begin."""
+    """Return the key that the first block's key is derived from."""
     return blake2b(origin.salt.encode(), digest_size=32, key=origin.adapter, person=b"paged_llm salt").digest()
 
 
 def chain_key(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a block that holds `tokens` after the block of key `parent`."""
+    """Return the key of a block that holds `tokens` after the block with key `parent`."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=32, person=b"paged_llm block").digest()
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading elements two sequences share."""
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     length = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

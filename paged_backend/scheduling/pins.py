@@ -1,4 +1,4 @@
-"""Blocks that are kept for sessions between their turns."""
+"""Blocks that are pinned for sessions between their turns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from paged_backend.scheduling.block_manager import BlockManager
 
 
 class Pins:
-    """One block table for each session, the least recently used first. Past the limit, and where a request needs the
-    room, that one is let go of: its blocks are cached then, and may be evicted."""
+    """One pinned block table per session, the least recently used first.
+
+    That one is unpinned when the limit is exceeded or when a request needs the room. Its blocks are cached then, and
+    may be evicted.
+    """
 
     def __init__(self, blocks: BlockManager, limit: int):
-        """limit: blocks, each counted once."""
+        """limit: number of pinned blocks, each counted once."""
         self._blocks = blocks
         self._limit = limit
         self._tables: OrderedDict[Hashable, list[int]] = OrderedDict()
@@ -25,7 +28,7 @@ class Pins:
 
     @property
     def counts(self) -> Mapping[int, int]:
-        """By block how many sessions keep it."""
+        """The number of sessions that pin each block."""
         return self._pinned
 
     @property
@@ -33,24 +36,25 @@ class Pins:
         return list(self._tables.values())
 
     def pin(self, name: Hashable, table: Sequence[int]) -> None:
-        """Keep these blocks for a session, in place of what it had."""
-        kept = self._blocks.fork(table)
+        """Pin these blocks for a session, in place of those that it had."""
+        pinned = self._blocks.fork(table)
         self.drop(name)
-        self._tables[name] = kept
-        self._pinned.update(kept)
+        self._tables[name] = pinned
+        self._pinned.update(pinned)
         while self.num_blocks > self._limit:
             self.drop_oldest()
 
     def drop(self, name: Hashable) -> None:
+        """Unpin the blocks of a session, if it has any."""
         table = self._tables.pop(name, [])
         for block in table:
             self._pinned[block] -= 1
             if not self._pinned[block]:
                 del self._pinned[block]
-        self._blocks.release(table)
+        self._blocks.free(table)
 
     def drop_oldest(self) -> bool:
-        """Let go of the blocks of the session whose last turn was the longest ago. False where there is none."""
+        """Unpin the blocks of the least recently used session. False if there is none."""
         if not self._tables:
             return False
         self.drop(next(iter(self._tables)))

@@ -1,4 +1,4 @@
-"""A sequence: its tokens, the blocks that hold their keys and values, and how far they are computed."""
+"""Sequences and groups: the tokens of a request's samples, the blocks that hold their keys and values, and progress."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain
 
 
-@dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of a request. Owned by the scheduler, on the engine thread.
 
-    tokens    | prompt ............ | generated ... | -3 |     -1 - i: what draw i of the step in flight will give
+    tokens    | prompt ............ | generated ... | -3 |     -1 - i: placeholder for row i of the step in flight
     computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
-    committed |<----- and known to be in the pages --->|       the same between steps, if none is in flight
-    blocks    |  b0  |  b1  |  b2  |  b3  |                    allocated only as tokens arrive
-    chain        e0     e1     e2                              what full blocks hold, as far as worked out
+    committed |<----- keys and values written ------->|        equals computed if no step is in flight
+    blocks    |  b0  |  b1  |  b2  |  b3  |                    block table, grown as tokens arrive
+    chain        e0     e1     e2                              contents of full blocks, as far as worked out
     """
 
-    request: GenerateRequest
-    tokens: list[int]
-    chain: Chain
-    index: int = 0  # among the request's samples
-    blocks: list[int] = field(default_factory=list)
-    swapped: list[int] = field(default_factory=list)  # the host's blocks instead, while it waits after a preemption
-    computed: int = 0
-    committed: int = 0
-    ended: bool = False
-    history: array[int] = field(default_factory=lambda: array("i"))  # the tokens again, where guesses are looked for
-    num_prompt: int = field(init=False)
+    __slots__ = (
+        "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "index", "num_prompt", "request",
+        "tokens",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.request.prompt_token_ids)
+    def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
+        """index: of this sample in the request."""
+        self.request = request
+        self.tokens = tokens
+        self.chain = chain
+        self.index = index
+        self.num_prompt = len(request.prompt_token_ids)
+        self.blocks: list[int] = []
+        self.host_blocks: list[int] = []  # block table on the host, while the request is swapped out
+        self.computed = 0
+        self.committed = 0
+        self.ended = False
+        self.history: array[int] = array("i")  # copy of the tokens that prompt lookup searches
 
     @property
     def key(self) -> int:
@@ -43,21 +46,22 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """Sample i of seed s draws what a request of seed s + i draws."""
+        """Sample i of seed s equals a request with seed s + i."""
         return self.request.seed + self.index
 
     @property
     def pending(self) -> int:
-        """Tokens whose keys and values are still to be planned: 1 in decode."""
+        """Tokens that are still to be computed: 1 in decode."""
         return len(self.tokens) - self.computed
 
     @property
     def generated(self) -> int:
+        """Tokens after the prompt, placeholders included."""
         return len(self.tokens) - self.num_prompt
 
     @property
-    def has_all(self) -> bool:
-        """Whether nothing is to be drawn any more, but perhaps to be committed."""
+    def has_all_tokens(self) -> bool:
+        """Whether max_tokens are generated, the last one perhaps by the step in flight."""
         return 0 < self.request.sampling.max_tokens <= len(self.tokens) - self.num_prompt
 
     @property
@@ -65,63 +69,68 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
 
-Draw = tuple[Sequence, int]  # a sequence, and the position of the token to draw: there may be later ones already
+Draw = tuple[Sequence, int]  # a sequence, and the position of the token to sample; later ones may be there already
 
 
 @dataclass(eq=False, slots=True)
-class Beams:
-    """A beam search under way. Its live beams are the group's sequences, the best first; each step forks and drops
-    some of them, all at once."""
+class BeamState:
+    """A beam search in progress. The live beams are the group's sequences, the most likely first; each step forks and
+    drops some of them."""
 
     search: BeamSearch
-    rows: dict[int, list[Candidate]] = field(default_factory=dict)  # this step's so far, by the sequence's index
-    ended: set[int] = field(default_factory=set)  # outputs that have met a stop string
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of this step so far, by sequence index
+    ended: set[int] = field(default_factory=set)  # outputs that ended with a stop string
 
 
 @dataclass(eq=False, slots=True)
-class Group:
-    """A request with all its samples. The prompt is computed once, by the first that lives; then the others fork.
+class BlockUsage:
+    """Blocks that a request was given. Changed by `BlockTables` only; the fields are those of `Usage`."""
 
-    sequences   0  | prompt ........... | a b c d       the prompt's blocks are in every block table; who writes
-                1  | (the same blocks)  | e f           into a shared block gets a copy of it first
+    new: int = 0
+    reused: int = 0
+    copied: int = 0
+    from_host: int = 0
+
+
+class Group:
+    """A request with all of its samples. The first sequence computes the prompt; then the others fork from it.
+
+    sequences   0  | prompt ........... | a b c d       all block tables share the prompt's blocks; a sequence that
+                1  | (the same blocks)  | e f           writes into a shared block gets a copy of it first
     """
 
-    request: GenerateRequest
-    account: Account  # its tenant's, or its own
-    sequences: list[Sequence]  # those that have not ended, by index
-    forked: bool
-    turn: int | None = None  # grows from one that is let in to the next; None: it waits for the first time
-    beams: Beams | None = None
-    cached_tokens: int = 0  # this and those below: see Usage
-    blocks_new: int = 0
-    blocks_reused: int = 0
-    blocks_copied: int = 0
-    blocks_from_host: int = 0
-    preemptions: int = 0
-    preempted_seconds: float = 0.0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    preempted_at: float = 0.0  # the last time, by the scheduler's clock
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens after the first, as far as computed
-    scores_prompt: bool = field(init=False)
-    has_output: bool = field(init=False)
+    __slots__ = (
+        "accepted_tokens", "account", "admission_index", "beams", "block_usage", "cached_tokens", "draft_tokens",
+        "forked", "has_output", "needs_previous_result", "preempted_at", "preempted_seconds", "preemptions",
+        "prompt_logprobs", "request", "scores_prompt", "sequences",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.scores_prompt = self.request.sampling.prompt_logprobs is not None
-        self.has_output = self.request.sampling.max_tokens > 0
-
-    @classmethod
-    def of(cls, request: GenerateRequest, account: Account | None = None) -> Group:
-        account = account or Account(request.sampling.priority, request.sampling.cache_salt)
-        tokens, origin = list(request.prompt_token_ids), request.origin
-        if request.sampling.beam_width > 1:
-            search = BeamSearch(request.sampling, request.stop_ids, request.ends)
-            beam = Sequence(request, tokens, Chain(origin))
-            return cls(request, account, [beam], forked=True, beams=Beams(search))
-        sequences = [
-            Sequence(request, list(tokens), Chain(origin), index) for index in range(request.sampling.num_samples)
+    def __init__(self, request: GenerateRequest, account: Account | None = None):
+        """account: the tenant's; by default one for this request alone."""
+        sampling = request.sampling
+        self.request = request
+        self.account = account or Account(sampling.priority, sampling.cache_salt)
+        is_beam_search = sampling.beam_width > 1
+        self.beams = BeamState(BeamSearch(sampling, request.stop_ids, request.ends)) if is_beam_search else None
+        num_sequences = 1 if is_beam_search else sampling.num_samples
+        self.sequences = [  # those that have not ended, by index
+            Sequence(request, list(request.prompt_token_ids), Chain(request.origin), index)
+            for index in range(num_sequences)
         ]
-        return cls(request, account, sequences, forked=len(sequences) == 1)
+        self.forked = num_sequences == 1
+        self.scores_prompt = sampling.prompt_logprobs is not None
+        self.has_output = sampling.max_tokens > 0
+        # Beams continue from the candidates of the step before, and guides follow its tokens.
+        self.needs_previous_result = is_beam_search or bool(request.guides)
+        self.admission_index: int | None = None  # grows with each first admission; None: never admitted
+        self.prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens after the first, as far as computed
+        self.block_usage = BlockUsage()
+        self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.preemptions = 0
+        self.preempted_at = 0.0  # the last time, by the scheduler's clock
+        self.preempted_seconds = 0.0
 
     @property
     def key(self) -> int:
@@ -129,24 +138,26 @@ class Group:
 
     @property
     def priority(self) -> int:
+        """The priority of the request; a lower number comes first."""
         return self.request.sampling.priority
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of one that runs: by priority, and within one by who was let in first."""
-        assert self.turn is not None
-        return self.priority, self.turn
+        """The order of running requests: by priority, then by first admission."""
+        assert self.admission_index is not None
+        return self.priority, self.admission_index
 
     @property
     def usage(self) -> Usage | None:
         if not self.request.returns_usage:
             return None
+        blocks = self.block_usage
         return Usage(
             self.cached_tokens,
-            self.blocks_new,
-            self.blocks_reused,
-            self.blocks_copied,
-            self.blocks_from_host,
+            blocks.new,
+            blocks.reused,
+            blocks.copied,
+            blocks.from_host,
             self.preemptions,
             self.preempted_seconds,
             self.draft_tokens,
@@ -155,41 +166,37 @@ class Group:
 
     @property
     def leader(self) -> Sequence:
+        """The sequence that computes the prompt."""
         return self.sequences[0]
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that may compute in one step, now or later."""
+        """The largest number of sequences that compute in one step, now or later."""
         return self.request.sampling.beam_width if self.beams else len(self.sequences)
 
     @property
-    def in_turn(self) -> bool:
-        """Whether a step needs to know what the one before has drawn."""
-        return self.beams is not None or bool(self.request.guides)
-
-    @property
-    def swapped(self) -> bool:
-        return any(sequence.swapped for sequence in self.sequences)
+    def is_swapped(self) -> bool:
+        return any(sequence.host_blocks for sequence in self.sequences)
 
     @property
     def active(self) -> list[Sequence]:
-        """Those that may compute now."""
+        """The sequences that may compute: the leader alone until the group forks."""
         return self.sequences if self.forked else self.sequences[:1]
 
     def unscored(self, start: int, end: int) -> range:
-        """Of the positions from `start` to `end` those after which the prompt's next token is still to be scored."""
+        """Return the positions, of `start` to `end`, whose next prompt token still lacks its log probabilities."""
         if not self.scores_prompt:
             return range(0)
         return range(max(start, len(self.prompt_logprobs)), min(end, self.leader.num_prompt - 1))
 
     @property
-    def findable(self) -> int:
-        """Tokens of the leader that may be looked for in the cache, which has no logits: those that are to be computed
-        anyway, the first whose logits are wanted included."""
+    def max_cacheable_tokens(self) -> int:
+        """The leader's tokens that may be looked up in the prefix cache. The cache has no logits, so it ends with the
+        first position whose log probabilities are needed."""
         scored = len(self.prompt_logprobs)
-        return self.feed if not self.unscored(0, self.leader.num_prompt) else scored + 1
+        return scored + 1 if self.unscored(0, self.leader.num_prompt) else self.prefill_len
 
     @property
-    def feed(self) -> int:
-        """Tokens of the leader that are to be computed before the group forks, or at all once it has."""
+    def prefill_len(self) -> int:
+        """The leader's tokens to compute before the group forks; all of them once it has."""
         return len(self.leader.tokens) if self.forked else self.leader.num_prompt

@@ -1,13 +1,13 @@
-"""Guesses of the tokens to come, which the model checks in one step (speculative decoding, arXiv:2211.17192).
+"""Speculative decoding (arXiv:2211.17192): draft tokens that the model verifies in one step.
 
-A check is a chunk of the last token and k guesses that draws at every position:
+A sequence with k draft tokens computes a chunk of its last token and the drafts, and samples at every position:
 
-    computed        ... t | g1  g2  g3 |        keys and values of t and of the guesses
-    drawn                 d1  d2  d3  d4        d1 after t, d2 after g1 ...
-    reached               d1  d2                g1 = d1, but g2 is not d2: what follows from g2 is nobody's
+    computed        ... t | g1  g2  g3 |        keys and values of t and of the draft tokens
+    sampled               d1  d2  d3  d4        d1 after t, d2 after g1 ...
+    accepted              d1  d2                g1 = d1, but g2 is not d2, so d3 and d4 are dropped
 
-Each position draws with its own random number, guessed right or not. So the tokens are those that one at a time would
-give, greedy or sampled, and there is nothing to reject by chance.
+Each position samples with its own random number, whether or not its draft token is right. The output is therefore the
+same as with one token at a time, greedy or sampled, and no token is rejected at random.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from collections.abc import Callable
 
 from paged_backend.scheduling.sequence import Sequence
 
-Proposer = Callable[[Sequence, int], list[int]]  # (sequence, how many at most) -> the tokens that may follow its last
+Proposer = Callable[[Sequence, int], list[int]]  # (sequence, limit) -> at most `limit` draft tokens
 
 
 class PromptLookup:
-    """What followed the last time that the sequence's latest tokens occurred in it (prompt lookup decoding; Saxena,
-    2023). Costs no model, and pays where output repeats input: summaries, code, retrieval."""
+    """Proposes the tokens that followed the previous occurrence of the sequence's latest tokens (prompt lookup
+    decoding; Saxena, 2023). Needs no draft model. Pays where the output repeats the input: summaries, code, retrieval.
+    """
 
     def __init__(self, *, shortest: int, longest: int):
-        """How many of the latest tokens must occur; the longest run that does is taken."""
+        """shortest, longest: number of the latest tokens to look up; the longest run that occurs is used."""
         assert 1 <= shortest <= longest
         self._lengths = range(longest, shortest - 1, -1)
 
-    def __call__(self, sequence: Sequence, most: int) -> list[int]:
+    def __call__(self, sequence: Sequence, limit: int) -> list[int]:
         tokens, history = sequence.tokens, sequence.history
         width = history.itemsize
         history.extend(tokens[len(history) :])
         searched = history.tobytes()
         for length in self._lengths:
-            start = _last(searched, searched[-length * width :], width) if length < len(tokens) else None
+            start = _find_last(searched, searched[-length * width :], width) if length < len(tokens) else None
             if start is not None:
-                follows = start + length
-                period = len(tokens) - follows  # what repeats may go on repeating
-                return [tokens[follows + index % period] for index in range(most)]
+                following = start + length
+                period = len(tokens) - following  # a repetition is assumed to go on
+                return [tokens[following + index % period] for index in range(limit)]
         return []
 
 
-def propose_placeholders(sequence: Sequence, most: int) -> list[int]:
-    """Guesses that a model makes on the device, in the step that checks them: nobody needs their values here. None
-    where a penalty would have to count them, or a bad word may end with the token after."""
-    return [] if sequence.request.depends_on_output else [0] * most
+def propose_placeholders(sequence: Sequence, limit: int) -> list[int]:
+    """Return placeholders for draft tokens that a draft model makes on the device, in the step that verifies them.
+
+    None for requests with penalties or bad words of several tokens: those need the values of the tokens before.
+    """
+    return [] if sequence.request.depends_on_output else [0] * limit
 
 
-def _last(searched: bytes, pattern: bytes, width: int) -> int | None:
-    """Where the pattern last occurred before its end, in elements of `width` bytes."""
+def _find_last(searched: bytes, pattern: bytes, width: int) -> int | None:
+    """Return where the pattern last occurs before its end, in elements of `width` bytes; None if it does not."""
     end = len(searched) - 1
     while (start := searched.rfind(pattern, 0, end)) >= 0:
         if start % width == 0:

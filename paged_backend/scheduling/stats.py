@@ -1,13 +1,31 @@
-"""What the scheduler tells of itself: how much runs and waits, what the pool holds, what has been counted."""
+"""Scheduler statistics: requests, blocks, and counters since the start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters that the parts of the scheduler increment. The fields are those of `SchedulerStats`."""
+
+    recomputed: int = 0
+    swapped: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        return self.recomputed + self.swapped
+
+
 @dataclass(frozen=True)
 class SchedulerStats:
-    running: int
+    running: int  # requests
     waiting: int
     blocks_total: int
     blocks_used: int
@@ -15,31 +33,31 @@ class SchedulerStats:
     blocks_shared: int
     blocks_pinned: int  # for sessions between their turns
     block_size: int
-    host_total: int  # blocks of the host's pool, and of them
+    host_total: int  # blocks of the host's pool
     host_cached: int
-    host_used: int  # by requests that were preempted
-    recomputed: int  # this and all below since the start: requests preempted, to be computed again
-    swapped: int  # and with their blocks moved to the host
-    queried_tokens: int  # looked for in the cache
-    cached_tokens: int  # and found
-    host_tokens: int  # of those, the ones that came from the host
-    evictions: int
-    copies: int
-    moves_out: int
-    moves_in: int
+    host_used: int  # by preempted requests
+    recomputed: int  # preempted requests whose tokens are computed again; this and all below since the start
+    swapped: int  # preempted requests whose blocks were swapped out to the host
+    queried_tokens: int  # looked up in the prefix cache
+    cached_tokens: int  # found there
+    host_tokens: int  # of those, the ones on the host
+    evictions: int  # cached blocks whose content was dropped for another request
+    copies: int  # blocks copied on write
+    moves_out: int  # blocks moved to the host
+    moves_in: int  # blocks moved back
     draft_tokens: int
-    accepted_tokens: int  # of those
-    paused: int = 0  # of those that wait, the ones that were preempted
+    accepted_tokens: int  # of the draft tokens
+    paused: int = 0  # waiting requests that were preempted
     steps: int = 0  # since the start
-    context_requests: int = 0  # that had a prompt to compute in the last step
-    context_tokens: int = 0  # and of those prompts
+    context_requests: int = 0  # requests that prefilled in the last step
+    context_tokens: int = 0  # prompt tokens in the last step
     disk_up: bool = False
     disk_blocks: int = 0
     disk_read: int = 0  # blocks
-    disk_written: int = 0
+    disk_written: int = 0  # blocks
 
     def idle(self) -> SchedulerStats:
-        """The same, once no request is left."""
+        """Return the same without any request."""
         return replace(self, running=0, waiting=0, paused=0, context_requests=0, context_tokens=0)
 
     @property
@@ -56,5 +74,5 @@ class SchedulerStats:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that requests hold."""
+        """Fraction of the pool's blocks that requests hold."""
         return self.blocks_used / self.blocks_total

@@ -99,7 +99,7 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
                 break
             left -= length
             tokens = (0,) * (start + length)
-            one = Group.of(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
+            one = Group(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
             shared = rnd.randrange(2) * 200  # blocks
             one.blocks = [0] * shared + list(range(own, own + 1100))
             own += 1100

@@ -102,7 +102,7 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
     chunks = []
     for key, drafts in enumerate([(1, 2, 3), (), (), ()]):
         sampling = SamplingParams(max_tokens=9)
-        sequence = Group.of(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
+        sequence = Group(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
         sequence.blocks = [*range(18), 20 + key]
         sequence.tokens.extend(drafts)
         chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), (), drafts))

@@ -374,7 +374,7 @@ def test_file_records_origin_and_all_prefix_tokens(tmp_path):
 def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatch, other):
     for name in ("chain_key", "root_key"):
         monkeypatch.setattr(f"paged_backend.scheduling.content.{name}", lambda *args: b"\0" * 32)
-    other = Entry(other.before, other.tokens)
+    other = Entry(other.parent, other.tokens)
     one = entry(1, 2, before=entry(3, 4))
     assert one.key == other.key
     tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUT)

@@ -7,7 +7,8 @@ import torch
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.memory.transfers import Transfers
-from paged_backend.scheduling.block_manager import Copy, Move
+from paged_backend.scheduling.block_manager import Copy
+from paged_backend.scheduling.host_offload import Move
 
 SHAPES = [LayerShape(num_kv_heads=2, head_dim=8), LayerShape(num_kv_heads=1, head_dim=16)]
 OUTS = (Move(1, 3, None), Move(2, 0, None))

@@ -1,4 +1,4 @@
-"""The tests of sharing, held against themselves: each of these mistakes must make one of them fail."""
+"""Mutation tests: with each fault of tests/support/mutants.py, one of the scheduling tests must fail."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from random import SystemRandom
 
 import pytest
 
-from tests.support.mutants import BEAMS, DISK, ENDLESS, MUTANTS, RARE, ROOT, changed, found_by
+from tests.support.mutants import BEAM_SEARCH, DISK, ENDLESS, MUTANTS, RARE, ROOT, found_by, mutated_source
 from tests.support.stress import table
 
 NO_SHRINKING = (
@@ -21,60 +21,64 @@ NO_SHRINKING = (
 )
 
 
-QUICK = [mistake for mistake in MUTANTS if mistake not in RARE]
+QUICK = [mutant for mutant in MUTANTS if mutant not in RARE]
 
 
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_mutant_is_about_code_in_the_source(mistake):
-    """Once, and what takes its place can be read."""
-    compile(changed(mistake), mistake, "exec")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_is_about_code_in_the_source(mutant):
+    """The replaced source occurs once, and its replacement compiles."""
+    compile(mutated_source(mutant), mutant, "exec")
 
 
 def test_documented_number_of_mutants():
-    told = f"{len(QUICK)} must be found in `make test`, and all {len(MUTANTS)} in `make nightly`"
-    assert told in (ROOT / "docs/guides/test.md").read_text()
+    expected = f"{len(QUICK)} must be found in `make test`, and all {len(MUTANTS)} in `make nightly`"
+    assert expected in (ROOT / "docs/guides/test.md").read_text()
 
 
 @pytest.mark.parametrize(
     "first", [lambda: 0, pytest.param(lambda: SystemRandom().randrange(2**32), marks=pytest.mark.nightly)]
 )
 def test_stress_kills_quick_mutants(first, figures):
-    """Most mistakes, within seconds; at night with seeds that nobody has tried."""
+    """Random load detects most mutants within seconds; the nightly run starts from a random seed."""
     seed = first()
     figures(f"seeds from {seed}")
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        nothing, *causes = processes.map(found_by, [None, *QUICK], repeat(seed))
-    assert nothing is None, "a storm fails without a mistake"
+        unmutated, *causes = processes.map(found_by, [None, *QUICK], repeat(seed))
+    assert unmutated is None, "the stress test fails without a mutant"
     found = dict(zip(QUICK, causes, strict=True))
-    assert [mistake for mistake, by in found.items() if by is None] == []
-    figures(f"{len(found)} of {len(QUICK)} mistakes found")
+    assert [mutant for mutant, cause in found.items() if cause is None] == []
+    figures(f"{len(found)} of {len(QUICK)} mutants detected")
     table.done("mistakes on purpose that are found", len(found), of=len(QUICK))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mistake", RARE)
-def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mistake):
+@pytest.mark.parametrize("mutant", RARE)
+def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
     table.done("mistakes on purpose that are found", 0, of=1)
     for name in ("paged_backend", "tests", "kernels", "client", "paged_bench"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = MUTANTS[mistake][0]
-    (tmp_path / "paged_backend" / file).write_text(changed(mistake))
+    file = MUTANTS[mutant][0]
+    (tmp_path / "paged_backend" / file).write_text(mutated_source(mutant))
     modules = [
         "scheduling/test_scheduler",
         "scheduling/test_accounts",
         "scheduling/test_adapter_slots",
         "server/test_sessions",
-        *(["scheduling/test_beam_search"] if file == BEAMS else []),
+        *(["scheduling/test_beam_search"] if file == BEAM_SEARCH else []),
         "scheduling/test_sharing",
         "scheduling/test_block_manager",
     ]
     options = ["-x", "-q", "-p", "no:cacheprovider"]
-    for storm in ("test_block_manager.py::test_whatever", "test_sharing.py::test_any_storm"):
-        options += ["--deselect", f"tests/scheduling/{storm}"]
+    for random_test in (
+        "test_block_manager.py::test_hypothesis_rules",
+        "test_block_manager.py::test_seeded_rules",
+        "test_sharing.py::test_random_load",
+    ):
+        options += ["--deselect", f"tests/scheduling/{random_test}"]
     options += [f"tests/{module}.py" for module in (["memory/test_disk"] if file == DISK else modules)]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/kernels", "PYTHONDONTWRITEBYTECODE": "1"}
-    with contextlib.suppress(*([subprocess.TimeoutExpired] if mistake in ENDLESS else [])):
+    with contextlib.suppress(*([subprocess.TimeoutExpired] if mutant in ENDLESS else [])):
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )

@@ -9,7 +9,7 @@ import torch
 from paged_backend.api.errors import RequestError
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import runner_builder
-from paged_backend.scheduling import plan
+from paged_backend.scheduling.plan_builder import PlanBuilder
 from tests.support.callers import serving
 from tests.support.in_process import WAIT, byte_tokenizer, running, tiny_assembly
 
@@ -116,18 +116,18 @@ def test_preemption_neither_repeats_nor_drops_logprobs(tiny, mode):
 
 @sync_and_async
 def test_scored_rows_per_step_are_bounded(tiny, prompts, monkeypatch):
-    drafts = []
+    builders = []
 
-    def draft(*args):
-        drafts.append(plan.Draft(*args, scores=5))
-        return drafts[-1]
+    def builder(*args, **options):
+        builders.append(PlanBuilder(*args, **options, max_scored=5))
+        return builders[-1]
 
-    monkeypatch.setattr("paged_backend.scheduling.scheduler.Draft", draft)
+    monkeypatch.setattr("paged_backend.scheduling.scheduler.PlanBuilder", builder)
     with running(tiny_assembly(tiny[0], max_num_batched_tokens=64)) as engine:
         keys = [engine.submit(prompt, max_tokens=2, prompt_logprobs=1) for prompt in prompts]
         for prompt, found in zip(prompts, prompt_logprobs(engine, *keys), strict=True):
             check(tiny[1], prompt, found, 1)
-    scored = [sum(len(chunk.scored) for chunk in draft.chunks) for draft in drafts]
+    scored = [sum(len(chunk.scored) for chunk in builder.chunks) for builder in builders]
     assert max(scored) == 5
     assert sum(scored) == sum(map(len, prompts)) - len(prompts)
 

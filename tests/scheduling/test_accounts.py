@@ -41,7 +41,7 @@ class Served:
     def step(self, times=1):
         for _ in range(times):
             plan = self.sched.schedule()
-            self.entered += [self.tenants[key] for key in plan.entered]
+            self.entered += [self.tenants[key] for key in plan.admitted]
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
                 self.tokens[self.tenants[chunk.sequence.key]] += prompt
@@ -90,7 +90,7 @@ def test_backlogged_tenants_get_equal_tokens(seqs):
             lengths = rnd.randint(1, 2 * prompt), rnd.randint(1, 2 * output)
             served.ask(tenant, *lengths, n=1 if tenant != "samples" else min(4, seqs))
     before = None
-    while all(any(group.account.tenant == one for group in served.sched._waiting) for one in kinds):
+    while all(any(group.account.tenant == one for group in served.sched.waiting) for one in kinds):
         served.step(10)
         before = before or served.tokens.copy()
     got = [served.tokens[one] - before[one] for one in kinds]
@@ -192,10 +192,10 @@ def test_admitted_request_is_not_preempted_by_later_admitted_ones():
         served.ask("many", prompt=8, max_tokens=12)
     served.step()
     one = served.ask("one", prompt=8, max_tokens=40)
-    group = served.sched._waiting.get(one)
+    group = served.sched._requests.waiting.get(one)
     while one not in served.ended:
         plan = served.step()
-        assert not (plan.entered and served.sched.stats.paused)
+        assert not (plan.admitted and served.sched.stats.paused)
     assert served.sched.stats.preemptions > 3
     assert group.preemptions == 0
     served.finish()

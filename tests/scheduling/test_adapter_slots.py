@@ -6,7 +6,7 @@ import pytest
 
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.adapter_slots import AdapterSlots, Load
+from paged_backend.scheduling.adapter_slots import AdapterLoad, AdapterSlots
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
@@ -32,10 +32,10 @@ def test_random_acquire_and_release_keep_slots_consistent(seed, count):
         in_use = {one.adapter.digest for one in running}
         assert slots.has_room(wanted.adapter) == (wanted.adapter.digest in in_use or len(in_use) < count)
         if slots.has_room(wanted.adapter) and rnd.random() < 0.6:
-            slots.take(wanted.adapter)
+            slots.acquire(wanted.adapter)
             running.append(wanted)
         elif running:
-            slots.leave(running.pop(rnd.randrange(len(running))).adapter)
+            slots.release(running.pop(rnd.randrange(len(running))).adapter)
         if rnd.random() < 0.7:  # a step, which may fail
             loads = slots.take_loads()
             for load in loads:
@@ -44,25 +44,25 @@ def test_random_acquire_and_release_keep_slots_consistent(seed, count):
                 slots.fail(loads)
             else:
                 device |= {load.slot: load.adapter.digest for load in loads}
-                used = slots.of(running)
+                used = slots.slots_of(running)
                 assert used == {one.adapter.digest: used[one.adapter.digest] for one in running}
                 waiting = {load.adapter.digest for load in slots._loads.values()}
                 assert all(device[slot] == digest for digest, slot in used.items() if digest not in waiting)
         slots.check(running)
         assert {one.digest for one in slots.resident} >= {one.adapter.digest for one in running}
-    assert AdapterSlots(0).of([request(0)]) == {}
+    assert AdapterSlots(0).slots_of([request(0)]) == {}
 
 
 def test_least_recently_used_adapter_is_evicted():
     slots = AdapterSlots(2)
     for name in "abab":
-        slots.take(adapter(name))
-        slots.leave(adapter(name))
-    slots.take(adapter("a"))
-    slots.leave(adapter("a"))
+        slots.acquire(adapter(name))
+        slots.release(adapter(name))
+    slots.acquire(adapter("a"))
+    slots.release(adapter("a"))
     slots.take_loads()
-    slots.take(adapter("c"))
-    assert slots.take_loads() == (Load(1, slots.resident[-1]),)
+    slots.acquire(adapter("c"))
+    assert slots.take_loads() == (AdapterLoad(1, slots.resident[-1]),)
     assert sorted(one.name for one in slots.resident) == ["a", "c"]
 
 
@@ -202,7 +202,7 @@ def test_random_priorities_and_adapters_answer_every_request(seed):
             asked += 1
         if plan := sched.schedule():
             sched.check()
-            waiting = (one for one in sched._waiting if one.request.adapter)
+            waiting = (one for one in sched.waiting if one.request.adapter)
             if first := min(waiting, key=lambda one: one.priority, default=None):
                 first_users = {}
                 for one in sched.running:

@@ -75,7 +75,7 @@ def test_seeded_rules_match_model(wanted, first, until, figures):
 def test_releasing_unknown_block_names_it():
     blocks = BlockManager(4, 16)
     with pytest.raises(ValueError, match="block 4"):
-        blocks.release([4])
+        blocks.free([4])
     blocks.check([])
 
 
@@ -83,9 +83,9 @@ def test_check_detects_wrong_reference_count():
     blocks = BlockManager(4, 16)
     table = []
     assert blocks.grow(table, 40)
-    with pytest.raises(AssertionError, match="wrong count"):
+    with pytest.raises(AssertionError, match="wrong reference count"):
         blocks.check([table[:-1]])
-    with pytest.raises(AssertionError, match="wrong count"):
+    with pytest.raises(AssertionError, match="wrong reference count"):
         blocks.check([table, table[:1]])
     blocks.check([table])
 
@@ -120,9 +120,9 @@ def test_scheduler_loads_without_torch():
 
 def naive_states(blocks):
     """What `states` promises, block by block."""
-    free = set(range(blocks.num_blocks)) - {block for block, count in enumerate(blocks._references) if count}
-    marks = {block: "c" if blocks.is_cached(block) else "." for block in free}
-    held = {block: str(count) if count < 10 else "+" for block, count in enumerate(blocks._references) if count}
+    free = set(range(blocks.num_blocks)) - {block for block, count in enumerate(blocks.pool._references) if count}
+    marks = {block: "c" if blocks.pool.is_cached(block) else "." for block in free}
+    held = {block: str(count) if count < 10 else "+" for block, count in enumerate(blocks.pool._references) if count}
     return "".join((marks | held)[block] for block in range(blocks.num_blocks))
 
 
@@ -133,8 +133,8 @@ def test_pool_map_shows_reference_count(tables):
     assert blocks.grow(first, 8)
     others = [blocks.fork(first[:1]) for _ in range(tables - 1)]
     mark = str(tables) if tables < 10 else "+"
-    assert blocks.states() == f"{mark}1.."
-    assert (blocks.states().count("."), len(others)) == (blocks.num_free, tables - 1)
+    assert blocks.pool.states() == f"{mark}1.."
+    assert (blocks.pool.states().count("."), len(others)) == (blocks.pool.num_free, tables - 1)
 
 
 @pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
@@ -145,11 +145,11 @@ def test_pool_map_distinguishes_free_and_cached(free, cached, held):
     tokens = list(range(4 * cached))
     chain = Chain(Origin(""))
     for index, block in enumerate(table):
-        blocks.seal(block, chain, tokens, index)
+        blocks.cache_block(block, chain, tokens, index)
     keep = blocks.allocate(held)
-    blocks.release(table)
-    assert blocks.states() == naive_states(blocks)
-    assert [blocks.states().count(mark) for mark in ".c1"] == [free, cached, held]
+    blocks.free(table)
+    assert blocks.pool.states() == naive_states(blocks)
+    assert [blocks.pool.states().count(mark) for mark in ".c1"] == [free, cached, held]
     blocks.check([keep])
 
 
@@ -157,6 +157,6 @@ def test_copy_source_is_referenced_until_copied():
     blocks = BlockManager(3, 4)
     first = blocks.allocate(1)
     copy = blocks.make_writable(first, 0)
-    assert blocks.states() == "11."
-    blocks.finish([copy])
-    assert blocks.states() == ".1."
+    assert blocks.pool.states() == "11."
+    blocks.finish_copies([copy])
+    assert blocks.pool.states() == ".1."

@@ -8,6 +8,7 @@ import pytest
 
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain, Contents, Entry
 
 NOBODY = Origin("")
@@ -79,20 +80,20 @@ def test_entry_keeps_its_prefix_alive_and_nothing_else():
     blocks = BlockManager(4, 1, caching=True)
     table, chain = blocks.allocate(4), Chain(NOBODY)
     for index in range(4):
-        blocks.seal(table[index], chain, [1, 2, 3, 4], index)
+        blocks.cache_block(table[index], chain, [1, 2, 3, 4], index)
     tail, heads = table[3:], table[:3]
-    blocks.release(heads)
+    blocks.free(heads)
     del chain
     assert blocks.allocate(3) is not None
-    assert len(blocks.index.blocks) == 1
-    assert len(blocks.contents) == 4  # of blocks that are gone, too: whoever computes them anew finds the last
+    assert len(blocks.pool.index.blocks) == 1
+    assert len(blocks.cache.contents) == 4  # of blocks that are gone, too: whoever computes them anew finds the last
     again = Chain(NOBODY)
     blocks.match(again, [1, 2, 3, 4, 5])
     assert len(again.entries) == 1  # none of them is known
-    blocks.release(tail)
+    blocks.free(tail)
     blocks.allocate(1)
     del again
-    assert len(blocks.contents) == 0
+    assert len(blocks.cache.contents) == 0
 
 
 @pytest.mark.parametrize("host", [0, 128])
@@ -100,7 +101,7 @@ def test_entry_keeps_its_prefix_alive_and_nothing_else():
 def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
     """Thousands of prompts that branch everywhere, computed anew or found, and let go of in any order."""
     rnd, length, most = random.Random(1), 16, 0
-    behind = BlockManager(host, 1, caching=True) if host else None
+    behind = BlockPool(host, caching=True) if host else None
     blocks = BlockManager(128, 1, caching=True, host=behind)
     held, past = [], [[0]]
     for number in range(4000):
@@ -108,25 +109,25 @@ def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
         tokens = [*begins, *(rnd.choice([number, rnd.randrange(3)]) for _ in range(length - len(begins)))]
         past = [*past[-30:], tokens]
         while held and (blocks.num_available < 2 * length or rnd.random() < 0.3):
-            blocks.release(held.pop(rnd.randrange(len(held))))
+            blocks.free(held.pop(rnd.randrange(len(held))))
         chain, table, moves = Chain(NOBODY), [], []
         if rnd.random() < matching:
             table, moves, copies = blocks.adopt(blocks.match(chain, tokens))
-            blocks.finish(copies)
+            blocks.finish_copies(copies)
         assert blocks.grow(table, length)
-        blocks.finish_moves_out(blocks.take_moves_out())
-        blocks.finish_moves_in(moves)
+        blocks.offload.finish_moves_out(blocks.offload.take_moves_out())
+        blocks.offload.finish_moves_in(moves)
         for index in range(length):
-            blocks.seal(table[index], chain, tokens, index)
+            blocks.cache_block(table[index], chain, tokens, index)
         held.append(table)
-        most = max(most, len(blocks.contents))
+        most = max(most, len(blocks.cache.contents))
     figures(f"at most {most} entries for {128 + host} blocks")
     assert most <= 2 * (128 + host)
     del chain
     for table in held:
-        blocks.release(table)
-    blocks.release(blocks.allocate(128))
-    blocks.finish_moves_out(blocks.take_moves_out())
+        blocks.free(table)
+    blocks.free(blocks.allocate(128))
+    blocks.offload.finish_moves_out(blocks.offload.take_moves_out())
     if behind:
-        behind.release(behind.allocate(host))
-    assert len(blocks.contents) == 0
+        behind.free_table(behind.allocate_counted(host))
+    assert len(blocks.cache.contents) == 0

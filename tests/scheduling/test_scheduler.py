@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.pace import Pace
 from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.step_result import StepResult
@@ -195,7 +195,7 @@ def test_removing_from_long_queue_does_not_scan_it(leave, monkeypatch):
     entered = []
     while sched.has_work:
         plan, _ = step(sched)
-        entered += plan.entered
+        entered += plan.admitted
     assert entered == sorted(set(keys) - set(leaving), key=lambda key: (key % 3, key))
 
 
@@ -416,21 +416,21 @@ def test_draft_tokens_do_not_use_prefill_budget():
 
 
 def test_prefill_gets_half_of_step_when_decode_is_slow():
-    pace = Pace(0.1, 0.001, 512)
-    pace.took(0, 0.2)  # decoding by itself
-    pace.took(100, 0.3)
-    assert pace.tokens == 133
-    pace.took(0, 0.01)
-    pace.took(133, 0.2)
-    assert pace.tokens == 66
+    budget = PrefillBudget(0.1, 0.001, 512)
+    budget.record_step(0, 0.2)  # decoding by itself
+    budget.record_step(100, 0.3)
+    assert budget.tokens == 133
+    budget.record_step(0, 0.01)
+    budget.record_step(133, 0.2)
+    assert budget.tokens == 66
 
 
 def test_short_last_chunk_does_not_raise_prefill_budget():
-    pace = Pace(0.1, 0.001, 512)
-    pace.took(30, 0.04)
-    assert pace.tokens == 100
-    pace.took(100, 0.04)
-    assert pace.tokens == 200
+    budget = PrefillBudget(0.1, 0.001, 512)
+    budget.record_step(30, 0.04)
+    assert budget.tokens == 100
+    budget.record_step(100, 0.04)
+    assert budget.tokens == 200
 
 
 def test_prefill_without_decode_uses_full_token_budget():

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.block_manager import BlockManager, CacheHit
+from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import Chain
 from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.prefix_cache import CacheHit
 from tests.support.pool_machine import truncated_keys
 from tests.support.scheduler_stress import WEATHER, request, scheduler, storm
 from tests.support.shadow import ShadowStore, alone
@@ -73,18 +74,18 @@ def test_match_finds_longest_cached_prefix(seed, size):
         table, _, _ = blocks.adopt(CacheHit(hit.blocks))
         if blocks.grow(table, len(tokens)):
             for index in range(len(tokens) // size):
-                blocks.seal(table[index], chain, tokens, index)
+                blocks.cache_block(table[index], chain, tokens, index)
         held.append(table)
         blocks.check(held)
         while held and rnd.random() < 0.5:
-            blocks.release(held.pop(rnd.randrange(len(held))))
+            blocks.free(held.pop(rnd.randrange(len(held))))
             blocks.check(held)
 
 
 def longest(blocks, salt, tokens):
     """By brute force over what the manager says that its blocks hold."""
     most, size = len(tokens) - 1, blocks.block_size
-    prefixes = [blocks.index.entry(block).prefix for block in blocks.index.blocks]
+    prefixes = [blocks.pool.index.entry(block).prefix for block in blocks.pool.index.blocks]
     known = [content for origin, content in prefixes if origin == Origin(salt)]
     found = 0
     while found + size <= most and tokens[: found + size] in known:
@@ -102,7 +103,7 @@ def test_request_hits_blocks_of_finished_request():
     store = ShadowStore(sched, 5)
     prompt = list(range(18))
     finish(sched, store, request(0, prompt))
-    assert (sched.blocks.num_free, sched.blocks.num_cached) == (27, 5)
+    assert (sched.blocks.pool.num_free, sched.blocks.pool.num_cached) == (27, 5)
     sched.add(request(1, prompt))
     plan = sched.schedule()
     # Four full blocks, and one token of the fifth, which holds the first one's 16th to 19th: the last is computed.
@@ -163,7 +164,7 @@ def test_eviction_is_lru_and_tail_first():
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(100, 112), max_tokens=1))
     finish(sched, store, request(1, range(200, 212), max_tokens=1))
-    assert sched.blocks.num_cached == 6
+    assert sched.blocks.pool.num_cached == 6
     finish(sched, store, request(2, range(300, 312), max_tokens=1))  # two free blocks, and one of the first's
     assert sched.stats.evictions == 1
 
@@ -183,11 +184,11 @@ def test_samples_share_prompt_blocks_until_they_diverge():
     assert len(plan.chunks) == 1
     assert len(plan.chunks[0].draws) == 3
     sched.commit(plan, store.run(plan))
-    assert (sched.blocks.num_used, sched.blocks.num_shared) == (5, 5)
+    assert (sched.blocks.num_used, sched.blocks.pool.num_shared) == (5, 5)
     plan = sched.schedule()
     assert len(plan.copies) == 2
     sched.commit(plan, store.run(plan))
-    assert (sched.blocks.num_used, sched.blocks.num_shared) == (7, 4)
+    assert (sched.blocks.num_used, sched.blocks.pool.num_shared) == (7, 4)
 
 
 def test_each_sample_equals_single_request_with_its_seed():
@@ -217,7 +218,7 @@ def test_prefix_caching_disabled_caches_nothing():
     finish(sched, store, request(0, range(20)), request(1, range(20)))
     finish(sched, store, request(2, range(20)))
     assert sched.stats.cached_tokens == 0
-    assert sched.blocks.num_free == sched.blocks.num_blocks
+    assert sched.blocks.pool.num_free == sched.blocks.num_blocks
 
 
 # --- the host's pool behind the device's -------------------------------------------------------------------------
@@ -405,10 +406,10 @@ def test_pool_map_shows_blocks_only_pinned_by_sessions():
     sched = scheduler(num_blocks=8, session_blocks=8)
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 108), max_tokens=1, session="chat"))
-    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("pp......")
+    assert sorted(sched.blocks.pool.states(sched.pins.counts)) == sorted("pp......")
     sched.add(request(1, [*range(100, 108), 5, 6], session="chat"))
     sched.schedule()
-    assert sorted(sched.blocks.states(sched.pins.counts)) == sorted("221.....")
+    assert sorted(sched.blocks.pool.states(sched.pins.counts)) == sorted("221.....")
 
 
 def test_sample_ending_during_shared_prefill():
@@ -423,7 +424,7 @@ def test_sample_ending_during_shared_prefill():
     deltas = sched.commit(plan, result)
     sched.check()
     assert [delta.sample for delta in deltas] == [1, 2]
-    assert sched.blocks.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt
+    assert sched.blocks.pool.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt
     outputs = finish(sched, store)
     assert {key: [*deltas[key[1] - 1].token_ids, *rest] for key, rest in outputs.items()} == {
         (0, index): alone(one, index, 97) for index in (1, 2)

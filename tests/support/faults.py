@@ -83,14 +83,14 @@ def faulty_service(faults: Mapping[str, int]) -> type[Service]:
 def _leak_block(occurrence: int, service: Service, assembly: Assembly) -> None:
     """The last block of a released block table stays in use."""
     blocks, count = assembly.scheduler.blocks, itertools.count(1)
-    release = blocks.release
+    free = blocks.free
 
     def leak(table: list[int]) -> None:
         if table and next(count) == occurrence:
             table.pop()
-        release(table)
+        free(table)
 
-    blocks.release = leak  # type: ignore[method-assign]
+    blocks.free = leak  # type: ignore[method-assign]
 
 
 def _wrong_token(occurrence: int, service: Service, assembly: Assembly) -> None:

@@ -10,8 +10,10 @@ from random import Random
 
 from paged_backend.api.request import Origin
 from paged_backend.scheduling import content as keys
-from paged_backend.scheduling.block_manager import CacheHit, Copy, Move
+from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.content import Chain
+from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.prefix_cache import CacheHit
 from tests.support.pool_state import MOST_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, everything
 
 
@@ -62,7 +64,7 @@ class Machine(State):
         total, device = len(request.tokens), self.device
         hit = self.blocks.match(request.chain, request.tokens)
         self._check_hit(request, hit)
-        here = hit.on_device
+        here = hit.device_blocks
         needed = self._blocks_for(total) - len(here) + sum(block in device.cached for block in here)
         if needed > device.num_available:
             self.seen["a request that finds no room"] += 1
@@ -124,7 +126,7 @@ class Machine(State):
         goal = request.computed + 1 + below(len(request.tokens) - request.computed)
         wrong = below(6) if goal == len(request.tokens) and not self.flights and below(4) == 0 else 0
         shared = index < len(table) and self.device.is_shared(table[index])
-        assert index >= len(table) or shared == self.blocks.is_shared(table[index])
+        assert index >= len(table) or shared == self.blocks.pool.is_shared(table[index])
         more = max(0, self._blocks_for(goal + wrong) - len(table))
         if shared + more > self.device.num_available:
             if more > self.device.num_available:
@@ -198,10 +200,10 @@ class Machine(State):
         chosen, host = able[at : at + 1 + self.choices.below(2)], self.host
         tables = [one.table for one in chosen]
         if len({block for table in tables for block in table}) > host.num_available:
-            self._refused(lambda: self.blocks.swap_out(tables), "swap_out")
+            self._refused(lambda: self.blocks.offload.swap_out(tables), "swap_out")
             return None
         before = [list(table) for table in tables]
-        swapped = self.blocks.swap_out(tables)
+        swapped = self.blocks.offload.swap_out(tables)
         self._collect()
         moved: dict[int, int] = {}
         for block in (block for table in before for block in table):
@@ -231,7 +233,7 @@ class Machine(State):
                 self.device.hold(found)
                 here[block] = found
         before = [list(one.swapped) for one in chosen]
-        tables, moves = self.blocks.swap_in([one.swapped for one in chosen])
+        tables, moves = self.blocks.offload.swap_in([one.swapped for one in chosen])
         self._collect()
         left, arrivals = deque(moves), []
         for block in distinct:
@@ -256,7 +258,7 @@ class Machine(State):
         request = self._pick(lambda one: one.table)
         if request is None:
             return False
-        self.blocks.disown(request.table)
+        self.blocks.invalidate(request.table)
         for block in request.table:
             if block in self.device.known:
                 self.fresh.pop(block, None)
@@ -323,7 +325,7 @@ class Machine(State):
                 request.computed, request.wrong = end, 0
                 while len(request.table) > self._blocks_for(end):
                     block = request.table.pop()
-                    self.blocks.drop(block)
+                    self.blocks.pool.free(block)
                     self.device.drop(block)
                     self.seen["blocks of wrong guesses"] += 1
         return None
@@ -354,7 +356,7 @@ class Machine(State):
         return None
 
     def _retire(self, flight: Flight, *, done: bool) -> None:
-        self.blocks.finish_moves_out(flight.moves_out, done=done)
+        self.blocks.offload.finish_moves_out(flight.moves_out, done=done)
         for move in flight.moves_out:
             if not done and move.target in self.host.known:
                 self.host.forget(move.target)
@@ -363,7 +365,7 @@ class Machine(State):
         self._finish(flight.copies)
 
     def _finish_ins(self, moves_in: list[tuple[Move, Known]], *, done: bool) -> None:
-        self.blocks.finish_moves_in([move for move, _ in moves_in], done=done)
+        self.blocks.offload.finish_moves_in([move for move, _ in moves_in], done=done)
         for move, known in moves_in:
             if done and known and self.device.caching:
                 self.device.know(move.target, *known)
@@ -371,13 +373,13 @@ class Machine(State):
             self.host.unlock(move.source)
 
     def _finish(self, copies: list[Copy]) -> None:
-        self.blocks.finish(copies)
+        self.blocks.finish_copies(copies)
         for copy in copies:
             self.device.unlock(copy.source)
 
     def _seal(self, request: Request, index: int) -> None:
         block = request.table[index]
-        self.blocks.seal(block, request.chain, request.tokens, index)
+        self.blocks.cache_block(block, request.chain, request.tokens, index)
         if not self.device.caching or block in self.device.known:
             return
         content = self._content(request, index)
@@ -408,7 +410,7 @@ class Machine(State):
             return False
         held = self.hogs.pop()
         blocks = list(held)
-        self.blocks.release(held)
+        self.blocks.free(held)
         self._drop_all(self.device, blocks)
         return None
 
@@ -424,7 +426,7 @@ class Machine(State):
         before = everything(self.blocks)
         refusal = ""
         try:
-            self.blocks.release([block])
+            self.blocks.free([block])
         except ValueError as error:
             refusal = str(error)
         assert f"block {block}:" in refusal
@@ -436,9 +438,9 @@ class Machine(State):
         if self.flights or self.moves_out or self.moves_in or self.copies or self.writes or self.blocks.host is None:
             return False
         most = 1 + self.choices.below(4)
-        waiting = [(block, self.blocks.index.entry(block)) for block in self.fresh]
-        assert self.blocks.has_unspilled == bool(waiting)
-        moves_out = self.blocks.spill(lambda entry: entry.key not in self.disk, most)
+        waiting = [(block, self.blocks.pool.index.entry(block)) for block in self.fresh]
+        assert self.blocks.offload.has_unspilled == bool(waiting)
+        moves_out = self.blocks.offload.spill(lambda entry: entry.key not in self.disk, most)
         self.new_outs.extend(moves_out)
         left = most
         for block, entry in waiting:
@@ -460,7 +462,7 @@ class Machine(State):
             assert move.entry is not None
             held = *move.entry.prefix, self.device.known[move.source], self.host_slots[move.target]
             self.disk.setdefault(move.entry.key, held)
-        self.blocks.finish_moves_out(self.moves_out)
+        self.blocks.offload.finish_moves_out(self.moves_out)
         for move in self.moves_out:
             self.host.unlock(move.target)
         self.seen["a block on its way to disk"] += bool(self.moves_out)
@@ -473,11 +475,14 @@ class Machine(State):
             return False
         origin, tokens, content, digests = list(self.disk.values())[self.choices.below(len(self.disk))]
         assert self.blocks.host is not None
-        host, entry = self.blocks.host, self.blocks.entry(Chain(origin), tokens, len(tokens) // self.size - 1)
+        offload, entry = (
+            self.blocks.offload,
+            self.blocks.cache.entry(Chain(origin), tokens, len(tokens) // self.size - 1),
+        )
         if self.host.find(content) is not None or not self.host.num_available:
-            self._refused(lambda: host.keep(entry), "keep")
+            self._refused(lambda: offload.add_host_block(entry), "keep")
             return None
-        block = host.keep(entry)
+        block = offload.add_host_block(entry)
         assert block is not None
         self._take_on_host(block)
         self.host.know(block, content, digests)
@@ -502,12 +507,12 @@ class Machine(State):
 
     def _release(self, request: Request) -> None:
         self._unplan(request)
-        for manager, pool, table in ((self.blocks, self.device, request.table),
+        for manager, pool, table in ((self.blocks.pool, self.device, request.table),
                                      (self.blocks.host, self.host, request.swapped)):  # fmt: skip
             if manager and table:
                 before = list(table)
                 assert manager.num_freed_by([table]) == sum(pool.holders[block] == 1 for block in table)
-                manager.release(table)
+                manager.free_table(table)
                 assert table == []
                 self._drop_all(pool, before)
 
@@ -544,10 +549,10 @@ class Machine(State):
         self.hogs.append(blocks)
         self.let_go()
         self.check()
-        assert self.blocks.num_free == self.blocks.num_blocks
+        assert self.blocks.pool.num_free == self.blocks.num_blocks
         salted = [content.key for content in self.host.known.values()]
         kept = {(salt, tokens[:end]) for salt, tokens in salted for end in range(self.size, len(tokens) + 1, self.size)}
-        assert len(self.blocks.contents) == len(kept), "an entry is kept that is before no known block"
+        assert len(self.blocks.cache.contents) == len(kept), "an entry is kept that is before no known block"
 
 
 STATES = (  # that are to be met beside, in any long run

@@ -18,8 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.block_manager import BlockLocation, BlockManager, CacheHit, Copy, Move
+from paged_backend.scheduling.block_manager import BlockManager, Copy
+from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain, Contents
+from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
 from tests.support.pool_model import Content, PoolModel
 
 FULL_CHECK_EVERY = 16  # steps; states, counts and what is known are compared after each
@@ -91,7 +94,7 @@ class State:
         size, count, host = 1 + below(4), 8 + below(25), (0, 3, 8, 32)[below(4)]
         self.choices, self.seen, self.size = choices, seen, size
         caching = below(8) > 0
-        behind = BlockManager(host, size, caching=caching) if host else None
+        behind = BlockPool(host, caching=caching) if host else None
         self.blocks = BlockManager(count, size, caching=caching, host=behind)
         self.device = PoolModel(count, caching=caching)
         self.host = PoolModel(host, caching=caching)
@@ -114,19 +117,17 @@ class State:
 
     def check(self) -> None:
         assert not self.new_outs, "a move that the model knows nothing of"
-        pools = [(self.blocks, self.device), (self.blocks.host, self.host)] if self.blocks.host else [
-            (self.blocks, self.device)]  # fmt: skip
-        for blocks, model in pools:
-            assert blocks.states() == model.states
-            assert blocks.index.blocks == model.known.keys()
-            assert (blocks.num_free, blocks.num_cached) == (len(model.free), len(model.cached))
+        for pool, model in ((self.blocks.pool, self.device), (self.blocks.host, self.host)):
+            if pool:
+                assert pool.states() == model.states
+                assert pool.index.blocks == model.known.keys()
+                assert (pool.num_free, pool.num_cached) == (len(model.free), len(model.cached))
         if self.steps % FULL_CHECK_EVERY == 0:
             self.check_all()
 
     def check_all(self) -> None:
-        self.blocks.check([*(one.table for one in self.requests), *self.hogs])
-        if self.blocks.host:
-            self.blocks.host.check([one.swapped for one in self.requests])
+        tables, swapped = [one.table for one in self.requests], [one.swapped for one in self.requests]
+        self.blocks.check([*tables, *self.hogs], swapped)
         coming = {move.target for move in self.moves_out}
         for pool, slots, unknown in ((self.device, self.slots, set()), (self.host, self.host_slots, coming)):
             for block in pool.known.keys() - unknown:
@@ -213,7 +214,7 @@ class State:
         request.computed, request.wrong = end + wrong, wrong
 
     def _collect(self) -> None:
-        self.new_outs.extend(self.blocks.take_moves_out())
+        self.new_outs.extend(self.blocks.offload.take_moves_out())
 
     def _take(self, block: int) -> None:
         if self.device.take(block):

@@ -9,7 +9,8 @@ from dataclasses import replace
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.block_manager import PINNED, BlockManager
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.block_pool import PINNED, BlockPool
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
@@ -56,7 +57,7 @@ def scheduler(
     loras=0,
     fair=False,
 ) -> Scheduler:
-    behind = BlockManager(host, block_size, caching=caching) if host else None
+    behind = BlockPool(host, caching=caching) if host else None
     blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
     return Scheduler(
         blocks,
@@ -241,7 +242,7 @@ class StressTest:
         sched, fits = self.sched, self.sched.blocks.blocks_for
         held = [one for group in sched.running for one in group.sequences]
         assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
-        only_pinned = sched.blocks.states(sched.pins.counts).count(PINNED)
+        only_pinned = sched.blocks.pool.states(sched.pins.counts).count(PINNED)
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
     def lose(self, plan: Plan, result: StepResult) -> StepResult:
@@ -305,8 +306,8 @@ class StressTest:
             self.sched.check()
         assert blocks.num_used == 0
         empty(blocks)
-        assert blocks.num_free == self.num_blocks
-        blocks.finish_moves_out(blocks.take_moves_out())  # what a next step would have moved
+        assert blocks.pool.num_free == self.num_blocks
+        blocks.offload.finish_moves_out(blocks.offload.take_moves_out())  # what a next step would have moved
         assert blocks.host is None or blocks.host.num_used == 0
 
 
@@ -314,7 +315,7 @@ def empty(blocks: BlockManager) -> None:
     """All that is cached makes way for somebody who wants nothing."""
     table = blocks.allocate(blocks.num_available)
     assert table is not None
-    blocks.release(table)
+    blocks.free(table)
 
 
 def tokens_held(sched: Scheduler) -> int:

@@ -71,7 +71,7 @@ class ShadowStore:
         self._last: list[int] = []  # the rows that the step before sampled
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
-        self.host: list[bytes | None] = [None] * (host.num_blocks * host.block_size if host else 0)
+        self.host: list[bytes | None] = [None] * (host.num_blocks * scheduler.blocks.block_size if host else 0)
         self.strangers = 0  # times that a file of this key was of others
         self.disk: dict[Key, tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}  # whose tokens, and the slots
 
@@ -101,28 +101,28 @@ class ShadowStore:
 
     def spill(self, most: int) -> int:
         """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
-        plan = Plan((), moves_out=self._blocks.spill(lambda entry: entry.key not in self.disk, most))
+        plan = Plan((), moves_out=self._blocks.offload.spill(lambda entry: entry.key not in self.disk, most))
         self._copy(plan)
         for move in plan.moves_out:
             if move.entry and move.entry.key not in self.disk:  # two of one plan may have one key
                 self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
-        self._blocks.finish_moves_out(plan.moves_out)
+        self._blocks.offload.finish_moves_out(plan.moves_out)
         return len(plan.moves_out)
 
     def fetch(self, request: GenerateRequest) -> int:
         """As the engine does before a request comes to the scheduler: what the disk has of its prefix, and nobody else,
         goes to the host. How many blocks."""
-        blocks, host = self._blocks, self._blocks.host
-        assert host
+        blocks = self._blocks
+        assert blocks.host
         tokens, chain, found = request.prompt_token_ids, Chain(request.origin), 0
         for index in range((len(tokens) - 1) // blocks.block_size):
-            entry = blocks.entry(chain, tokens, index)
-            if blocks.find(entry) is None:
+            entry = blocks.cache.entry(chain, tokens, index)
+            if blocks.cache.find(entry) is None:
                 prefix, content = self.disk.get(entry.key, (None, []))
                 if prefix != entry.prefix:
                     self.strangers += prefix is not None
                     break
-                block = host.keep(entry)
+                block = blocks.offload.add_host_block(entry)
                 if block is None:
                     break
                 self.host[self._span(block)] = content

@@ -1,0 +1,81 @@
+"""Computes how many blocks a request needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.prefix_cache import NO_HIT, CacheHit
+from paged_backend.scheduling.sequence import Group
+
+
+class Demand(NamedTuple):
+    """What a waiting request finds in the prefix cache, and the blocks that it needs."""
+
+    hit: CacheHit
+    num_blocks: int  # that must be available: new ones, and cached ones of the hit; not the source of a partial hit
+
+
+class BlockDemand:
+    """Computes how many blocks groups need for the tokens that they have. Changes nothing."""
+
+    def __init__(self, blocks: BlockManager, costs: Costs):
+        self._blocks = blocks
+        self._costs = costs
+
+    def reserved(self, group: Group) -> int:
+        """Return how many more blocks a running group needs for the tokens that it has."""
+        return max(0, self._total(group) - self._held(group))
+
+    def demand(self, group: Group) -> Demand:
+        """Return the demand of a waiting group for all of its tokens."""
+        if group.is_swapped:
+            return Demand(NO_HIT, self._to_swap_in(group))
+        hit = self._blocks.match(group.leader.chain, group.leader.tokens[: group.max_cacheable_tokens])
+        on_device = hit.device_blocks
+        cached = sum(map(self._blocks.pool.is_cached, on_device))
+        return Demand(hit, self._total(group) - len(on_device) + cached)
+
+    def fit(self, demand: Demand, reserved: int) -> CacheHit | None:
+        """Return the hit to use if the demand fits beside the blocks that are reserved for others, else None.
+
+        A partial hit is left out where the copy of its block would cost more than computing its tokens, or where its
+        source, which is not available to others until it is copied, leaves no room for the rest.
+        """
+        available = self._blocks.num_available - reserved
+        hit, needed = demand
+        if needed > available:
+            return None
+        if hit.partial is not None:
+            source, on_host = hit.partial
+            cost = self._costs.move if on_host else self._costs.copy
+            locked = not on_host and self._blocks.pool.is_cached(source)
+            if needed + locked > available or cost > hit.partial_tokens * self._costs.token:
+                return CacheHit(hit.blocks)
+        return hit
+
+    def _total(self, group: Group) -> int:
+        """Return the blocks of all the group's tokens: the prompt's full ones once, the rest for each sample."""
+        return sum(self._blocks.blocks_for(len(one.tokens)) for one in group.sequences) - self._shared(group)
+
+    def _held(self, group: Group) -> int:
+        return sum(len(one.blocks) for one in group.sequences) - (self._shared(group) if group.forked else 0)
+
+    def _shared(self, group: Group) -> int:
+        """Return how often the prompt's full blocks are counted too much in a sum over all samples."""
+        return (len(group.sequences) - 1) * (group.leader.num_prompt // self._blocks.block_size)
+
+    def _to_swap_in(self, group: Group) -> int:
+        """Return the blocks that a swapped-out group needs: those on the host, more for its further tokens, and a copy
+        for each sequence that would write into a block that another one shares."""
+        size = self._blocks.block_size
+        held = {block for sequence in group.sequences for block in sequence.host_blocks}
+        more = sum(self._blocks.blocks_for(len(one.tokens)) - len(one.host_blocks) for one in group.active)
+        next_index = [one.computed // size for one in group.active]
+        written = [
+            one.host_blocks[index]
+            for one, index in zip(group.active, next_index, strict=True)
+            if index < len(one.host_blocks)
+        ]
+        return len(held) + more + len(written) - len(set(written))

@@ -1,0 +1,91 @@
+"""Plans the next chunks of running requests: decode, prefill and draft tokens."""
+
+from __future__ import annotations
+
+from paged_backend.scheduling.block_tables import BlockTables
+from paged_backend.scheduling.pins import Pins
+from paged_backend.scheduling.plan_builder import PlanBuilder
+from paged_backend.scheduling.preemption import Preemption
+from paged_backend.scheduling.registry import RequestRegistry
+from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.speculation import Proposer
+from paged_backend.scheduling.stats import SchedulerCounters
+
+
+class ChunkPlanner:
+    """Adds chunks of running sequences to a plan, and finds the blocks for them."""
+
+    def __init__(
+        self,
+        requests: RequestRegistry,
+        tables: BlockTables,
+        pins: Pins,
+        preemption: Preemption,
+        counters: SchedulerCounters,
+    ):
+        self._requests = requests
+        self._tables = tables
+        self._pins = pins
+        self._preemption = preemption
+        self._counters = counters
+
+    def split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
+        """Return the sequences that decode and those that prefill, each in order of rank.
+
+        Decode is planned first, so that a long prompt delays running streams by little.
+        """
+        decoding: list[tuple[Group, Sequence]] = []
+        prefilling: list[tuple[Group, Sequence]] = []
+        for group in self._requests.running.values():  # in order of rank; `check` asserts it
+            for sequence in group.active:
+                if not (in_flight and sequence.has_all_tokens):
+                    is_decode = len(sequence.tokens) - sequence.computed == 1
+                    (decoding if is_decode else prefilling).append((group, sequence))
+        return decoding, prefilling
+
+    def extend_all(self, ordered: list[tuple[Group, Sequence]], builder: PlanBuilder) -> None:
+        """Plan the next chunk of each sequence that still runs."""
+        for group, sequence in ordered:
+            if group.key in self._requests.running:  # an earlier one may have preempted it
+                self.extend(group, sequence, builder)
+
+    def extend(self, group: Group, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Plan the sequence's next chunk. If the pool is exhausted, unpin idle sessions and then preempt the running
+        requests of the lowest rank, this one included."""
+        end = len(sequence.tokens) if group.forked else group.prefill_len
+        length = min(end - sequence.computed, builder.budget)
+        if group.scores_prompt:
+            length = builder.limit_scored(group, sequence.computed, length)
+        if length == 0:
+            return
+        while (allocated := self._tables.allocate(sequence, sequence.computed + length, builder)) is None:
+            if self._pins.drop_oldest():
+                continue
+            if builder.in_flight:
+                builder.blocked = True
+                return
+            preempted = self._requests.lowest_ranked
+            self._preemption.preempt(preempted, builder)
+            if preempted is group:
+                return
+        builder.add_chunk(group, sequence, length, allocated)
+
+    def add_draft_tokens(self, builder: PlanBuilder, propose: Proposer, limit: int) -> None:
+        """Add draft tokens to decode chunks, as far as the step's budget and the pool allow. limit: per sequence."""
+        for chunk in builder.chunks:
+            sequence = chunk.sequence
+            group = self._requests.running[sequence.key]
+            if chunk.draws != (sequence,) or chunk.length > 1 or not sequence.generated:
+                continue
+            if group.needs_previous_result:
+                continue
+            left = sequence.request.sampling.max_tokens - sequence.generated - 1
+            most = min(limit, builder.budget, left)
+            tokens = propose(sequence, most) if most > 0 else []
+            if not tokens:
+                continue
+            num_blocks = self._tables.allocate_for_drafts(sequence, chunk.start + 1 + len(tokens))
+            if num_blocks is not None:
+                chunk.add_draft_tokens(tokens, num_blocks)
+                builder.budget -= len(tokens)
+                self._counters.draft_tokens += len(tokens)

@@ -1,0 +1,181 @@
+"""Moves between the device's pool and the host's pool: offloading evicted blocks, swapping preempted requests, and
+copying cached blocks for the disk tier. Both pools work without tensors; `Move`s say what has to be copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.content import Entry
+
+
+class Move(NamedTuple):
+    """Copy a whole block, in every layer, to a block of the other pool.
+
+    `entry` is the content that the target is indexed by: at once on the way out, on the way in once it has arrived.
+    """
+
+    source: int
+    target: int
+    entry: Entry | None
+
+
+class HostOffload:
+    """The moves of a device's pool. Without a host pool there are none.
+
+    The blocks of a move are locked until `finish_moves_out` or `finish_moves_in`.
+    """
+
+    def __init__(self, pool: BlockPool, host: BlockPool | None):
+        self.num_moves_out = 0
+        self.num_moves_in = 0
+        self._pool = pool
+        self._host = host
+        self._moves_out: list[Move] = []  # to be done before anything else of the next step
+        self._unspilled: dict[int, None] = {}  # cached blocks, the oldest first, that `spill` has not looked at yet
+
+    @property
+    def has_unspilled(self) -> bool:
+        """Whether `spill` has a block to look at."""
+        return bool(self._unspilled)
+
+    def block_cached(self, block: int) -> None:
+        """Note a new cached block of the device."""
+        if self._host:
+            self._unspilled[block] = None
+
+    def block_removed(self, block: int) -> None:
+        """Note that a block of the device is not cached any more."""
+        self._unspilled.pop(block, None)
+
+    def evict(self, block: int) -> None:
+        """Offload a cached block that is about to be evicted, if the host has room."""
+        if self._host and self._host.caching and (target := self._move_out(block)) is not None:
+            self._host.free(target)
+        self.block_removed(block)
+
+    def take_moves_out(self) -> tuple[Move, ...]:
+        """Return the moves that must be done before anything else of the next step, and forget them."""
+        moves, self._moves_out = tuple(self._moves_out), []
+        return moves
+
+    def finish_moves_out(self, moves: Iterable[Move], *, done: bool = True) -> None:
+        """Unlock the host's blocks. Where a move was not done, the content is removed from the host's index."""
+        for move in moves:
+            assert self._host
+            if not done and self._host.index.contains(move.target):
+                self._host.index.remove(move.target)
+            self._host.unlock(move.target)
+
+    def finish_moves_in(self, moves: Iterable[Move], *, done: bool = True) -> None:
+        """Unlock both blocks. Where a move was done, index its content, even if its request has ended."""
+        for move in moves:
+            assert self._host
+            if done and move.entry and self._pool.caching:
+                self._pool.index.add(move.target, move.entry)
+            self._pool.unlock(move.target)
+            self._host.unlock(move.source)
+
+    def spill(self, wanted: Callable[[Entry], bool], limit: int) -> tuple[Move, ...]:
+        """Copy up to `limit` cached blocks of wanted content to the host, for the disk tier. The oldest go first, and
+        each block is looked at once."""
+        left = limit
+        while self._host and self._unspilled and left:
+            block = next(iter(self._unspilled))
+            entry = self._pool.index.entry(block)
+            assert entry
+            if self._host.index.find(entry) is None and wanted(entry):
+                target = self._move_out(block)
+                if target is None:
+                    break
+                self._host.free(target)
+                left -= 1
+            del self._unspilled[block]
+        return self.take_moves_out()
+
+    def add_host_block(self, entry: Entry) -> int | None:
+        """Allocate a cached block of the host for this content, which the caller fills at once. None if the host has
+        the content or no room."""
+        assert self._host
+        if self._host.index.find(entry) is not None or not self._host.num_available:
+            return None
+        block = self._host.allocate_counted(1)[0]
+        self._host.index.add(block, entry)
+        self._host.free(block)
+        return block
+
+    def swap_out(self, tables: Sequence[list[int]]) -> list[list[int]] | None:
+        """Move block tables to the host and free them. Return the tables of the host's blocks, in the same order; None,
+        with nothing changed, if the host has no room for all."""
+        if self._host is None or len({block for table in tables for block in table}) > self._host.num_available:
+            return None
+        targets: dict[int, int] = {}
+        for block in (block for table in tables for block in table):
+            if block in targets:
+                self._host.touch(targets[block])
+            else:
+                target = self._move_out(block)
+                assert target is not None, "blocks that were counted available are not"
+                targets[block] = target
+        swapped = [[targets[block] for block in table] for table in tables]
+        for table in tables:
+            self._pool.free_table(table)
+        return swapped
+
+    def swap_in(self, tables: Sequence[list[int]]) -> tuple[list[list[int]], list[Move]]:
+        """Move block tables back from the host and free them there. Return the device's tables and the moves.
+
+        Content that is still cached on the device is not moved. The device must have room for the rest.
+        """
+        assert self._host
+        blocks = list(dict.fromkeys(block for table in tables for block in table))
+        targets: dict[int, int] = {}
+        for block in blocks:  # first, so that none of them is evicted for another
+            entry = self._host.index.entry(block)
+            cached = self._pool.index.find(entry) if entry else None
+            if cached is not None:
+                self._pool.touch(cached)
+                targets[block] = cached
+        moves = []
+        for block in blocks:
+            if block not in targets:
+                self._host.lock(block)
+                moves.append(self.move_in(block))
+                targets[block] = moves[-1].target
+        references = Counter(block for table in tables for block in table)
+        for block, count in references.items():
+            for _ in range(count - 1):
+                self._pool.touch(targets[block])
+        swapped = [[targets[block] for block in table] for table in tables]
+        for table in tables:
+            self._host.free_table(table)
+        return swapped, moves
+
+    def move_in(self, block: int) -> Move:
+        """Move a block of the host, which is locked, to a new block of the device."""
+        assert self._host
+        self.num_moves_in += 1
+        target = self._pool.allocate_counted(1)[0]
+        self._pool.lock(target)
+        return Move(block, target, self._host.index.entry(block))
+
+    def _move_out(self, block: int) -> int | None:
+        """Return a block of the host with this block's content and one reference: the one that is cached there, or the
+        target of a new move. None if there is no room."""
+        assert self._host
+        entry = self._pool.index.entry(block)
+        cached = self._host.index.find(entry) if entry else None
+        if cached is not None:
+            self._host.touch(cached)
+            return cached
+        blocks = self._host.allocate(1)
+        if blocks is None:
+            return None
+        if entry and self._host.caching:
+            self._host.index.add(blocks[0], entry)
+        self._host.lock(blocks[0])
+        self._moves_out.append(Move(block, blocks[0], entry))
+        self.num_moves_out += 1
+        return blocks[0]

@@ -1,0 +1,106 @@
+"""Commits the results of a step: appends tokens, caches full blocks, and ends sequences."""
+
+from __future__ import annotations
+
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
+from paged_backend.scheduling.beam_commit import BeamCommitter
+from paged_backend.scheduling.block_tables import BlockTables
+from paged_backend.scheduling.plan import NO_BLOCKS, Chunk, Plan
+from paged_backend.scheduling.registry import RequestRegistry
+from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.stats import SchedulerCounters
+from paged_backend.scheduling.step_result import StepResult
+
+
+class StepCommitter:
+    """Turns the results of a step into tokens of requests."""
+
+    def __init__(
+        self, requests: RequestRegistry, tables: BlockTables, beams: BeamCommitter, counters: SchedulerCounters
+    ):
+        self._requests = requests
+        self._tables = tables
+        self._beams = beams
+        self._counters = counters
+
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
+        """Commit every chunk. Requests and samples that have ended since the step was planned are left out."""
+        deltas: list[TokenDelta] = []
+        draw = 0
+        for index, chunk in enumerate(plan.chunks):
+            group = self._requests.running.get(chunk.sequence.request.key)
+            if group:
+                if chunk.allocated is not NO_BLOCKS and not chunk.sequence.ended:
+                    self._tables.count(group, chunk.allocated)
+                for sequence in (chunk.sequence, *chunk.forks):  # the one that computed for others may have ended
+                    if not sequence.ended:
+                        self._tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
+            if plan.has_prompt_outputs and group and not chunk.sequence.ended:
+                deltas += self._commit_prompt(group, chunk, result, index)
+            for sequence in chunk.draws:
+                if group is not None and not sequence.ended:
+                    if draw in result.errors:
+                        deltas.append(self._requests.fail_group(group, result.errors[draw]))
+                    elif group.beams:
+                        deltas += self._beams.commit(group, sequence, result.candidates[draw])
+                    else:
+                        logprobs = result.logprobs.get(draw)
+                        tokens, num_drafts = result.tokens[draw], len(chunk.draft_tokens)
+                        deltas.append(self._append(group, sequence, tokens, num_drafts, logprobs))
+                draw += 1
+        assert draw == len(result.tokens), f"{len(result.tokens)} results for {draw} draws"
+        return deltas
+
+    def _append(
+        self, group: Group, sequence: Sequence, tokens: list[int], num_drafts: int, logprobs: list[Logprobs] | None
+    ) -> TokenDelta:
+        """Append the tokens of a draw, up to the one that ends the output. num_drafts: draft tokens of the chunk."""
+        request, first = sequence.request, sequence.committed
+        num_tokens, finish = _end_of_output(request, tokens, first - sequence.num_prompt)
+        sequence.tokens[first] = tokens[0]
+        if num_drafts:
+            self._counters.accepted_tokens += len(tokens) - 1
+            group.draft_tokens += num_drafts
+            group.accepted_tokens += len(tokens) - 1
+            tokens = tokens[:num_tokens]
+            self._tables.accept(group, sequence, tokens)
+            group.account.served_tokens += num_tokens - 1  # the first was counted when the step was planned
+        if finish:
+            self._requests.finish_sequence(group, sequence)
+        told = tuple(logprobs[:num_tokens]) if logprobs else ()
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage, told)
+
+    def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
+        """Commit what a chunk gives of the prompt itself: log probabilities, a hidden state, the end of a request that
+        wants no output."""
+        if index in result.prompt_errors:
+            return [self._requests.fail_group(group, result.prompt_errors[index])]
+        deltas: list[TokenDelta] = []
+        if chunk.scored:
+            group.prompt_logprobs += result.prompt_logprobs[index]
+            if not group.unscored(0, chunk.sequence.num_prompt):
+                deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
+        if chunk.ends_request:
+            deltas += self._finish_without_output(group, result.hidden_states.get(index))
+        return deltas
+
+    def _finish_without_output(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
+        """End a request after its prompt."""
+        finish = FinishReason.LENGTH if hidden is None else FinishReason.STOP
+        self._requests.finish_all(group)
+        return [
+            TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
+            for index in range(group.request.sampling.num_samples)
+        ]
+
+
+def _end_of_output(request: GenerateRequest, tokens: list[int], generated: int) -> tuple[int, FinishReason | None]:
+    """Return how many of these tokens belong to an output of `generated` tokens so far, and why it ends, if it does."""
+    sampling = request.sampling
+    for count, token in enumerate(tokens, 1):
+        length = generated + count
+        if token in request.stop_ids and (request.guides or length >= sampling.min_tokens):
+            return count, FinishReason.STOP
+        if length >= sampling.max_tokens:
+            return count, FinishReason.LENGTH
+    return len(tokens), None
