@@ -25,37 +25,41 @@ import json, sys
 from pathlib import Path
 from torch._dynamo.utils import counters
 from tests.support.in_process import running, tiny_assembly
-from tests.models.test_compilation import PROMPTS
 
-def compiled():
+def num_compiled():
     return counters["stats"]["unique_graphs"]
 
-def from_disk():
+def num_from_disk():
     return counters["aot_autograd"]["autograd_cache_hit"] or counters["inductor"]["fxgraph_cache_hit"]
 
 assembly = tiny_assembly(Path(sys.argv[1]), compile_level=1)
-loaded = compiled()
+loaded, prompts = num_compiled(), json.loads(sys.argv[2])
 with running(assembly) as engine:
-    alone = [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS]
-    together = engine.generate(PROMPTS, max_tokens=12)
-print(json.dumps(dict(loaded=loaded, served=compiled(), from_disk=from_disk(), alone=alone, together=together)))
+    single = [engine.generate([prompt], max_tokens=12)[0] for prompt in prompts]
+    batched = engine.generate(prompts, max_tokens=12)
+report = dict(loaded=loaded, served=num_compiled(), from_disk=num_from_disk(), single=single, batched=batched)
+print(json.dumps(report))
 """
 
 
 @pytest.fixture(scope="module")
 def processes(tiny, tmp_path_factory):
     """Return the reports of the two processes. Their cache is in the user's cache directory."""
-    kept = {name: value for name, value in os.environ.items() if name != compilation.CACHE_VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name != compilation.CACHE_VARIABLE}
     cache = tmp_path_factory.mktemp("cache")
-    environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "OMP_NUM_THREADS": "1"}
-    found = []
+    environment = inherited | {
+        "XDG_CACHE_HOME": str(cache),
+        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
+        "OMP_NUM_THREADS": "1",
+    }
+    reports = []
     for _ in range(2):
-        command = [sys.executable, "-c", PROCESS, str(tiny[0])]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        command = [sys.executable, "-c", PROCESS, str(tiny[0]), json.dumps(PROMPTS)]
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert process.returncode == 0, process.stderr
+        reports.append(json.loads(process.stdout.splitlines()[-1]))
     assert list((cache / "paged_llm/inductor").iterdir())
-    return found
+    return reports
 
 
 def test_second_process_reuses_compilation_cache(processes):
@@ -66,14 +70,14 @@ def test_second_process_reuses_compilation_cache(processes):
 
 def test_layers_share_compiled_code_and_serving_compiles_nothing(processes):
     """Both functions are compiled for one token and for more. Three layers and many batch sizes add nothing."""
-    for found in processes:
-        assert found["served"] == found["loaded"] == 4
+    for report in processes:
+        assert report["served"] == report["loaded"] == 4
 
 
 def test_compiled_tokens_match_generate(processes, tiny):
     expected = [generate_with_transformers(tiny[1], prompt, 12) for prompt in PROMPTS]
-    for found in processes:
-        assert found["alone"] == found["together"] == expected
+    for report in processes:
+        assert report["single"] == report["batched"] == expected
 
 
 def test_failed_compilation_falls_back_to_eager(tiny, monkeypatch, tmp_path, caplog):
@@ -94,7 +98,7 @@ def test_failed_compilation_falls_back_to_eager(tiny, monkeypatch, tmp_path, cap
 
 def test_wrong_compiled_code_is_not_used(tiny, monkeypatch, tmp_path, caplog):
     def wrong(function, **options):
-        return lambda *arguments: tuple(2 * one for one in function(*arguments))
+        return lambda *arguments: tuple(2 * output for output in function(*arguments))
 
     monkeypatch.setattr(compilation.torch, "compile", wrong)
     monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path))

@@ -66,24 +66,21 @@ def test_other_families_are_not_fused(family):
 
 def storage(model):
     """Return the bytes of all parameter storages, each counted once."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
 
 
 def test_fusing_keeps_memory_and_parameter_values():
     model = create_model(hf.LlamaConfig(**COMMON, **BIASES))
-    held, before = storage(model), {name: value.clone() for name, value in model.state_dict().items()}
+    nbytes, before = storage(model), {name: value.clone() for name, value in model.state_dict().items()}
     prove(model)
     assert is_fused(model)
-    assert storage(model) == held
+    assert storage(model) == nbytes
     for layer in model.model.layers:
-        own = {one.untyped_storage().data_ptr() for one in layer.parameters()}
-        fused = [
-            one
-            for one in (*layer.forward.pre_arguments, *layer.forward.post_arguments)
-            if isinstance(one, torch.Tensor)
-        ]
-        assert {one.untyped_storage().data_ptr() for one in fused} == own
+        own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+        arguments = (*layer.forward.pre_arguments, *layer.forward.post_arguments)
+        fused = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        assert {weight.untyped_storage().data_ptr() for weight in fused} == own
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -91,8 +88,8 @@ def test_fusing_keeps_memory_and_parameter_values():
 
 def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch, caplog):
     model = save_tiny(FAMILIES["llama"](), tmp_path)
-    right = fusion.swiglu
-    monkeypatch.setattr(fusion, "swiglu", lambda gate_up: right(gate_up) * 1.5)
+    swiglu = fusion.swiglu
+    monkeypatch.setattr(fusion, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
     assembly = tiny_assembly(tmp_path)
     assert not is_fused(assembly.loaded.model)
     assert "LlamaForCausalLM, fused: logits at position" in caplog.text
@@ -104,7 +101,7 @@ class Quantized(nn.Linear):
     """Stands for any subclass of Linear that computes something else."""
 
 
-def hook(model):
+def add_hook(model):
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, arguments: None)
 
 
@@ -117,11 +114,11 @@ def other_forward(model):
     layer.input_layernorm.forward = layer.input_layernorm.forward
 
 
-def other_type(model):
+def other_dtype(model):
     model.model.layers[0].mlp.up_proj.to(torch.float64)
 
 
-def one_bias(model):
+def only_one_bias(model):
     linear = model.model.layers[0].mlp.gate_proj
     linear.bias = nn.Parameter(torch.zeros(linear.out_features))
 
@@ -134,37 +131,37 @@ def other_activation(model):
     model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
-def other_last_norm(model):
+def other_final_norm(model):
     model.model.norm = nn.LayerNorm(64)
 
 
-def other_order(model):
+def other_layer_idx(model):
     model.model.layers[0].self_attn.layer_idx = 1
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (hook, "layer 1: mlp is a modified LlamaMLP, or has hooks"),
+        (add_hook, "layer 1: mlp is a modified LlamaMLP, or has hooks"),
         (other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
         (other_forward, "layer 0: input_layernorm is a modified LlamaRMSNorm, or has hooks"),
-        (other_type, "layer 0: mlp.up_proj.weight is not a plain parameter in torch.float32 on cpu"),
-        (one_bias, "layer 0: only some of the projections to be joined have a bias"),
+        (other_dtype, "layer 0: mlp.up_proj.weight is not a plain parameter in torch.float32 on cpu"),
+        (only_one_bias, "layer 0: only some of the projections to be joined have a bias"),
         (other_module, "layer 0: its modules are .*adapter"),
         (other_activation, "layer 0: mlp.act_fn is a modified GELU"),
-        (other_last_norm, "its final norm differs"),
-        (other_order, "layer 0: its layer_idx is 1"),
+        (other_final_norm, "its final norm differs"),
+        (other_layer_idx, "layer 0: its layer_idx is 1"),
     ],
 )
 def test_modified_model_is_not_fused(change, reason):
     model = create_model(FAMILIES["llama"]())
     change(model)
-    pointers = [one.data_ptr() for one in model.parameters()]
-    answer = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
-    assert isinstance(answer, str)
-    assert re.match(reason, answer), answer
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
+    assert isinstance(obstacle, str)
+    assert re.match(reason, obstacle), obstacle
     assert not is_fused(model)
-    assert [one.data_ptr() for one in model.parameters()] == pointers
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
 
 
 def test_fused_layer_rejects_unsupported_arguments():

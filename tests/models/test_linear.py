@@ -24,27 +24,27 @@ compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled ke
 @pytest.mark.parametrize("name", linear.COPIES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_copy_matches_linear(name, dtype, biased):
-    made = linear.COPIES[name]
-    if not made.supports(dtype):
-        pytest.skip(f"{name} does not multiply {dtype} here")
+    copy_type = linear.COPIES[name]
+    if not copy_type.supports(dtype):
+        pytest.skip(f"{name} does not support {dtype} on this machine")
     torch.manual_seed(0)
     weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
     with torch.inference_mode():
-        for copied in (True, False):
-            one = MixedWeight(weight, made(weight), (copied,) * len(ROWS))
+        for use_copy in (True, False):
+            mixed = MixedWeight(weight, copy_type(weight), (use_copy,) * len(ROWS))
             for shape in ((1, 48), (1, 3, 48), (300, 48)):
                 x = torch.randn(shape).to(dtype)
-                found = project(x, one, bias)
-                assert found.dtype == dtype
-                torch.testing.assert_close(found, F.linear(x, weight, bias))
+                y = project(x, mixed, bias)
+                assert y.dtype == dtype
+                torch.testing.assert_close(y, F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(
     ("rows", "index"), [(1, 0), (2, 1), (7, 1), (8, 2), (31, 2), (32, 3), (127, 3), (128, 4), (5000, 4)]
 )
 def test_number_of_rows_uses_nearest_measurement(rows, index):
-    copied = tuple(one == index for one in range(len(ROWS)))
-    assert MixedWeight(torch.ones(2, 2), lambda *arguments: "copy", copied)(torch.ones(1, rows, 2), None) == "copy"
+    use_copy = tuple(i == index for i in range(len(ROWS)))
+    assert MixedWeight(torch.ones(2, 2), lambda *arguments: "copy", use_copy)(torch.ones(1, rows, 2), None) == "copy"
 
 
 def test_clearly_faster_copy_is_chosen():
@@ -55,15 +55,17 @@ def test_clearly_faster_copy_is_chosen():
 
 
 def test_supported_methods_are_measured_once():
-    found = linear.measure((64, 64), torch.float32, 1)
-    assert [set(one) for one in found] == [{"plain", "onednn"} | ({"groups"} if native.levels() else set())] * len(ROWS)
-    assert all(seconds > 0 for one in found for seconds in one.values())
-    assert linear.measure((64, 64), torch.float32, 1) is found
+    times = linear.measure((64, 64), torch.float32, 1)
+    assert [set(methods) for methods in times] == [
+        {"plain", "onednn"} | ({"groups"} if native.levels() else set())
+    ] * len(ROWS)
+    assert all(seconds > 0 for methods in times for seconds in methods.values())
+    assert linear.measure((64, 64), torch.float32, 1) is times
     assert "onednn" not in linear.measure((64, 64), torch.float16, 1)[0]
 
 
 @pytest.fixture
-def faster(monkeypatch):
+def fast_copies(monkeypatch):
     """Simulate a machine on which packed copies are faster for up to 15 rows, even in tiny models."""
     times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
@@ -71,24 +73,24 @@ def faster(monkeypatch):
 
 
 @pytest.fixture
-def lines(caplog):
+def log_lines(caplog):
     caplog.set_level(logging.INFO, "paged_llm")
     return caplog
 
 
 @pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_packed_weights_match_generate(family, form, tmp_path, faster, lines):
+def test_packed_weights_match_generate(family, form, tmp_path, fast_copies, log_lines):
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     served = assembly.loaded.model
-    assert f"runs {form}, with packed weights" in lines.text
+    assert f"runs {form}, with packed weights" in log_lines.text
     layer = vars(served.model.layers[0]).get("forward")
-    inner = (
+    weights = (
         (layer.pre_arguments + layer.post_arguments)
         if layer
         else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
     )
-    assert sum(isinstance(one, MixedWeight) for one in inner) == (4 if layer else 1)
+    assert sum(isinstance(weight, MixedWeight) for weight in weights) == (4 if layer else 1)
     assert isinstance(served.lm_head.forward.keywords["weight"], MixedWeight)
     expected = [generate_with_transformers(model, prompt, 12) for prompt in PROMPTS]
     with running(assembly) as engine:
@@ -105,8 +107,9 @@ def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
     config.tie_word_embeddings = tied
     model = save_tiny(config, tmp_path)
     assembly = tiny_assembly(tmp_path)
-    left = {name for name, one in assembly.loaded.model.named_parameters() if one.dim() == 2 and one.numel()}
-    assert left == {"model.embed_tokens.weight"}
+    parameters = assembly.loaded.model.named_parameters()
+    remaining = {name for name, parameter in parameters if parameter.dim() == 2 and parameter.numel()}
+    assert remaining == {"model.embed_tokens.weight"}
     with running(assembly) as engine:
         assert engine.generate(PROMPTS, max_tokens=12) == [
             generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
@@ -115,12 +118,12 @@ def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
 
 @compiled
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, lines):
+def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
-    assert "with packed weights" in lines.text
+    assert "with packed weights" in log_lines.text
     with running(assembly) as engine:
         assert engine.generate(PROMPTS, max_tokens=12) == [
             generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
@@ -128,7 +131,7 @@ def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, mo
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeypatch, lines):
+def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeypatch, log_lines):
     """The router of LongCat is a linear layer that is never called; the model reads its weight."""
     if quantized and not native.levels():
         pytest.skip("needs the compiled kernels")
@@ -142,34 +145,34 @@ def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeyp
     )  # fmt: skip
     model = save_tiny(config, tmp_path)
     assembly = tiny_assembly(tmp_path, **{"quantization": "int8"} if quantized else {})
-    assert "LongcatFlashForCausalLM keeps the weights beside their copies" in lines.text
+    assert "LongcatFlashForCausalLM keeps the weights beside their copies" in log_lines.text
     with running(assembly) as engine:
         tokens = engine.generate(PROMPTS, max_tokens=8)
     assert quantized or tokens == [generate_with_transformers(model, prompt, 8) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, faster, monkeypatch, lines):
-    right = linear.OneDnnCopy.__call__
-    monkeypatch.setattr(linear.OneDnnCopy, "__call__", lambda *arguments: right(*arguments) * 1.5)
+def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, fast_copies, monkeypatch, log_lines):
+    correct = linear.OneDnnCopy.__call__
+    monkeypatch.setattr(linear.OneDnnCopy, "__call__", lambda *arguments: correct(*arguments) * 1.5)
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
-    assert "with packed weights: logits at position" in lines.text
+    assert "with packed weights: logits at position" in log_lines.text
     with running(assembly) as engine:
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(model, PROMPTS[0], 12)]
 
 
-def test_copies_stay_within_memory_budget(tiny, faster, monkeypatch, lines):
+def test_copies_stay_within_memory_budget(tiny, fast_copies, monkeypatch, log_lines):
     head = 320 * 64 * 4
     monkeypatch.setattr(linear, "available_memory", lambda: 2 * head - 4)
     model = tiny_assembly(tiny[0]).loaded.model
-    assert "a weight of shape [320, 64] is not packed: its faster copy" in lines.text
+    assert "a weight of shape [320, 64] is not packed: its faster copy" in log_lines.text
     assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], MixedWeight)
     layer = model.model.layers[0].forward
-    assert any(isinstance(one, MixedWeight) for one in layer.pre_arguments)
+    assert any(isinstance(argument, MixedWeight) for argument in layer.pre_arguments)
     forwards = [layer.forward for layer in model.model.layers]
-    arguments = [one for forward in forwards for one in (*forward.pre_arguments, *forward.post_arguments)]
-    copies = [one.copy.packed for one in arguments if isinstance(one, MixedWeight)]
+    arguments = [argument for forward in forwards for argument in (*forward.pre_arguments, *forward.post_arguments)]
+    copies = [argument.copy.packed for argument in arguments if isinstance(argument, MixedWeight)]
     assert 0 < sum(copy.numel() * 4 for copy in copies) < head
 
 
@@ -179,8 +182,8 @@ def test_int8_rounding_error_is_at_most_half_a_step(dtype):
     torch.manual_seed(0)
     weight = torch.randn(70, 48).to(dtype) * torch.logspace(-3, 3, 70)[:, None].to(dtype)
     weight[7] = 0
-    one = WeightQuantizer()(weight.repeat(40, 40))
-    rounded = project(torch.eye(48 * 40), one, None).T[:70, :48]
+    quantized = WeightQuantizer()(weight.repeat(40, 40))
+    rounded = project(torch.eye(48 * 40), quantized, None).T[:70, :48]
     half_a_step = weight.float().abs().amax(1, keepdim=True) / 127 / 2
     assert ((rounded - weight.float()).abs() <= half_a_step * 1.001).all()
     assert not torch.equal(rounded, weight.float())
@@ -188,21 +191,21 @@ def test_int8_rounding_error_is_at_most_half_a_step(dtype):
 
 @compiled
 @pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, lines):
+def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path, quantization="int8")
-    assert f"runs {form}, with int8 weights" in lines.text
+    assert f"runs {form}, with int8 weights" in log_lines.text
     served = assembly.loaded.model
-    sizes = {name: one.numel() for name, one in served.named_parameters() if "_proj.weight" in name}
+    sizes = {name: weight.numel() for name, weight in served.named_parameters() if "_proj.weight" in name}
     assert len(sizes) == 7 * len(served.model.layers)
     assert not any(sizes.values())
     assert torch.equal(served.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert isinstance(served.lm_head.forward.keywords["weight"], linear.GroupedCopy)
     with running(assembly) as engine:
-        together = engine.generate(PROMPTS, max_tokens=8)
-        assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == together
-    for prompt, tokens in zip(PROMPTS, together, strict=True):
+        batched = engine.generate(PROMPTS, max_tokens=8)
+        assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == batched
+    for prompt, tokens in zip(PROMPTS, batched, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         assert (logits > logits.gather(1, torch.tensor(tokens)[:, None])).sum(1).max() < 32  # of 320
@@ -211,7 +214,7 @@ def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, l
 @compiled
 def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    right = native.pack_linear
-    monkeypatch.setattr(native, "pack_linear", lambda weight, scales: right(weight, 3 * scales))
+    pack_linear = native.pack_linear
+    monkeypatch.setattr(native, "pack_linear", lambda weight, scales: pack_linear(weight, 3 * scales))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0], quantization="int8")

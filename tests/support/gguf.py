@@ -15,7 +15,7 @@ CONFIG = LlamaConfig(
 
 
 def write_gguf(file, model):
-    """The weights of a tiny Llama in 8 bits, under llama.cpp's names."""
+    """Write the weights of a tiny Llama in 8 bits, with llama.cpp's tensor names."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(64)

@@ -1,4 +1,4 @@
-"""Numbers that are none end the request that they are of, and nothing else."""
+"""Non-finite logits and hidden states fail their own request and nothing else."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from tests.support.in_process import running, tiny_assembly
 
-POISON = 311  # a token whose embedding is not a number, once the model has passed its proof
+POISON = 311  # a token whose embedding becomes non-finite after the verification at load
 PROMPTS = [list(range(20, 37)), [5, 6, 7], list(range(40, 63))]
 
 
@@ -51,11 +51,11 @@ def test_non_finite_logits_fail_only_their_request(tiny, planning, expected, sam
         good.append(engine.submit(PROMPTS[2], max_tokens=20))
         *outputs, output = engine.wait(*good, broken)
         check_broken(output)
-        assert [one.tokens for one in outputs] == expected
+        assert [output.tokens for output in outputs] == expected
 
 
 def test_failure_during_decode_keeps_earlier_tokens(tiny, planning):
-    """The prompt is sound; a token that it draws is not."""
+    """The prompt is finite, but a generated token is POISON."""
     with running(poisoned(tiny[0])) as engine:
         key = engine.submit(PROMPTS[1], max_tokens=20, logit_bias={str(POISON): 100}, min_tokens=20)
         (output,) = engine.wait(key)
@@ -71,13 +71,13 @@ def test_non_finite_embedding_is_an_error(tiny):
         assert second.finish is FinishReason.STOP
 
 
-@pytest.mark.parametrize("guesser", ["lookup", "itself"])
-def test_rejected_non_finite_draft_is_harmless(tiny, guesser):
-    """After a text that repeats itself, whose next token was the poison before: checked, and not what comes."""
+@pytest.mark.parametrize("drafter", ["lookup", "itself"])
+def test_rejected_non_finite_draft_is_harmless(tiny, drafter):
+    """POISON comes up among the draft tokens of a repetitive prompt, and is rejected."""
     prompt = [11, 12, 13, 14, 15, 16] * 3
     with running(tiny_assembly(tiny[0])) as engine:
         (expected,) = engine.generate([prompt], max_tokens=20)
-    model = str(tiny[0]) if guesser == "itself" else None
+    model = str(tiny[0]) if drafter == "itself" else None
     with running(poisoned(tiny[0], num_speculative_tokens=3, speculative_model=model, prompt_lookup_min=1)) as engine:
         assert engine.generate([prompt], max_tokens=20) == [expected]
         check_broken(*engine.wait(engine.submit([POISON, *prompt], max_tokens=20)))
@@ -85,16 +85,16 @@ def test_rejected_non_finite_draft_is_harmless(tiny, guesser):
 
 @pytest.mark.parametrize("host", [{}, {"swap_space": 0.001}], ids=str)
 def test_non_finite_blocks_are_not_cached(tiny, host):
-    """A fault that passes: the same prompt, later, is computed anew."""
+    """After a transient failure, the same prompt is computed again."""
     prompt = [*range(20, 37), POISON, *range(60, 80)]
     with running(tiny_assembly(tiny[0])) as engine:
-        (right,) = engine.generate([prompt], max_tokens=8)
+        (expected,) = engine.generate([prompt], max_tokens=8)
     assembly = tiny_assembly(tiny[0], **host)
     weight = assembly.loaded.model.get_input_embeddings().weight.data
-    sound = weight[POISON].clone()
+    original = weight[POISON].clone()
     with running(assembly) as engine:
         weight[POISON] = torch.nan
         check_broken(*engine.wait(engine.submit(prompt, max_tokens=8)))
-        weight[POISON] = sound
-        assert engine.generate([prompt], max_tokens=8) == [right]
+        weight[POISON] = original
+        assert engine.generate([prompt], max_tokens=8) == [expected]
         assert engine.history[-1].stats.cached_tokens == 0
