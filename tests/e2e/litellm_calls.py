@@ -1,4 +1,4 @@
-"""Runs in the clients' environment: litellm's own calls, as its users write them; prints what each gave, as JSON.
+"""Runs in the clients' environment: calls litellm as its users do, and prints the results as JSON.
 
 python litellm_calls.py GENERATE_URL GATEWAY_URL PROMPT
 """
@@ -8,11 +8,11 @@ import json
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices first
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it first fetches prices from the network
 
 import litellm
 
-litellm.suppress_debug_info = True  # which it prints where an error is raised
+litellm.suppress_debug_info = True  # printed when an error is raised
 generate, gateway, prompt = sys.argv[1:]
 ASKED = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "timeout": 120}
 TRITON = ASKED | {"model": "triton/paged_llm", "api_base": generate, "top_k": 1}
@@ -38,7 +38,7 @@ def error(**arguments):
 
 
 async def alike():
-    """The same without blocking, both at once."""
+    """Make both calls concurrently with asyncio."""
     whole, stream = await asyncio.gather(litellm.acompletion(**TRITON), litellm.acompletion(**TRITON, stream=True))
     return [text(whole), "".join([chunk.choices[0].delta.content or "" async for chunk in stream])]
 

@@ -1,4 +1,4 @@
-"""The engine as a backend of Triton's, under its own name and under that of the vLLM backend."""
+"""The engine installed as a Triton backend, under its own name and under that of the vLLM backend."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def add_model(repository, name, tiny, *, backend, kind="KIND_MODEL", config="", 
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    """A model of each name that the backend was installed under, and that of the project's own repository."""
+    """A server with a model of each backend name, and the model of the project's own repository."""
     repository, backends = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("backends")
     for name in ("paged", "vllm"):
         assert main(["install-backend", str(backends), "--name", name]) == 0
@@ -86,7 +86,7 @@ def test_the_completed_config_matches_the_repository_config(server, name):
     assert {one["name"] for one in completed["output"]} == set(OUTPUTS)
 
 
-# What Triton's vLLM backend tells of a request, and TensorRT-LLM's of the pool.
+# The metrics of Triton's vLLM backend for requests, and of TensorRT-LLM for the pool.
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 HISTOGRAMS = (
     *("vllm:time_to_first_token_seconds", "vllm:time_per_output_token_seconds", "vllm:e2e_request_latency_seconds"),
@@ -99,7 +99,7 @@ TRT_HISTOGRAMS = {
 
 
 def samples(server, model):
-    """What /metrics has of a model: by name, and by the label that is neither the model's nor the version's."""
+    """Return a model's values in /metrics, by name and by the label that is neither the model nor the version."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as reply:
         text = reply.read().decode()
     found = {}
@@ -113,7 +113,7 @@ def samples(server, model):
 def test_vllm_backend_metrics_count_each_request(server):
     before = samples(server, "of_vllm")
     sampling = {"max_tokens": 6, "ignore_eos": True}
-    for body in ({"n": 2}, {}, {}):  # prompts of 4 bytes
+    for body in ({"n": 2}, {}, {}):  # prompts of 4 bytes each
         assert post(server, {"text_input": "Once", **sampling, **body}, model="of_vllm")[0] == 200
     after = samples(server, "of_vllm")
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
@@ -152,7 +152,7 @@ def test_metrics_can_be_disabled(server, model):
 
 
 def test_models_load_and_unload_on_a_server_without_metrics(tiny, tmp_path, server):
-    """Loaded and unloaded on demand; one that cannot be is refused with the reason, and harms no other."""
+    """Models are loaded and unloaded on demand. One that cannot be loaded reports why and does not affect others."""
     good = {"text_input": "Once", "max_tokens": 2}
     add_model(tmp_path, "good", tiny[0], backend="vllm")
     add_model(tmp_path, "attribute", tiny[0], backend="vllm", options={"invalid_attribute": True})

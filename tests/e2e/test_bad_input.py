@@ -1,4 +1,4 @@
-"""Whatever is sent is answered, with an error that says what is wrong, and nobody else notices."""
+"""Bad input: every request is answered with an error that names the problem, and other clients are not affected."""
 
 import http.client
 import json
@@ -22,11 +22,11 @@ from tests.support.gateway import error_of, gateway
 from tests.support.stress import table
 from tests.support.triton import MODEL, idle, post, raw_stream
 
-ANSWER = 5  # seconds that an answer may take
-WORKERS = 4  # of each protocol
+ANSWER = 5  # seconds until a response must arrive
+WORKERS = 4  # per protocol
 CLASSES = r"INVALID_ARGUMENT|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED"
 OURS = re.compile(rf"(Error generating stream: )?({CLASSES}): |Error generating stream: When streaming|LoRA feature")
-# What tritonserver refuses by itself, before a model hears of it.
+# Errors of tritonserver itself, before the model gets the request.
 CORE = re.compile(
     r"(\[request id: .*\] )?(Unable to parse|failed to parse the request JSON|expected"
     "|unexpected (inference|shape|number of)|generate expects model to produce exactly 1 response"
@@ -37,7 +37,7 @@ CORE = re.compile(
 
 
 def classify(text):
-    """Of an error, whose it is; None where it has no class."""
+    """Return the class of an error, or which server component it is from; None for an unknown error."""
     bare = text.removeprefix("data: ").removeprefix('{"error":"')
     return "ours" if OURS.match(bare) else "core" if CORE.match(bare) else None
 
@@ -49,7 +49,7 @@ class OverHttp:
     make = staticmethod(body)
 
     def ask(self, asked: Body):
-        """The error that it was answered with, or None."""
+        """Return the error of the response, or None."""
         self._connection.request("POST", f"/v2/models/{MODEL}/{asked.endpoint}", asked.data)
         reply = self._connection.getresponse()
         text = reply.read().decode(errors="replace")
@@ -60,8 +60,11 @@ class OverHttp:
 
 
 class OverGrpc:
-    """A stream for each request, which is never cancelled: with many on one a tritonserver of 2.51 ends now and then
-    while it writes an error, and with one that it has refused and that is cancelled it does not stop."""
+    """Uses a stream per request and never cancels one.
+
+    tritonserver 2.51 sometimes crashes while it writes an error to a stream of many requests, and does not stop after a
+    request that it rejected is cancelled.
+    """
 
     def __init__(self, server):
         self._channel = grpc.insecure_channel(server.grpc_url)
@@ -81,7 +84,7 @@ class OverGrpc:
 
 
 class StressTest:
-    """Bad requests from several clients, until so many were refused."""
+    """Sends bad requests from several clients until enough have been rejected."""
 
     def __init__(self, server, count, seed, until=None):
         self.server, self.count, self.seed = server, count, seed
@@ -106,7 +109,7 @@ class StressTest:
     def _ask(self, client, asked):
         try:
             error = client.ask(asked)
-        except Exception as caught:  # no answer in time, or no connection any more
+        except Exception as caught:  # no response in time, or the connection was lost
             return None, f"{type(caught).__name__}: {caught}"
         return ("good", "") if error is None else (classify(error), error)
 
@@ -121,7 +124,7 @@ class StressTest:
 
 @contextmanager
 def undisturbed(server):
-    """A client beside it, whose answers stay the same."""
+    """Run a client whose output must not change."""
     over, asked = threading.Event(), GOOD | {"max_tokens": 6, "ignore_eos": True}
     expected, answers = post(server, asked), []
 
@@ -163,7 +166,7 @@ def test_bad_requests_are_rejected_with_the_reason(tiny_server):
 
 @pytest.mark.nightly
 def test_a_million_bad_requests(tiny_server, figures, until):
-    """Or as many as there is time for."""
+    """Sends as many as there is time for."""
     seed = time.time()
     figures(f"seed {seed}: {dict(storm(tiny_server, 1_000_000, seed=seed, until=until))}")
 
@@ -185,7 +188,7 @@ def test_any_json_gets_a_response(tiny_server, changes, inside):
     assert status == 200 or classify(text), text
 
 
-HUGE = [  # over gRPC: bodies of megabytes end a tritonserver of 2.51 before a model hears of them
+HUGE = [  # over gRPC only: over HTTP, bodies of megabytes crash tritonserver 2.51 before the model gets them
     ({"text_input": "a" * (70 << 20)}, "text_input: 73400320 characters; must be at most"),
     ({"sampling_parameters": "[" * (9 << 20)}, "(max_json_chars)"),
     ({"sampling_parameters": "[" * (8 << 20)}, "sampling_parameters: not valid JSON"),
@@ -201,7 +204,8 @@ def to_gateway(**fields):
 
 
 DEEP = 200_000
-# To the gateway, over HTTP, with its error's beginning. Larger bodies it does not read (tests/client/test_openai.py).
+# For the gateway, over HTTP, with the beginning of its error. It does not read larger bodies
+# (tests/client/test_openai.py).
 BEFORE_THE_SERVER = [
     (to_gateway(prompt="a" * ((10 << 20) - 100)), "prompt: text_input: 10485660 characters; must be at most"),
     (b'{"model": "paged_llm", "prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}", "the body is not valid JSON: recursion"),

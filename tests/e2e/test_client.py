@@ -1,4 +1,4 @@
-"""The client library and the command line against the real engine, over both protocols."""
+"""The client library and the command line with the real engine, over both protocols."""
 
 import asyncio
 import subprocess

@@ -1,5 +1,7 @@
-"""Clients that nobody here wrote, before a real server: litellm, llama-index, aiperf and genai-perf, from an
-environment of their own that is made once under the cache."""
+"""Third-party clients with a real server: litellm, llama-index, aiperf and genai-perf.
+
+They run in an environment of their own, which is created once in the cache directory.
+"""
 
 import json
 import os
@@ -23,13 +25,13 @@ ATTEMPTS = 3
 
 @pytest.fixture(scope="module")
 def clients():
-    """A folder of programs."""
+    """The directory of the environment's programs."""
     if sys.version_info < (3, 11):
         pytest.skip("the clients' packages are pinned for CPython 3.11 and later, which aiperf needs")
     environment = LockedEnvironment("clients", HERE / "clients.txt")
     try:
         environment.ensure()
-    except EnvironmentSetupError as error:  # a machine without a network
+    except EnvironmentSetupError as error:  # no network
         pytest.skip(f"the clients cannot be installed: {error}")
     return environment.python.parent
 
@@ -41,7 +43,7 @@ def front(server):
 
 
 def run(*command, **variables):
-    # With HF_HUB_OFFLINE aiperf takes no folder for its tokenizer.
+    # With HF_HUB_OFFLINE aiperf does not accept a directory as its tokenizer.
     mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
     done = subprocess.run(
         list(map(str, command)), env=mine | variables, capture_output=True, text=True, timeout=2 * WAIT, check=False
@@ -52,7 +54,7 @@ def run(*command, **variables):
 
 @pytest.fixture(scope="module")
 def told(clients, server, front):
-    """What litellm's calls gave."""
+    """The results of the litellm calls."""
     url = f"http://{server.http_url}/v2/models/{MODEL}/generate"
     return json.loads(run(clients / "python", HERE / "litellm_calls.py", url, f"{front.url}/v1", PROMPT))
 
@@ -66,7 +68,9 @@ def engine(server):
 class TestLiteLLM:
     def test_its_triton_provider(self, told, engine):
         text = engine.generate(PROMPT, temperature=0, max_tokens=12).text
-        assert told["triton"] == PROMPT + text  # as from Triton's vLLM backend: whole answers begin with the prompt
+        assert (
+            told["triton"] == PROMPT + text
+        )  # as with Triton's vLLM backend, non-streaming output begins with the prompt
         assert told["triton, streamed"] == text
         assert told["triton, async"] == [PROMPT + text, text]
         assert "min_p=2: must be at least 0 and at most 1" in told["triton, refused"]
@@ -83,7 +87,7 @@ class TestLiteLLM:
 
 
 def test_llama_index(clients, server, engine):
-    """It reads one token less than it asks for, or ends earlier where one response brings several."""
+    """It reads one token less than it requests, or stops earlier if a response has several tokens."""
     text = engine.generate(PROMPT, temperature=0, max_tokens=12).text
     answers = json.loads(run(clients / "python", HERE / "llama_index_calls.py", server.grpc_url, PROMPT, 12))
     for found in (answers["complete"], "".join(answers["stream"])):
@@ -93,7 +97,7 @@ def test_llama_index(clients, server, engine):
 
 
 def measured(report):
-    """Checks what every report of a run that went well says."""
+    """Check what every report of a successful run contains."""
     average = {name: entry["avg"] for name, entry in report.items() if isinstance(entry, dict) and "avg" in entry}
     assert average["request_count"] == REQUESTS
     assert average["input_sequence_length"] == pytest.approx(INPUT, abs=2)
@@ -103,7 +107,7 @@ def measured(report):
 
 
 def check_streams(average, *, least=OUTPUT - 2):
-    # Counted by tokenizing the text again, which may join or part tokens.
+    # It counts tokens by tokenizing the text again, which may merge or split tokens.
     assert least <= average["output_sequence_length"] <= OUTPUT + 2
     assert 0 < average["time_to_first_token"] < average["request_latency"]
     assert 0 < average["inter_token_latency"] < average["request_latency"]
@@ -133,7 +137,7 @@ class TestAIPerf:
 
 class TestGenAIPerf:
     def profile(self, clients, demo_model, directory, *flags):
-        """perf_analyzer, which it drives, now and then leaves a file that is cut off, without an error."""
+        """perf_analyzer, which it runs, sometimes leaves a truncated file without an error."""
         found = server_files.perf_analyzer()
         if found is None:
             pytest.skip("perf_analyzer cannot run here: it needs glibc 2.34")
@@ -159,7 +163,7 @@ class TestGenAIPerf:
             return json.loads(report.read_text())
 
     def test_benchmark_through_the_server(self, clients, server, demo_model, tmp_path):
-        """Extra inputs would be tensors of these names, so some answers may end before they are long enough."""
+        """Extra inputs would become tensors, so min_tokens cannot be set and some outputs may be too short."""
         flags = ("--backend", "vllm", "--endpoint-type", "kserve", "--url", server.grpc_url)
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)), least=1)
         idle(server)
@@ -171,7 +175,7 @@ class TestGenAIPerf:
 
 
 def cut_off(place):
-    """Whether perf_analyzer's file is there and no JSON."""
+    """Return whether perf_analyzer's file exists but is not valid JSON."""
     for file in place.glob("*/profile_export.json"):
         try:
             json.loads(file.read_text())

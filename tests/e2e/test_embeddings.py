@@ -1,4 +1,4 @@
-"""Embeddings through a real Triton server: as clients of its vLLM backend ask for them, and through the client."""
+"""Embeddings through a real Triton server: requests of vLLM backend clients, and the client library."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ IDS = byte_tokenizer().encode(PROMPT)
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """What transformers has for a prompt of ids."""
+    """Return transformers' embedding of token ids."""
 
     def embed(ids):
         with torch.inference_mode():
@@ -31,7 +31,7 @@ def expected(tiny):
 
 
 def ask(server, embedding_request, **inputs):
-    """The only response, final, of such a request."""
+    """Return the response of an embedding request, which is the only one and final."""
     with raw_stream(server) as connection:
         connection.send(embedding_request=embedding_request, **inputs)
         (response,) = connection.all()
@@ -68,7 +68,7 @@ def test_embeddings_through_the_client(tiny_server, expected, protocol):
             client.embed(PROMPT, max_tokens=3)
 
 
-@pytest.mark.parametrize("encoding", ["float", None])  # without one, OpenAI's package asks for base64 and decodes it
+@pytest.mark.parametrize("encoding", ["float", None])  # by default, OpenAI's package requests base64 and decodes it
 def test_embeddings_through_the_gateway(tiny_server, expected, encoding):
     with gateway(tiny_server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="key") as client:
         options = {"encoding_format": encoding} if encoding else {}
@@ -86,7 +86,7 @@ def test_embeddings_through_the_gateway(tiny_server, expected, encoding):
 
 
 def test_embeddings_concurrent_with_generation(tiny_server, expected):
-    """More than fit into the pool at once."""
+    """More requests than fit into the pool at once."""
 
     async def scenario():
         async with AsyncClient(tiny_server.grpc_url) as client:
@@ -135,7 +135,7 @@ def test_embeddings_in_a_session_are_rejected(tiny_server):
 
 
 def test_an_embedding_timeout_is_an_error(server):
-    """The engine is busy with a prompt of 8,000 tokens."""
+    """The engine is busy prefilling 8,000 tokens."""
     with raw_stream(server) as connection, raw_stream(server) as late:
         connection.send(text_input="x " * 8000, sampling_parameters={"max_tokens": 1})
         inputs = tensors({"embedding_request": {"input": "y " * 8000}})

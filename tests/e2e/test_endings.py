@@ -18,7 +18,7 @@ from tests.support.triton import MODEL, idle, plain_server, post, raw_stream, te
 from tests.support.trtllm_streams import ASKED, opened
 
 LIMITS = {"dtype": "float32", "request_timeout": 4, "stop_timeout": 3}
-STUCK = {"stuck_step": 40}  # its requests would be open for ever
+STUCK = {"stuck_step": 40}  # its requests would never end
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
@@ -30,7 +30,7 @@ def faulty(directory, asked):
 
 @pytest.fixture
 def stuck(tmp_path):
-    """A model repository whose engine never ends its 40th step."""
+    """A model repository whose engine never finishes its 40th step."""
     return faulty(tmp_path / "repository", STUCK)
 
 
@@ -42,14 +42,14 @@ def begun(stream):
 
 
 def ends_at_its_time(stream):
-    """With what it has, and once."""
+    """It ends once, with the output so far."""
     *_, last = stream.all()
     assert last.final and not last.error
     assert last.outputs["finish_reason"] == [b"timeout"]
 
 
 def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
-    """SIGTERM ends it in order: with 0, and with none of its shared memory left."""
+    """Check that SIGTERM ends the server with exit code 0, without shared memory left over."""
     with TritonServer(tiny[0], LIMITS, repository=stuck) as server, raw_stream(server) as stream:
         begun(stream)
         server.terminate()
@@ -93,7 +93,7 @@ def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
 
 
 def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_path):
-    """By an hour ahead or back with each request, where every limit is shorter."""
+    """The clock jumps an hour ahead or back with each request, and every limit is shorter."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}
     options |= {"request_timeout": 600, "session_ttl": 600, "stall_timeout": 600}
     told = {"return_finish_reason": True, "return_receipt": True, "exclude_input_in_output": True}
@@ -118,8 +118,8 @@ def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_p
         expected = answer(stream)
         hours = set()
         for turn in range(4):
-            ask(stream, turn)  # of a session, while the clock is ahead; it ends while the clock is behind
-            for _ in range(3):  # the first of them comes while it is behind, and waits until it is ahead
+            ask(stream, turn)  # begins a session while the clock is ahead; it ends while the clock is behind
+            for _ in range(3):  # the first arrives while the clock is behind, and waits until it is ahead
                 ask(stream, None)
             assert [answer(stream) for _ in range(4)][1:] == [expected] * 3
             ask(stream, None)

@@ -1,4 +1,4 @@
-"""What clients do wrong, and when they leave: a clear error or a quiet end, and nothing lost for anybody else."""
+"""Client errors, disconnects and cancellation: clear errors, freed blocks, and no effect on other clients."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def test_cancel_while_decoding(server):
 
 
 def test_cancel_while_prefilling_and_while_queued(server):
-    """The second prompt does not fit beside the first, so it waits; it is called off first."""
+    """The second prompt does not fit beside the first, so it waits; it is cancelled first."""
     before = cancelled(server)
     with raw_stream(server) as first, raw_stream(server) as second:
         send(first, LONG)
@@ -48,7 +48,7 @@ def test_cancel_while_prefilling_and_while_queued(server):
         until(lambda: metrics(server)["paged_requests{waiting}"] == 0, "an empty queue")
         assert cancelled(server) == before + 1
         assert metrics(server)["paged_requests{running}"] == 1
-        assert first.responses.empty()  # still before its first token
+        assert first.responses.empty()  # still prefilling
         first.cancel()
     until(lambda: cancelled(server) == before + 2, "both cancellations")
     idle(server)
@@ -68,7 +68,7 @@ def test_an_http_disconnect_while_streaming_is_detected(server):
 
 
 def test_an_http_disconnect_before_the_first_token_is_detected(tiny_server):
-    """It waits for the pool, which another has; the server has had an empty response to write."""
+    """It waits for blocks that another request holds; the server has written an empty response."""
     before = cancelled(tiny_server)
     body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
     head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -100,12 +100,12 @@ def test_a_cancelled_stream_does_not_affect_others(server):
 
 
 def test_health_probes_bypass_the_client_limit(tiny):
-    """It goes as far ahead as they may, and takes none of their places."""
+    """A probe uses the highest priority that clients may have, and does not count against a tenant's limit."""
     options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
     with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
         send(stream, "x", 200)
         assert stream.next().text is not None
-        assert post(server, {"text_input": "x"})[0] == 400  # this tenant has no other place
+        assert post(server, {"text_input": "x"})[0] == 400  # this tenant has reached its limit
         assert main(["probe", "--url", server.grpc_url]) == 0
 
 
@@ -119,7 +119,7 @@ def test_a_timeout_ends_a_request_with_its_partial_output(server):
 
 
 def test_stop_request_over_http(server):
-    """Its client waits for the whole of it, and no connection is closed that would tell."""
+    """The client waits for the whole output, so no closed connection reveals that it has cancelled."""
     before = cancelled(server)
     long = {"text_input": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "id": "mine"}
     with ThreadPoolExecutor(1) as pool:
@@ -177,7 +177,7 @@ BAD = [
 
 
 def told(reason):
-    """How the error's text begins."""
+    """Return the beginning of the error text."""
     return f"Error generating stream: INVALID_ARGUMENT: {reason}"
 
 
@@ -189,7 +189,7 @@ def test_bad_input_over_http(server, inputs, reason):
 
 
 def test_bad_input_over_grpc(server):
-    """One stream carries all of it, and lives on."""
+    """All requests use one stream, which stays usable."""
     with raw_stream(server) as stream:
         for inputs, reason in BAD:
             stream.send(**inputs)
@@ -200,8 +200,9 @@ def test_bad_input_over_grpc(server):
 
 
 def test_grpc_status_codes_match_error_classes(tiny):
-    """About one such answer in 150 kills tritonserver 2.51, whatever the model (triton-inference-server/server#7368,
-    mended in later ones): a server that died of signal 11 is no finding of this test, and another is asked."""
+    """About one such response in 150 crashes tritonserver 2.51 with any model (triton-inference-server/server#7368,
+    fixed in later versions), so the test retries with another server after signal 11.
+    """
     for _ in range(5):
         with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server, strict=True) as stream:
             stream.send(text_input="x", sampling_parameters={"max_tokens": 0})
@@ -228,7 +229,7 @@ def test_unknown_generate_parameters_are_rejected_by_name(server):
 
 
 def test_a_request_larger_than_the_pool_is_rejected_at_once(tiny_server):
-    """24 blocks of 4 tokens, and a model that would take 256."""
+    """The pool has 24 blocks of 4 tokens; the model could use 256 tokens."""
     status, text = post(tiny_server, {"text_input": "x" * 60, "max_tokens": 38})
     assert status == 400
     assert "max_tokens=38: prompt and output need 25 blocks of the KV cache, which has 24" in json.loads(text)["error"]
@@ -243,7 +244,7 @@ def test_messages_without_a_chat_template_are_rejected(tiny_server):
 
 
 def test_no_token_is_lost_when_the_pool_is_exhausted(tiny_server):
-    """12 requests of up to 24 blocks in a pool of 24: they wait, are pushed out, and come back."""
+    """12 requests of up to 24 blocks in a pool of 24: they wait, are preempted, and resume."""
     bodies = [
         {
             "text_input": chr(65 + i) * 20,

@@ -1,4 +1,4 @@
-"""A real model streams through a real Triton server: the right tokens, in whole characters, with one FINAL."""
+"""Generation through a real Triton server: correct tokens, whole characters, one final response, metrics."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def tokenizer(demo_model):
 
 @pytest.fixture(scope="module")
 def alone(demo_model, tokenizer):
-    """prompt ids -> the ids that transformers' `generate` adds to them, greedily, in fp32."""
+    """Return a function from prompt ids to the ids that transformers generates greedily in fp32."""
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
 
     def generate(ids, max_tokens):
@@ -34,7 +34,7 @@ def alone(demo_model, tokenizer):
 
 
 def test_32_concurrent_streams_match_32_sequential_calls(server, tokenizer, alone):
-    """Different prompts, different lengths, all at once; afterwards every block is free."""
+    """Prompts and outputs differ in length; afterwards every block is free."""
     words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
     rnd = random.Random(4)
     prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 120))) for _ in range(32)]
@@ -60,7 +60,7 @@ def test_the_final_flag_is_sent_once_with_the_last_data(server):
         answers = [stream.next()]
         while sum(answer.final for answer in answers) < 2:
             answers.append(stream.next())
-        stream.client.stop_stream()  # returns once the server has closed the stream: nothing comes after
+        stream.client.stop_stream()  # returns once the server has closed the stream, so no response follows
         assert stream.responses.empty()
     finals = [answer for answer in answers if answer.final]
     assert [answer.outputs["finish_reason"] for answer in finals] == [[b"length"], [b"length"]]
@@ -106,7 +106,7 @@ def test_a_stop_string_across_token_boundaries(server, include):
     prompt = "The capital of France is"
     whole = json.loads(post(server, {"text_input": prompt, "temperature": 0, "max_tokens": 16})[1])["text_output"]
     whole = whole.removeprefix(prompt)
-    stop = whole[2:9]  # begins and ends inside words, so inside tokens
+    stop = whole[2:9]  # begins and ends inside tokens
     sampling = GREEDY | {"max_tokens": 16, "stop": [stop], "include_stop_str_in_output": include}
     with raw_stream(server) as stream:
         stream.send(text_input=prompt, stream=True, sampling_parameters=sampling, **COUNTED)
@@ -118,7 +118,7 @@ def test_a_stop_string_across_token_boundaries(server, include):
 
 
 def test_streamed_text_is_never_cut_inside_a_character(server):
-    """Sampled hot and penalised, so that bytes of rare characters come out in tokens of their own."""
+    """A high temperature and penalties produce rare characters whose bytes are separate tokens."""
     sampling = {"temperature": 1.5, "seed": 3, "max_tokens": 48, "ignore_eos": True, "repetition_penalty": 1.2}
     prompt = "翻译成日语和阿拉伯语，并加上表情符号：你好，世界 🌍🚀🧬"
     with raw_stream(server) as stream:
@@ -180,7 +180,7 @@ def test_parallel_samples_match_their_seeds(server, streaming):
 
 
 def test_a_stopped_sample_does_not_stop_the_others(server):
-    """Three greedy samples differ in nothing; one of other seeds is stopped by a word that only it says."""
+    """Greedy samples are identical; of sampled ones, one is stopped by a word that only it generates."""
     sampling = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 7, "n": 3}
     with raw_stream(server) as stream:
         stream.send(text_input="Once upon a time", exclude_input_in_output=True, sampling_parameters=sampling)
@@ -200,7 +200,7 @@ def test_a_stopped_sample_does_not_stop_the_others(server):
 
 
 def test_a_repeated_prompt_hits_the_prefix_cache_and_generates_the_same(server, tokenizer, alone):
-    """100 tokens and more, cold and then from the cache; with a salt of its own it is cold again."""
+    """A prompt of over 100 tokens misses, then hits the cache, and misses again with another salt."""
     prompt = "The old lighthouse keeper climbed the stairs and counted them. " * 8
     hits = []
     with raw_stream(server) as stream:

@@ -1,4 +1,4 @@
-"""Sampling parameters that are lists come as tensors of their own, over both protocols."""
+"""List sampling parameters as tensors, over both protocols."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_bad_words_and_allowed_tokens(server):
     assert "Paris" in generated(server)
     assert "Paris" not in generated(server, bad_words=["Paris"])
     assert "Paris" not in generated(server, parameters={"bad_words": " Paris"})
-    assert generated(server, allowed_token_ids=[28]) == "," * 16  # of the demo model
+    assert generated(server, allowed_token_ids=[28]) == "," * 16  # the demo model's
     status, body = post(server, {"text_input": PROMPT, **GREEDY, "sampling_parameters": '{"logit_bias": {"28": 100}}'})
     assert (status, json.loads(body)["text_output"]) == (200, "," * 16)
 

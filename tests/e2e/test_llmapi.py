@@ -1,4 +1,4 @@
-"""TensorRT-LLM's newer model through a real Triton server: under the name that its clients call, with their calls."""
+"""TensorRT-LLM's LLM API model through a real Triton server, with the calls of its clients."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ TYPES = {
 
 @pytest.fixture(scope="module")
 def served(tiny, tmp_path_factory) -> Iterator:
-    """A repository with the model under its own name, and once more as one that streams."""
+    """A repository with the model under the name that clients expect, and a streaming copy."""
     repository = tmp_path_factory.mktemp("repository")
     for name, source in (("paged_llm", "paged_llm"), (MODEL, "llmapi"), (STREAMING, "llmapi")):
         shutil.copytree(REPOSITORY / source, repository / name)
@@ -40,7 +40,7 @@ def served(tiny, tmp_path_factory) -> Iterator:
 
 
 def inputs(**values):
-    """One-dimensional, as its own client makes them."""
+    """Return one-dimensional inputs, like TensorRT-LLM's client."""
     made = []
     for name, value in values.items():
         kind, dtype = TYPES[LLMAPI_INPUTS[name].data_type]
@@ -57,13 +57,13 @@ def client(served):
 
 
 def ask(client, request_id="", **values):
-    """A plain call with every output that it gives, by name."""
+    """Make a non-streaming call and return all outputs by name."""
     result = client.infer(MODEL, inputs(**{"text_input": ["The sea"]} | values), request_id=request_id)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 
 def begin(client, request_id="", model=MODEL, **values):
-    """As its own client calls, with a parameter that nobody reads."""
+    """Stream like TensorRT-LLM's client, including a parameter that no model reads."""
     answers = queue.Queue()
     client.async_infer(
         model, inputs(**values), lambda result, error: answers.put(error or result), request_id=request_id,
@@ -73,7 +73,7 @@ def begin(client, request_id="", model=MODEL, **values):
 
 
 def engine(served, **values):
-    """What the engine's own model says."""
+    """Return the output of the engine's own model."""
     body = {"text_input": "The sea", "exclude_input_in_output": True, "temperature": 0, "max_tokens": 8} | values
     return json.loads(post(served, body)[1])["text_output"]
 
@@ -146,7 +146,7 @@ def test_stream_responses_have_the_whole_text_so_far(served):
 
 
 def test_stop_ends_a_request_with_partial_output(server):
-    """Of the model as it stands in the repository, with an engine that takes its time."""
+    """Uses the repository's model and a slow engine."""
     before = metrics(server)["paged_generation_tokens_total"]
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         long = {"text_input": ["The sea"], "sampling_param_max_tokens": [2000], "return_finish_reason": [True]}
@@ -178,7 +178,7 @@ def test_a_cancelled_infer_call_ends(server):
 
 
 def test_inputs_of_the_upstream_tests(served, client):
-    """A stop before there is such a request, and after it has ended, harms nobody."""
+    """A stop before the request exists, or after it has ended, has no effect."""
     short = {"text_input": ["The sea"], "sampling_param_max_tokens": [8]}
     stop = {"text_input": [""], "stop": [True]}
     assert begin(client, "1", **stop).get(timeout=WAIT).status() == "StatusCode.CANCELLED"

@@ -1,4 +1,4 @@
-"""The load generator and the server's benchmark, against real servers."""
+"""The load generator and the server benchmarks, with real servers."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_rejected_request_stops_the_load(server):
 
 
 def test_a_perf_analyzer_export_is_parsed():
-    """Two requests, of three and of two tokens in two responses and one."""
+    """An export of two requests: three tokens in two responses, and two tokens in one."""
     requests = [
         {
             "timestamp": 5_000_000_000 + begun,
@@ -69,7 +69,10 @@ def test_a_perf_analyzer_export_is_parsed():
 
 @pytest.fixture
 def fake_analyzer(tmp_path, monkeypatch):
-    """Makes shell commands perf_analyzer's. $export is the file that it is to write, $calls how often it has run."""
+    """Return a function that replaces perf_analyzer by shell commands.
+
+    $export is the file to write, $calls how often it has run.
+    """
 
     def make(body):
         script = tmp_path / "perf_analyzer"

@@ -1,4 +1,4 @@
-"""How the server starts and stops: plain tritonserver on the repository as it stands, and loads that must fail."""
+"""Starting and stopping the server: plain tritonserver with the repository as it is, and failing loads."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_plain_tritonserver_serves_the_repository(demo_model):
-    """No wrapper and no variable of ours: what the environment holds is what the wheel's server itself needs."""
+    """The environment has only what the server of the wheel needs: no wrapper, and no variables of this project."""
     with plain_server(ROOT / "model_repository", without=ROOT) as server:
         status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
         assert status == 200
@@ -47,7 +47,7 @@ def test_an_invalid_option_fails_the_load_by_name(tiny, options, reason):
 
 
 def test_a_broken_model_reports_why_and_others_serve(tiny, tmp_path):
-    """One server, two models, of which one has a file that was cut."""
+    """One of the server's two models has a truncated file."""
     broken = tmp_path / "broken"
     shutil.copytree(tiny[0], broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:1000])
@@ -100,7 +100,7 @@ def test_open_streams_finish_after_sigterm(tiny):
 
 
 def test_shutdown_waits_only_for_open_streams(tiny, monkeypatch):
-    """No second is given to a server that still answers, though it lets nobody in; nor to one that is done."""
+    """A stopping server that still sends responses is not ended early, and one that has finished is not waited for."""
     monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)
     with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
         stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 250, "ignore_eos": True})

@@ -1,4 +1,4 @@
-"""Log probabilities through a real Triton server, to tritonclient and to the client library."""
+"""Logprobs through a real Triton server, with tritonclient and the client library."""
 
 import json
 
@@ -22,7 +22,7 @@ def answer(server, *, stream, **sampling):
 
 
 def told(responses, sample=0):
-    """Of each token of a sample: its id, and its entries by id."""
+    """Return for each token of a sample its id, and its entries by id."""
     parts = [json.loads(one.outputs["logprobs"][sample]) for one in responses]
     counts = [one.outputs["num_output_tokens"][sample] for one in responses]
     assert [len(part) for part in parts] == counts
@@ -80,7 +80,7 @@ def test_without_logprobs_only_the_cumulative_sum_is_sent(tiny_server):
 def test_tokens_cut_by_a_stop_string_have_no_logprobs(tiny_server):
     (whole,) = answer(tiny_server, stream=False, logprobs=0)
     ids = [token for token, _ in told([whole])]
-    end = next(token for token in ids[1:] if token < 94)  # a byte that is a character by itself
+    end = next(token for token in ids[1:] if token < 94)  # a byte that is a whole character
     (stopped,) = answer(tiny_server, stream=False, logprobs=0, stop=byte_tokenizer().decode([end]))
     assert [token for token, _ in told([stopped])] == ids[: ids.index(end) + 1]
     assert len(ids) > ids.index(end) + 1

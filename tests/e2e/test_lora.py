@@ -1,4 +1,4 @@
-"""LoRA adapters on a real server: listed in a file, asked for by name, told apart by everything."""
+"""LoRA adapters on a real server: listed in a file, selected by name, separated in cache and sessions."""
 
 import json
 
@@ -28,7 +28,7 @@ def files(tiny, place):
 
 @pytest.fixture(scope="module")
 def texts(tiny, files):
-    """What each adapter, or none, answers; but for a character that the end cuts."""
+    """Return the text of each adapter and of the base model, without a character that the end truncates."""
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
     tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in files.items()}
@@ -101,7 +101,7 @@ def test_a_server_without_adapters_rejects_lora_name(tiny_server):
 
 
 def test_session_turns_can_use_different_adapters(client, texts):
-    """What was said stays; what other weights computed of it is not used."""
+    """The text of the session is kept; blocks computed with other weights are not used."""
     with client.conversation(cache_salt=f"{id(client)}", **GREEDY) as talk:
         first = talk.generate(PROMPT, lora_name="a")
         again = talk.generate(" and", lora_name="b")

@@ -1,4 +1,4 @@
-"""Maps of the pool of a real server: what it says while requests run, wait and have ended."""
+"""Pool maps of a real server while requests run, wait and after they have ended."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_blocks_are_owned_while_running_and_cached_afterwards(server, client):
         assert (pool.running, pool.waiting) == (1, 0)
         assert pool.owned == pool.used > 0
         assert 0 < pool.tokens <= pool.used * pool.block_size < pool.tokens + pool.block_size
-        assert finished(server) == before  # a map is no request
+        assert finished(server) == before  # a pool map is not counted as a request
         stream.cancel()
     idle(server)
     pool, now = client.pool_map(), metrics(server)
@@ -54,14 +54,14 @@ def test_samples_share_prompt_blocks(server, client):
         begin(stream, n=2)
         pool = client.pool_map()
         assert pool.states.count("2") == pool.shared > 0
-        assert pool.owned > 0  # what each has generated
+        assert pool.owned > 0  # generated tokens of each
         assert pool.tokens <= pool.used * pool.block_size  # a shared block counts once
         stream.cancel()
     idle(server)
 
 
 def test_a_pool_map_is_answered_while_the_pool_is_full(server, client):
-    """The second prompt does not fit beside the first, so it waits; who asks for a map does not."""
+    """The second prompt does not fit beside the first and waits; a pool map request does not wait."""
     with raw_stream(server) as first, raw_stream(server) as second:
         for stream in (first, second):
             stream.send(text_input="word " * 8000, stream=True, sampling_parameters={"max_tokens": 8})

@@ -1,4 +1,4 @@
-"""Every mechanism of the memory through a real server: shared, copied, found again, evicted, moved and preempted."""
+"""KV cache features through a real server: sharing, copy-on-write, cache hits, eviction, offloading, preemption."""
 
 import json
 import string
@@ -18,12 +18,12 @@ BLOCK, POOL = 4, 256  # tokens, blocks
 OPTIONS = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": POOL, "max_num_seqs": 16}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LETTERS = string.ascii_letters + string.digits
-PROMPT = "Call/me/Ishmael.Some/years/ago--never/min"  # 41 tokens: ten blocks, and one that is always computed
+PROMPT = "Call/me/Ishmael.Some/years/ago--never/min"  # 41 tokens: ten blocks, and a last token that is always computed
 
 
 @pytest.fixture(scope="module")
 def printable(tmp_path_factory):
-    """(directory, model): as `tiny`, but each of its 94 tokens is a printable character, and it takes 1,024 of them."""
+    """Return (directory, model) of a model like `tiny` with 94 printable tokens and a context of 1,024."""
     directory = tmp_path_factory.mktemp("printable")
     config = LlamaConfig(
         vocab_size=94,
@@ -44,7 +44,7 @@ def disk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiered(disk):
-    """Options of a server that keeps what it must let go of, on the host and on disk."""
+    """Options of a server that offloads evicted blocks to the host and to disk."""
     return OPTIONS | {"preemption_mode": "swap", "swap_space": 0.05, "disk_cache_dir": str(disk)}
 
 
@@ -56,7 +56,7 @@ def swapping(printable, tiered):
 
 @pytest.fixture(scope="module")
 def small(printable):
-    """Keys and values in one byte each, and nowhere to go for those that are preempted or evicted."""
+    """A server with an int8 KV cache, and neither swap space nor offloading."""
     options = OPTIONS | {"kv_cache_dtype": "int8", "preemption_mode": "recompute"}
     with TritonServer(printable[0], options) as running:
         yield running
@@ -74,7 +74,7 @@ def start(stream, text, *, streaming=False, **sampling):
 
 
 def finish(stream):
-    """(texts, finish reasons, receipt) of the one request that is open on this stream."""
+    """Return (texts, finish reasons, receipt) of the only open request of the stream."""
     parts = stream.all()
     assert not parts[-1].error, parts[-1].error
     texts = [b"".join(pieces).decode() for pieces in zip(*(part.outputs["text_output"] for part in parts), strict=True)]
@@ -89,7 +89,7 @@ def ask(server, text, **sampling):
 
 
 def long_text(seed, length):
-    """Of letters in an order that no other seed begins with."""
+    """Return text whose beginning is different for each seed."""
     return "".join(islice(cycle(LETTERS[seed:] + LETTERS[:seed]), length))
 
 
@@ -106,7 +106,7 @@ def preemptions(server, before):
 
 
 def beams(printable, text, width, max_tokens, stop=None):
-    """All outputs of transformers' own search, as text."""
+    """Return the text of all beams of transformers."""
     tokenizer, model = byte_tokenizer(), printable[1]
     model.generation_config.eos_token_id = None
     config = GenerationConfig(
@@ -115,13 +115,13 @@ def beams(printable, text, width, max_tokens, stop=None):
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
     stops = {"stop_strings": [stop], "tokenizer": tokenizer} if stop else {}
     found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **stops)
-    # It fills up with -1 what a stop string has ended.
+    # Outputs that a stop string has ended are padded with -1.
     return [tokenizer.decode([token for token in one[ids.shape[1] :] if token >= 0]) for one in found]
 
 
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (4, 4), (5, 3)])
 def test_beams_match_transformers(printable, swapping, width, n):
-    """Over gRPC in a stream and over HTTP at once, cold and then from the cache."""
+    """Concurrently over a gRPC stream and HTTP, first without and then with cache hits."""
     expected = beams(printable, PROMPT, width, 24)[:n]
     sampling = {"beam_width": width, "n": n, "max_tokens": 24}
     texts, reasons, receipt = ask(swapping, PROMPT, streaming=True, **sampling)
@@ -152,7 +152,7 @@ def test_a_streamed_beam_search_sends_its_common_prefix_early(printable, swappin
 
 
 def test_a_stop_string_ends_beams(printable, swapping):
-    """Each on its own where only some say it; the whole search where all have agreed on it."""
+    """A beam ends alone if others lack the string; the search ends if all beams have it in common."""
     free = beams(printable, PROMPT, 4, 24)
     for stop in (free[0][-6:], free[0][:2]):
         expected = beams(printable, PROMPT, 4, 24, stop)
@@ -228,13 +228,14 @@ def test_evicted_blocks_are_restored_from_the_host(swapping):
 
 
 def test_a_higher_priority_request_is_admitted_first(swapping):
-    """All three want most of the pool. The last one's number lets it pass the second, which waits, but not the first,
-    which runs."""
+    """Each of three requests needs most of the pool. The last is admitted before the second, which waits at a lower
+    priority, but does not preempt the first, which runs at a higher one.
+    """
     idle(swapping)
     with raw_streams(swapping, 2) as (first, others):
         start(first, long_text(20, 500), streaming=True, max_tokens=500, priority=1)
         assert not first.next().error
-        start(others, long_text(21, 900), max_tokens=4, priority=3)  # one stream keeps the order of these two
+        start(others, long_text(21, 900), max_tokens=4, priority=3)  # on one stream their order is kept
         start(others, long_text(22, 900), max_tokens=5, priority=2)
         assert finish(first)[2]["preemptions"] == 0
         receipts = [finish(others)[2] for _ in range(2)]
@@ -258,7 +259,7 @@ def test_a_higher_priority_request_preempts_a_running_one(swapping):
 
 @pytest.mark.parametrize(("fixture", "kind"), [("swapping", "swap"), ("small", "recompute")])
 def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
-    """Six requests, two of them of two samples, that each would end with 60 blocks or more, in a pool of 256."""
+    """Six requests, two of them with two samples, of 60 blocks or more each, in a pool of 256."""
     server = request.getfixturevalue(fixture)
     wanted = [(long_text(30 + index, 60), {"n": 2 if index < 2 else 1, "max_tokens": 180}) for index in range(6)]
     alone = [ask(server, text, **sampling)[0] for text, sampling in wanted]
@@ -277,7 +278,7 @@ def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
     assert all(moved) if kind == "swap" else not any(moved)
 
 
-# --- keys and values in one byte ---------------------------------------------------------------------------------
+# --- quantized KV cache ------------------------------------------------------------------------------------------
 
 
 def test_samples_and_beams_with_an_int8_kv_cache(small):
@@ -293,11 +294,11 @@ def test_samples_and_beams_with_an_int8_kv_cache(small):
     idle(small)
 
 
-# --- the disk: last, as it ends the server that the others share -------------------------------------------------
+# --- the disk tier: last, because it restarts the shared server --------------------------------------------------
 
 
 def damage_first_block_of(text, directory):
-    """Cut off the file of a prompt's first block."""
+    """Truncate the file of a prompt's first block."""
     tokens = tuple(byte_tokenizer().encode(text[:BLOCK], add_special_tokens=False))
     key = Entry(Origin(""), tokens).key.hex()
     (path,) = directory.glob(f"*/*/{key}.safetensors")

@@ -1,4 +1,4 @@
-"""OpenAI's own package against the gateway before a real server: the engine's tokens, in OpenAI's shapes."""
+"""The `openai` package with the gateway and a real server."""
 
 import asyncio
 import socket
@@ -40,7 +40,7 @@ def engine(server):
 
 
 def run(front, scenario):
-    """What `scenario` returns, with an asynchronous client of the gateway."""
+    """Run `scenario` with an asynchronous client of the gateway and return its result."""
 
     async def whole():
         async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="key", max_retries=0) as client:
@@ -80,7 +80,7 @@ def test_the_gateway_template_renders_the_same_prompt(own_template, engine):
 
 
 def test_a_reply_is_part_of_the_next_turn(client):
-    """The message that came back may be sent as it is."""
+    """The returned message can be sent back unchanged."""
     first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
     turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]
     second = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=16)
@@ -269,7 +269,7 @@ def test_echo_prepends_the_prompt(client, stream):
 
 @pytest.mark.parametrize("length", [0, 4])
 def test_scoring_a_text_like_evaluation_harnesses(client, engine, length):
-    """The tokens of prompt and output, each with its text, its place and its log probability."""
+    """Prompt and output tokens have their text, offset and logprob."""
     text, sampling = "The sea is blue", {"max_tokens": length, "temperature": 0}
     expected = engine.generate(text, prompt_logprobs=1, logprobs=1, **sampling)
     prompts = [text, "Once"]
@@ -287,7 +287,7 @@ def test_scoring_a_text_like_evaluation_harnesses(client, engine, length):
 
 
 def test_the_text_of_a_leading_special_token_is_returned(client):
-    """Which the text has not."""
+    """The prompt text itself does not contain the special token."""
     begin, word, end = 1, 504, 2
     asked = {"model": MODEL, "prompt": [begin, word, end], "max_tokens": 0, "echo": True, "logprobs": 1}
     (choice,) = client.completions.create(**asked).choices
@@ -324,7 +324,7 @@ def test_a_timeout_returns_partial_output_over_openai(client):
 
 
 def test_tools_and_tool_results_use_the_chat_template(client):
-    """The demo model's has no place for tools: it answers as if there were none."""
+    """The demo model's template ignores tools."""
     call = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
     turns = [
         *QUESTION,
@@ -404,7 +404,7 @@ def test_many_async_clients_are_served_concurrently(front, engine):
 
 
 def test_a_stream_ends_with_the_done_event(front):
-    """As the specification of the interface has it, which the package hides."""
+    """OpenAI's specification requires it; the package hides it."""
     body = b'{"model": "paged_llm", "prompt": "Once", "max_tokens": 2, "stream": true}'
     head = f"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer key\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:

@@ -1,4 +1,4 @@
-"""Answers of a given form, forced calls of tools among them, from a real model through OpenAI's own package."""
+"""Structured outputs and forced tool calls of a real model through the `openai` package."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def client(server):
 
 
 def calls_of(choices, stream):
-    """[(name, arguments)], from a message or from deltas; and the reason of the end."""
+    """Return [(name, arguments)] from a message or from deltas, and the finish reason."""
     calls = {}
     for choice in choices:
         for index, call in enumerate((choice.delta if stream else choice.message).tool_calls or []):

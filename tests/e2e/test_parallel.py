@@ -1,4 +1,4 @@
-"""A model that two processes share, on the real server."""
+"""Tensor parallelism with two processes on a real server."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of 
 
 
 def ranks(server):
-    """Processes of ranks 1 and up: children of the server's stub."""
+    """Return the processes of ranks 1 and up: children of the backend's stub process."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Triton's own load generator against the served model."""
+"""perf_analyzer with a served model."""
 
 import json
 import subprocess
@@ -13,13 +13,12 @@ ATTEMPTS = 6
 
 
 def profile(server, directory):
-    """The export of one run, and what it printed.
+    """Run perf_analyzer and return its export and what it printed, with another run if the export is empty.
 
-    perf_analyzer 2.51 exports every output of the model's config, and takes those that a response does not have from
-    memory that nobody has set. For a number (cumulative_logprob) that is half of a pointer, which may read as NaN. JSON
-    has none: its writer gives up before anything is written, and perf_analyzer exits with 0 and an empty file after a
-    run in which nothing failed. Seen in 2 of 136 runs, and with fixed addresses (`setarch -R`) in 6 of 6. The next
-    process has other addresses.
+    perf_analyzer 2.51 exports every output of the model's config, and reads those that a response lacks from
+    uninitialized memory. A number (cumulative_logprob) then is half of a pointer, which may be NaN. JSON has no NaN, so
+    nothing is written, and perf_analyzer exits with 0 and an empty file although no request failed. This happened in 2
+    of 136 runs, and with fixed addresses (`setarch -R`) in 6 of 6; another process has other addresses.
     """
     command = [sys.executable, "-m", "client", "perf_analyzer", "-m", MODEL, "-u", server.grpc_url]
     command += ["-i", "grpc", "--async", "--streaming"]

@@ -1,4 +1,4 @@
-"""Conversations that the server remembers, over both protocols."""
+"""Sessions over both protocols."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 def turn(server, text, sequence_id=7, *, stream=None, sampling=GREEDY, **flags):
-    """One turn over gRPC, as tritonclient's users write it."""
+    """Take one turn over gRPC, as users of tritonclient do."""
     inputs = {"text_input": text, "sampling_parameters": sampling, "exclude_input_in_output": True}
     with raw_stream(server) as raw:
         raw.client.async_stream_infer(
@@ -31,7 +31,7 @@ def turn(server, text, sequence_id=7, *, stream=None, sampling=GREEDY, **flags):
 
 
 def whole(server, text):
-    """The same without a session."""
+    """Generate without a session."""
     return turn(server, text, 0)[0]
 
 
@@ -70,7 +70,7 @@ def test_sessions_over_http(server):
 
 
 def test_sessions_of_messages(server):
-    """A conversation of messages is the one that a client would send whole."""
+    """A session of messages equals a client that sends the whole conversation."""
     first, second = ({"role": "user", "content": text} for text in ("Name a colour.", "And another one."))
     with Client(server.grpc_url) as client:
         with client.conversation(temperature=0, max_tokens=12) as talk:
@@ -98,7 +98,7 @@ def test_a_cancelled_turn_restores_the_session(server, protocol):
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_an_asyncio_conversation(server, protocol):
-    """Turns that were called off, by leaving the stream or with their task, leave it as it was."""
+    """Turns that are cancelled, by closing the stream or with their task, restore the session."""
     url = server.grpc_url if protocol == "grpc" else server.http_url
 
     async def scenario():
@@ -141,7 +141,7 @@ def test_an_error_in_an_asyncio_conversation(server, error):
         with pytest.raises(error):
             asyncio.run(scenario())
     else:
-        asyncio.run(scenario())  # to end what the server has forgotten is no error
+        asyncio.run(scenario())  # ending an expired session is not an error
     idle(server)
 
 
@@ -176,7 +176,7 @@ def test_a_session_rejects_several_samples(server, sampling, field):
 
 
 def test_sessions_expire_after_session_ttl(tiny):
-    """On a server of its own, with a short time to live."""
+    """Uses its own server with a short session_ttl."""
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "session_ttl": 0.2, "max_sessions": 2}
     with TritonServer(tiny[0], options) as server:
         turn(server, "abcdefgh" * 4, 1, sequence_start=True)
@@ -186,7 +186,9 @@ def test_sessions_expire_after_session_ttl(tiny):
             turn(server, "more", 1)
         with Client(server.grpc_url) as client, client.conversation(max_tokens=2) as talk:
             talk.generate("abc")
-            until(lambda: metrics(server)["paged_sessions"] == 0, "the end of the session")  # closing it is no error
+            until(
+                lambda: metrics(server)["paged_sessions"] == 0, "the end of the session"
+            )  # closing an expired session is not an error
 
 
 def test_sessions_need_the_prefix_cache(tiny):
@@ -205,7 +207,7 @@ def test_a_timed_out_turn_keeps_its_blocks(server):
 
 
 def test_an_error_inside_a_conversation_is_not_masked(server):
-    """Even where the conversation cannot be ended, as the server has forgotten it."""
+    """The conversation cannot be ended either, because its session has expired."""
 
     def stumble(client):
         with client.conversation() as talk:

@@ -1,5 +1,8 @@
-"""Clients that ask and do not read. The server cannot make the engine wait for them: what it keeps for them has a limit
-of its own, others get what they get alone, and once they read on, or are gone, all is given back."""
+"""Clients that send requests and do not read responses.
+
+Triton has no backpressure towards the engine, so the buffered responses are limited (max_response_mib). Other clients
+are not affected, and all memory is released once the slow readers continue or disconnect.
+"""
 
 import json
 import signal
@@ -17,8 +20,8 @@ from tests.support.stress.plans import Plan, to_json
 from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
 from tests.support.triton import idle, metrics, post, until
 
-READERS, MIB = 4, 1  # that one of them may be answered with
-# Of eight samples with 20 of the likeliest tokens each, 240 tokens are several MiB, and less than one without those.
+READERS, MIB = 4, 1  # of responses per request
+# 240 tokens of eight samples are several MiB with 20 logprobs per token, and less than one MiB without.
 SAMPLING = {"temperature": 1, "seed": 1, "n": 8, "logprobs": 20, "max_tokens": 240}
 SMALL = {"text_input": "abc", "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 8})}
 
@@ -31,7 +34,7 @@ def server(tmp_path_factory):
     repository = engine_alone(tmp_path_factory.mktemp("repository"))
     with TritonServer(directory, options, repository=repository) as running:
         yield running
-        running.kill()  # a client that was killed may keep it from its end: see tests/support/stress
+        running.kill()  # a killed client may keep the server from stopping: see tests/support/stress
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def asked(server):
 
 
 class Stopped:
-    """A process of gRPC clients, which reads no more from its first tokens on."""
+    """A process of gRPC clients that stops reading after its first tokens."""
 
     def __init__(self, server, ask):
         plans = [Plan(f"slow{number}", "grpc", ask, may=("UNAVAILABLE",)) for number in range(READERS)]
@@ -66,7 +69,7 @@ class Stopped:
         self.process.send_signal(signal.SIGSTOP)
 
     def read_on(self):
-        """All that was kept for them: each gets its own tokens, and why there are no more."""
+        """Read the buffered responses: each stream gets its own tokens, and the error that ended it."""
         self.process.send_signal(signal.SIGCONT)
         self.events += map(json.loads, self.process.stdout)
         assert self.process.wait() == 0
@@ -82,7 +85,7 @@ class Stopped:
 
 
 class Sockets:
-    """Raw ones over HTTP, from which nobody ever reads."""
+    """HTTP connections that are never read."""
 
     def __init__(self, server, ask):
         inputs = {"text_input": ask.text, "stream": True, "return_logprobs": True, **ALWAYS}
@@ -107,16 +110,16 @@ def test_slow_readers_do_not_affect_others_and_use_bounded_memory(server, asked,
     assert status == 200
     _, before = wait_until_idle(server)
     if readers is Stopped and end == "die":
-        del before["processes"]["tritonserver"]  # it may keep such a stream's socket: see tests/support/stress
+        del before["processes"]["tritonserver"]  # it may keep the socket of such a stream: see tests/support/stress
     memory, failed = resident(server.pid), metrics(server)["paged_requests_finished_total{refused}"]
     slow = readers(server, asked)
 
-    def all_have_had_enough():
+    def all_have_failed():
         assert post(server, SMALL) == (200, alone)
         return metrics(server)["paged_requests_finished_total{refused}"] == failed + READERS
 
-    until(all_have_had_enough, "the end of answers that nobody reads")
-    idle(server)  # while nobody has read anything yet
+    until(all_have_failed, "the end of the responses that are not read")
+    idle(server)  # before anything is read
     grown = {name: (now - memory[name]) / 2**20 for name, now in resident(server.pid).items()}
     assert grown["tritonserver"] < 4 * READERS * MIB
     figures(f"MiB kept for {READERS} answers of {MIB} MiB: {grown}")

@@ -1,6 +1,8 @@
-"""Storms against a real server: streams killed in every way and phase, a pool that runs dry, thousands of requests at
-once, models that come and go. See tests/support/stress. In two sizes: what fits beside the other tests, and a
-night's, each of which ends after its --hours whatever it has come to."""
+"""Stress tests with a real server: clients killed in every way and phase, an exhausted pool, thousands of concurrent
+requests, and models that are loaded and unloaded. See tests/support/stress.
+
+There are two sizes: a short one that runs with the other tests, and a long one that ends after --hours.
+"""
 
 import json
 import time
@@ -24,11 +26,11 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
-    killed: int  # streams, a half of them in each of two storms
-    left: int  # streams killed of a server that has time
+    killed: int  # streams, half of them in each of two runs
+    left: int  # streams killed while the server is not overloaded
     held: int  # requests at once
     preemptions: int
-    responses: int  # of the soak
+    responses: int  # of the soak test
     cycles: int  # of loading
     restarts: int  # of servers
 
@@ -41,7 +43,7 @@ SIZES = [
 
 @pytest.fixture(params=SIZES)
 def size(request):
-    """With what --storm asks for."""
+    """The size that --storm selects."""
     asked = dict(one.split("=") for one in request.config.getoption("storm").split())
     return replace(request.param, **{name: int(count) for name, count in asked.items()})
 
@@ -65,7 +67,7 @@ def logging_repository(tmp_path_factory):
 
 
 def well(verdict):
-    """Told in full where it is not."""
+    """Check that no violation was found; the message has all of them."""
     assert not verdict.problems, str(verdict)
     return verdict
 
@@ -75,7 +77,7 @@ def test_no_request_is_lost_under_stress(printable, logging_repository, size, ho
     with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
         storm = StressTest(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
         for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
-            if "n" not in ask.sampling:  # the oracle's own tokens are those of transformers
+            if "n" not in ask.sampling:  # the expected tokens are those of transformers
                 prompt = byte_tokenizer().encode(ask.text)
                 assert ask.tokens == [generate_with_transformers(printable[1], prompt, ask.sampling["max_tokens"])]
         assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
@@ -85,7 +87,7 @@ def test_no_request_is_lost_under_stress(printable, logging_repository, size, ho
 
 
 def test_cancelled_streams_leak_nothing(printable, logging_repository, size, hours, tmp_path):
-    """Those of gRPC: see Storm."""
+    """Over gRPC only: see StressTest."""
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
         storm = StressTest(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
@@ -115,13 +117,13 @@ def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_p
     ):
         storm = StressTest(server, tmp_path, SEED, asks=16, tell=tell, hours=hours)
         verdict = well(storm.reload(models, size.cycles))
-        assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while there was none
+        assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # sent while no server ran
         models.close()
         well(storm.stop())
 
 
 def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size, hours, tmp_path, tell):
-    """On the same ports, and answers as before."""
+    """It uses the same ports and generates the same output."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
         log = Log()
@@ -139,14 +141,14 @@ def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size
 
 
 def test_injected_faults_are_detected(printable, tmp_path):
-    """One block that leaks, one last response that does not come, one that comes twice, one token that is another."""
+    """The faults are a leaked block, a missing and a duplicate final response, and a wrong token."""
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
     repository = faults.inject_into_repository(with_floor(tmp_path / "repository"), asked)
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
         storm = StressTest(server, tmp_path, SEED, patience=5, control=True)
-        storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # past which no token is seen
+        storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # after which no token is compared
         verdict = storm.calm(600)
-        server.kill()  # it would wait for what it has lost
+        server.kill()  # stopping it would wait for the lost request
     found = {kind: {one.id for one in verdict.problems if one.kind == kind} for kind in verdict.kinds}
     assert "blocks" in found["leak"]
     assert len(found["lost"]) == len(found["double terminal"]) == 1

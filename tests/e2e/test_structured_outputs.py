@@ -1,4 +1,4 @@
-"""Structured outputs of a real model through a real Triton server: plain fields, parameters, the client library."""
+"""Structured outputs of a real model: JSON fields, parameters, and the client library."""
 
 import json
 import re

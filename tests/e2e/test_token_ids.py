@@ -1,4 +1,4 @@
-"""Token ids through a real Triton server, to tritonclient and to the client library."""
+"""Token ids through a real Triton server, with tritonclient and the client library."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_token_id_lists_over_the_generate_endpoint(tiny_server):
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_scoring_and_echoing_a_prompt_without_generation(tiny_server, protocol, stream):
-    """Outputs without an element among what comes back."""
+    """The response includes outputs without elements."""
     wanted = {
         "max_tokens": 0,
         "echo": True,

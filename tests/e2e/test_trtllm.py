@@ -1,4 +1,4 @@
-"""tensorrtllm_backend's models through a real Triton server, with the tensors and calls that its clients use."""
+"""tensorrtllm_backend's models through a real Triton server, with the tensors and calls of its clients."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def text_of(parts):
 
 
 def expected(server, prompt, **sampling):
-    """What the engine's own model says."""
+    """Return the output of the engine's own model."""
     with raw_stream(server) as stream:
         stream.send(text_input=prompt, exclude_input_in_output=True, sampling_parameters=sampling)
         (response,) = stream.all()
@@ -57,7 +57,7 @@ def test_curl_commands_of_the_upstream_readme(tiny_server, model):
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_non_streaming_responses_over_grpc_and_http(tiny_server, model):
-    """The models are decoupled, so plain calls need one that streams; the end is on the last response."""
+    """The models are decoupled, so the client streams; the last response is marked as final."""
     parts = answers(tiny_server, model, text_input=[["The sea"]], max_tokens=[[6]], stream=[[True]])
     (said,) = expected(tiny_server, "The sea", max_tokens=6, temperature=0)
     assert text_of(parts).decode() == said
@@ -114,9 +114,9 @@ def test_samples_are_identified_by_sequence_index(tiny_server):
 
 
 def test_several_samples_over_http_need_generate_stream(tiny_server):
-    """Each is a response of its own, of which the server's `generate` takes one."""
+    """Each sample is a response of its own, and Triton's `generate` accepts only one."""
     body = {"text_input": "The sea", "max_tokens": 4, "num_return_sequences": 2, "top_k": 30, "seed": 5}
-    _, text = post(tiny_server, body, model="ensemble")  # the status says nothing of it
+    _, text = post(tiny_server, body, model="ensemble")  # the HTTP status is 200 anyway
     assert "generate expects model to produce exactly 1 response" in json.loads(text)["error"]
     events = post(tiny_server, body, "generate_stream", model="ensemble")[1].strip().split("\n\n")
     assert sorted(json.loads(event.removeprefix("data: "))["sequence_index"] for event in events) == [0, 1]
@@ -283,7 +283,7 @@ def test_a_disconnected_client_ends_the_engine_requests(server):
 
 
 def test_many_concurrent_streams(tiny_server):
-    """More than the server has threads to send with, most of them waiting in the engine's queue."""
+    """More streams than the server has sending threads; most wait in the engine's queue."""
     with opened(tiny_server) as stream:
         for index in range(80):
             stream.send(str(index), text_input=[["The sea"]], max_tokens=[[4]], stream=[[True]], end_id=[[-1]])
@@ -299,7 +299,7 @@ IDS = [40, 50, 60, 70, 80]
 
 
 def core(server, **values):
-    """As tensorrtllm_backend's own client calls the core model."""
+    """Return inputs like those that tensorrtllm_backend's client sends to the core model."""
     asked = {
         "input_ids": [IDS], "input_lengths": [[len(IDS)]], "request_output_len": [[6]], "beam_width": [[1]],
         "temperature": [[1.0]], "streaming": [[True]], "end_id": [[-1]], "pad_id": [[0]], "runtime_top_k": [[1]],
@@ -356,7 +356,7 @@ def test_stop_and_bad_words_of_several_tokens(tiny_server, tiny):
         assert [token for part in parts for token in part["output_ids"][0, 0].tolist()] == expected[:4]
         assert sum(part["num_output_tokens"].item() for part in parts) == 4
     bias = np.zeros((1, 320), np.float32)
-    bias[0, expected[0]] = 100  # a ban by an opposite bias would be none
+    bias[0, expected[0]] = 100  # an opposite bias would cancel a ban that was implemented as a bias
     bad = [[[expected[0], *expected[2:4]], [1, 3, -1]]]
     (part,) = core(tiny_server, bad_words_list=bad, embedding_bias=bias, streaming=[[False]], **asked)
     found = part["output_ids"][0, 0].tolist()
@@ -383,7 +383,7 @@ def test_beams_of_token_ids(tiny_server):
 
 
 def test_extra_inputs_of_the_upstream_tests(tiny_server):
-    """A pad token for a decoder that has none, and settings with their default values."""
+    """A decoder pad token, and settings with their default values."""
     parts = core(
         tiny_server, decoder_input_ids=[[0]], decoder_input_lengths=[[1]], runtime_top_p_decay=[[1.0]],
         num_return_sequences=[[1]], return_log_probs=[[True]], return_perf_metrics=[[True]],
@@ -401,8 +401,9 @@ def test_bad_token_ids_are_rejected_by_name(tiny_server):
 
 
 def test_stop_ends_the_request_with_that_id(server):
-    """As the client of tensorrtllm_backend sends it, on the same stream; both end without an error, and the request
-    with the tokens that there are."""
+    """The stop is sent on the same stream, as tensorrtllm_backend's client does. Both requests end without an error,
+    and the stopped one keeps its tokens.
+    """
     before = metrics(server)["paged_requests_finished_total{cancelled}"]
     tokens = metrics(server)["paged_generation_tokens_total"]
     stop = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]], "stop": [[True]]}
@@ -437,7 +438,7 @@ def test_stop_ends_the_request_with_that_id(server):
 
 
 def tensor(model, name, value):
-    """Of one row. value: what it is filled with; None: it is empty."""
+    """Return a tensor of one row. value: of all elements; None: an empty tensor."""
     kind, dims, *_ = INPUTS[model][name]
     size = 0 if value is None else 1
     row = np.full([1, *(size if dim == -1 else dim for dim in dims)], value, triton_to_np_dtype(WIRE[kind]))
@@ -448,8 +449,7 @@ def tensor(model, name, value):
 
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
 def test_every_upstream_tensor_is_declared_and_accepted(tiny_server, model):
-    """Those that are not served: where they ask for something they are refused by name, where they ask for nothing they
-    do no harm."""
+    """Unsupported tensors are rejected by name if their value asks for something, and accepted otherwise."""
     needed = {"text_input": b"The sea", "max_tokens": 2, "input_ids": 40, "input_lengths": 1, "request_output_len": 2}
     needed = {name: value for name, value in needed.items() if name in INPUTS[model]}
     neutral = {"runtime_top_p_decay": 1, "retention_decode_duration_ms": -1, "decoder_text_input": b""}
@@ -473,14 +473,14 @@ def test_every_upstream_tensor_is_declared_and_accepted(tiny_server, model):
         assert answer.keys() <= OUTPUTS[model].keys()
         for name, spec in refused.items():
             if name in ("runtime_top_p_min", "runtime_top_p_reset_ids", "decoder_input_lengths", "decoder_input_ids"):
-                continue  # which mean nothing by themselves
+                continue  # which have no effect alone
             asking = b"something" if spec.data_type == "TYPE_STRING" else 1 + (spec.data_type != "TYPE_BOOL")
             with pytest.raises(InferenceServerException, match=rf"^INVALID_ARGUMENT: {name}=.*not supported; leave"):
                 send(**{name: asking})
     idle(tiny_server)
 
 
-# --- models come and go ----------------------------------------------------------------------------------------------
+# --- loading and unloading -------------------------------------------------------------------------------------------
 
 
 GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
@@ -495,7 +495,7 @@ def refusal(server):
 
 
 def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
-    """By hand, which this server allows. What is open ends first, as where clients ask the engine itself."""
+    """With explicit model control. Open requests end first, as they do for direct clients of the engine."""
     for name in ("paged_llm", "ensemble"):
         shutil.copytree(Path(__file__).parents[2] / "model_repository" / name, tmp_path / name)
     options = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
@@ -518,7 +518,7 @@ CRASH = "Fatal Python error: Segmentation fault"
 
 
 def kill(server, model):
-    """The process that the server runs this model in, as by a crash, which the server's log tells of."""
+    """Kill the process of this model, as a crash would; its id is in the server's log."""
     told = server.log().count(CRASH)
     for process in Path("/proc").iterdir():
         with suppress(OSError):
@@ -531,8 +531,11 @@ def kill(server, model):
 
 
 def test_a_killed_model_leaves_nothing_behind(tiny, tmp_path):
-    """Neither blocks of the engine's, nor clients that wait for it. The server itself loses what was open in a model of
-    its own that dies. What is open has a hundred thousand tokens to come: it does not end before."""
+    """No blocks stay in use and no client waits forever.
+
+    The server itself loses the open requests of a model whose process dies. The requests have a hundred thousand tokens
+    left, so they cannot end before.
+    """
     shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
     shape = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1 << 17}))
@@ -549,7 +552,7 @@ def test_a_killed_model_leaves_nothing_behind(tiny, tmp_path):
         kill(server, "paged_llm")
         with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
             stream.all()
-        server.kill()  # it would wait for what it has lost
+        server.kill()  # stopping it would wait for the lost requests
 
 
 def test_open_streams_finish_after_sigterm_through_the_relay(tiny):

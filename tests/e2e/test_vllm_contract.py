@@ -1,4 +1,4 @@
-"""What clients of Triton's vLLM backend, and its OpenAI frontend, send and count on: every tensor, in tritonclient."""
+"""Compatibility with clients of Triton's vLLM backend and with Triton's OpenAI frontend, for every tensor."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import tritonclient.grpc.aio as aio
 from tests.support.triton import MODEL, WAIT, idle, post, tensors
 
 PROMPT = "The most dangerous animal is"
-# As its own clients write them: strings, once as a tensor and once as parameters of the request.
+# As the backend's own clients send them: strings, once as a tensor and once as request parameters.
 SAMPLING = {"temperature": "0", "top_p": "1", "ignore_eos": "true"}
 ASKED = {
     "return_finish_reason": "finish_reason",
@@ -34,7 +34,7 @@ TYPES = {
 
 
 class Client:
-    """One gRPC stream; every response as tritonclient has it."""
+    """A gRPC stream; responses are those of tritonclient."""
 
     def __init__(self, client):
         self._client = client
@@ -221,7 +221,7 @@ def test_two_prompts_in_one_asyncio_stream(tiny_server):
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 def test_the_request_body_of_the_upstream_readme(tiny_server, endpoint):
-    """Tensors and sampling parameters side by side, in an object of their own."""
+    """Tensors are next to the sampling parameters, which are a nested object."""
     parameters = {"stream": False, "temperature": 0, "max_tokens": 5, "ignore_eos": True, "return_finish_reason": True}
     status, text = post(tiny_server, {"text_input": PROMPT, "parameters": parameters}, endpoint)
     assert status == 200
@@ -235,7 +235,7 @@ def test_cancelling_a_stream_cancels_its_requests_once(tiny_server):
         for _ in range(30):
             client.send(text_input=PROMPT, sampling_parameters={"temperature": "0.75", "top_p": "0.9"})
         client.cancel()
-        while True:  # those that were answered before it
+        while True:  # responses that were sent before it
             _, error = client.responses.get(timeout=WAIT)
             if error is not None:
                 break
@@ -244,7 +244,7 @@ def test_cancelling_a_stream_cancels_its_requests_once(tiny_server):
     idle(tiny_server)
 
 
-# What the vLLM converter of Triton's OpenAI frontend makes of a request of a chat, and of a completion.
+# Requests that the vLLM converter of Triton's OpenAI frontend makes of a chat request and a completion request.
 CHAT = {"temperature": 0.7, "top_p": 1.0, "n": 1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "max_tokens": 9}
 FRONTEND = [
     (CHAT | {"ignore_eos": False, "stop": ["zzzz"]}, False),
@@ -254,7 +254,7 @@ FRONTEND = [
 
 
 def test_a_named_tool_of_the_openai_frontend(server):
-    """Its schema comes as JSON in JSON: all fields of vLLM's, most of them null."""
+    """The schema is JSON inside JSON, with all fields of vLLM, most of them null."""
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
     nulls = dict.fromkeys(("regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"))
     flags = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend_was_auto")
@@ -275,8 +275,9 @@ def test_a_named_tool_of_the_openai_frontend(server):
 @pytest.mark.parametrize(("sampling", "logprobs"), FRONTEND)
 @pytest.mark.parametrize("stream", [False, True])
 def test_tensors_of_the_openai_frontend(client, stream, sampling, logprobs):
-    """Its replies are read with these assumptions: one string a tensor, one or two responses where it does not stream,
-    the last of them final, counts of the chunk in UINT32, and log probabilities of as many tokens."""
+    """The frontend expects one string per tensor, one or two responses without streaming, of which the last is final,
+    UINT32 counts per chunk, and logprobs for as many tokens.
+    """
     client.send(
         text_input=PROMPT,
         stream=stream,
