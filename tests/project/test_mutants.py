@@ -75,7 +75,9 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
         "test_sharing.py::test_random_load",
     ):
         options += ["--deselect", f"tests/scheduling/{random_test}"]
-    options += [f"tests/{module}.py" for module in (["memory/test_disk"] if file == DISK else modules)]
+    if file == DISK:
+        modules = ["memory/test_block_file", "engine/test_prefix_disk"]
+    options += [f"tests/{module}.py" for module in modules]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/kernels", "PYTHONDONTWRITEBYTECODE": "1"}
     with contextlib.suppress(*([subprocess.TimeoutExpired] if mutant in ENDLESS else [])):
