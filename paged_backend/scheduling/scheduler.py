@@ -18,7 +18,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.scheduling.accounts import Accounts
 from paged_backend.scheduling.adapter_slots import AdapterSlots
-from paged_backend.scheduling.admission import Admission
+from paged_backend.scheduling.batch_admission import BatchAdmission
 from paged_backend.scheduling.beam_commit import BeamCommitter
 from paged_backend.scheduling.block_demand import BlockDemand
 from paged_backend.scheduling.block_manager import BlockManager
@@ -80,7 +80,7 @@ class Scheduler:
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
         self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters)
-        self._admission = Admission(
+        self._admission = BatchAdmission(
             self._requests,
             blocks,
             self._tables,

@@ -20,7 +20,7 @@ ACCOUNTS, ADMISSION, BEAM_COMMIT, BEAM_SEARCH, BLOCKS, BUILDER, CACHE, COMMIT, C
     f"scheduling/{module}.py"
     for module in (
         "accounts",
-        "admission",
+        "batch_admission",
         "beam_commit",
         "beam_search",
         "block_manager",

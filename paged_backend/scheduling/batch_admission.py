@@ -29,7 +29,7 @@ class _Capacity:
     reserved_blocks: int  # that running requests still need for the tokens they have
 
 
-class Admission:
+class BatchAdmission:
     """Admits waiting requests in order, and preempts requests of lower priority for them."""
 
     def __init__(
