@@ -1,47 +1,30 @@
-"""Cells of attention, and those who compute them: our kernels and whatever else this machine has.
-
-A contestant is a function of a prepared cell that gives a `Call`: it is called with the number of a rotation, and
-returns the output, [num_tokens, num_heads, head_dim]. Whatever it prepares (a plan, a mask, keys and values in its own
-layout) is not timed. It raises Missing where it is not installed or does not compute such a cell.
-"""
+"""Attention cells of the kernel benchmark: their sizes, their inputs, and the error of an output against fp32."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from importlib import import_module
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from paged_kernels.cascade import read_ratio
-from paged_kernels.cpu import native
-from paged_kernels.cpu import paged_attention as in_pytorch
 from paged_kernels.layer_cache import LayerCache, dequantize
-from paged_kernels.ops import kv_write, paged_attention
+from paged_kernels.ops import kv_write
 from paged_kernels.paging import Paging
 from torch import Tensor
 
 from paged_backend.execution.batch import shared_prefixes
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_bench._race import Call, rotations
+from paged_bench._race import rotations
 
-OURS = "paged"
-CHECKED = 64  # queries of a sequence whose output is held against fp32, evenly spread
-
-
-class Unavailable(Exception):
-    """Why a contestant does not compute a cell."""
+CHECKED = 64  # queries per sequence whose output is compared with fp32, evenly spread
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem. `query` tokens are at the end of a context of `context`."""
+    """The sizes of one attention problem, with `query` tokens at the end of `context` tokens."""
 
     kind: str  # decode or prefill
     batch: int
@@ -51,13 +34,14 @@ class Cell:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    pool: torch.dtype  # of keys and values
-    mixed: bool = False  # contexts of many lengths, `context` the longest
-    shared: int = 0  # tokens that all contexts begin with, in the same blocks
+    pool: torch.dtype  # type of keys and values
+    mixed: bool = False  # contexts of different lengths, `context` being the longest
+    shared: int = 0  # leading tokens that all contexts share, in the same blocks
     block_size: int = 16
 
     @property
     def name(self) -> str:
+        """Name of the cell's records."""
         query = f" q={self.query}" if self.query > 1 else ""
         pool = "" if self.pool == self.dtype else f" pool {_short(self.pool)}"
         lengths = "<=" if self.mixed else f"={self.shared}+" if self.shared else "="
@@ -67,6 +51,7 @@ class Cell:
 
     @cached_property
     def contexts(self) -> list[int]:
+        """Context length of every sequence."""
         if not self.mixed:
             return [self.context] * self.batch
         rnd = random.Random(0)
@@ -75,7 +60,7 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """That must be read: keys and values of every context, with their scales; what all share once."""
+        """Bytes that must be read: keys, values and scales of every context, shared tokens once."""
         return (sum(self.contexts) - (self.batch - 1) * self.shared) * self._token_bytes
 
     @property
@@ -85,16 +70,17 @@ class Cell:
 
     @property
     def pool_bytes(self) -> int:
-        """Of a pool, or of a padded batch, for all contexts as long as the longest."""
+        """Bytes of a pool, or of a padded batch, in which every context has the maximum length."""
         return self.batch * self.context * self._token_bytes
 
     @property
     def nbytes(self) -> int:
-        """And queries, and the output."""
+        """Bytes of keys, values, queries and the output."""
         return self.kv_bytes + 2 * self.batch * self.query * self.heads * self.head_dim * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
+        """Operations of both matrix products, without those past the causal edge."""
         seen = sum(self.query * (one - self.query) + self.query * (self.query + 1) // 2 for one in self.contexts)
         return 4 * self.heads * self.head_dim * seen
 
@@ -105,9 +91,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class AttentionInputs:
-    """A cell's inputs, as often as it takes to be out of the caches, in blocks that lie anywhere."""
+    """The inputs of a cell in shuffled blocks, in as many copies (rotations) as exceed the caches."""
 
-    def __init__(self, cell: Cell, device: torch.device, most_bytes: int):
+    def __init__(self, cell: Cell, device: torch.device, most_bytes: int) -> None:
         self.cell, self.device = cell, device
         self.count = rotations(cell.pool_bytes, device, most_bytes)
         generator = torch.Generator().manual_seed(0)
@@ -126,7 +112,7 @@ class AttentionInputs:
         self._fill()
 
     def _fill(self) -> None:
-        """In portions: every block, whoever it belongs to."""
+        """Write random keys and values into every block, in portions."""
         cell, size = self.cell, self.cell.block_size
         step = max(1, (64 << 20) // (size * cell.kv_heads * cell.head_dim * 4))
         for first in range(0, len(self.cache.keys), step):
@@ -137,14 +123,15 @@ class AttentionInputs:
             kv_write(key, value, self.cache, slots)
 
     @cached_property
-    def lens(self) -> Tensor:
+    def lens(self) -> Tensor:  # [batch]
         return torch.tensor(self.cell.contexts, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def starts(self) -> Tensor:
+    def starts(self) -> Tensor:  # [batch + 1]
         return torch.arange(self.cell.batch + 1, dtype=torch.int32, device=self.device) * self.cell.query
 
     def paging(self, rotation: int) -> Paging:
+        """Return the addresses of one copy, without shared prefixes."""
         cell, table = self.cell, self.tables[rotation]
         positions = (self.lens - cell.query)[:, None] + torch.arange(cell.query, device=self.device)
         blocks = table.gather(1, (positions // cell.block_size).long())
@@ -152,7 +139,7 @@ class AttentionInputs:
         return Paging(slots.flatten(), table, self.lens, self.starts, cell.query, cell.context)
 
     def sharing(self, rotation: int) -> Paging:
-        """That says which rows share blocks, as the engine's batches do."""
+        """Return the addresses of one copy with shared prefixes, as the engine finds them."""
         cell, paging = self.cell, self.paging(rotation)
         shared = shared_prefixes(
             self.tables[rotation].cpu().numpy(),
@@ -164,12 +151,12 @@ class AttentionInputs:
         return replace(paging, shared=DeviceUpload(self.device)(shared)) if shared else paging
 
     def gathered(self, rotation: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values as [batch, kv_heads, width * block_size, head_dim], of the query's type or this one."""
+        """Return keys and values [batch, kv_heads, width * block_size, head_dim], in the query's type or `dtype`."""
         return _gather(self.cache, self.tables[rotation], dtype or self.cell.dtype)
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[batch, 1, query, context], None where there is nothing to hide but the future of a whole prompt."""
+        """Attention mask [batch, 1, query, context]; None if every key is visible or a causal mask is enough."""
         cell = self.cell
         if not cell.mixed and cell.query in (1, cell.context):
             return None
@@ -177,7 +164,7 @@ class AttentionInputs:
         return (torch.arange(cell.context, device=self.device) <= last[:, :, None])[:, None]
 
     def rows(self, output: Tensor) -> Tensor:
-        """[batch, heads, query, head_dim] to packed rows."""
+        """Pack an output [batch, heads, query, head_dim] into rows."""
         return output.transpose(1, 2).reshape(-1, self.cell.heads, self.cell.head_dim)
 
     @cached_property
@@ -200,13 +187,13 @@ def _gather(cache: LayerCache, table: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def error(prepared: AttentionInputs, output: Tensor) -> float:
-    """Relative error (root mean square) against attention in fp32, over a few of the sequences and of their queries."""
+    """Return the relative RMS error against attention in fp32, over some sequences and some of their queries."""
     cell = prepared.cell
     sequences = sorted({0, cell.batch // 2, cell.batch - 1})
     rows = torch.linspace(0, cell.query - 1, min(cell.query, CHECKED)).long().to(output.device)
-    found = output.view(cell.batch, cell.query, cell.heads, cell.head_dim)[sequences][:, rows].float()
-    right = torch.stack([_in_fp32(prepared, sequence, rows) for sequence in sequences])
-    return float((found - right).norm() / right.norm())
+    actual = output.view(cell.batch, cell.query, cell.heads, cell.head_dim)[sequences][:, rows].float()
+    expected = torch.stack([_in_fp32(prepared, sequence, rows) for sequence in sequences])
+    return float((actual - expected).norm() / expected.norm())
 
 
 def _in_fp32(prepared: AttentionInputs, sequence: int, rows: Tensor) -> Tensor:  # [rows, heads, head_dim]
@@ -217,198 +204,3 @@ def _in_fp32(prepared: AttentionInputs, sequence: int, rows: Tensor) -> Tensor: 
     scores = prepared.batched_query[sequence][:, rows].float() @ keys.transpose(1, 2) * prepared.scale
     future = torch.arange(context, device=rows.device) > (context - cell.query + rows)[:, None]
     return (scores.masked_fill(future, -math.inf).softmax(-1) @ values).transpose(0, 1)
-
-
-# --- who computes it -------------------------------------------------------------------------------------------------
-
-
-def paged(prepared: AttentionInputs) -> Call:
-    """Our kernel, on a GPU or a CPU. What one step's layers share is prepared by the first call, as in the engine."""
-    return _paged(prepared, [prepared.sharing(index) for index in range(prepared.count)])
-
-
-def paged_by_each(prepared: AttentionInputs) -> Call:
-    """Our kernel, where every sequence reads the prefix that all share."""
-    return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)])
-
-
-def paged_wide(prepared: AttentionInputs) -> Call:
-    """Our kernel over a pool of the query's type, in place of one of one byte an element."""
-    cell = prepared.cell
-    wide = AttentionInputs(replace(cell, pool=cell.dtype), prepared.device, 0)
-    return _paged(wide, [wide.paging(index) for index in range(wide.count)])
-
-
-def paged_by(prepared: AttentionInputs, attend: Callable[..., Tensor]) -> Call:
-    """Another implementation of ours."""
-    return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)], attend)
-
-
-def _paged(prepared: AttentionInputs, pagings: list[Paging], attend: Callable[..., Tensor] = paged_attention) -> Call:
-    return lambda index: attend(prepared.query, prepared.cache, pagings[index % len(pagings)], scale=prepared.scale)
-
-
-def sdpa(prepared: AttentionInputs) -> Call:
-    """On contiguous keys and values: what it would cost without pages."""
-    cell = prepared.cell
-    if cell.pool != cell.dtype:
-        raise Unavailable("keys and values of one byte")
-    kept = [
-        tuple(one[:, :, : cell.context].contiguous() for one in prepared.gathered(i)) for i in range(prepared.count)
-    ]
-    return lambda index: prepared.rows(_attend(prepared, *kept[index]))
-
-
-def gather_sdpa(prepared: AttentionInputs) -> Call:
-    """The pages are copied together first."""
-
-    def call(index: int) -> Tensor:
-        keys, values = (one[:, :, : prepared.cell.context] for one in prepared.gathered(index))
-        return prepared.rows(_attend(prepared, keys, values))
-
-    return call
-
-
-def _attend(prepared: AttentionInputs, keys: Tensor, values: Tensor) -> Tensor:
-    """A decode step's group of heads as rows, which reads each key once."""
-    cell, query = prepared.cell, prepared.batched_query
-    if cell.query > 1:
-        causal = prepared.mask is None
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=prepared.mask, is_causal=causal, scale=prepared.scale, enable_gqa=True
-        )
-    packed = query.view(cell.batch, cell.kv_heads, -1, cell.head_dim)
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=prepared.mask, scale=prepared.scale)
-    return out.reshape(query.shape)
-
-
-def flex(prepared: AttentionInputs) -> Call:
-    """flex_attention, compiled, on contiguous keys and values with a block mask of the lengths."""
-    cell = prepared.cell
-    if prepared.device.type != "cuda":
-        raise Unavailable("no GPU")
-    if cell.pool != cell.dtype:
-        raise Unavailable("keys and values of one byte")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    lens, query = prepared.lens, cell.query
-
-    def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return key <= lens[batch] - query + row
-
-    mask = create_block_mask(visible, cell.batch, None, query, cell.context, device=str(prepared.device))
-    compiled = torch.compile(flex_attention, dynamic=False)
-    kept = [
-        tuple(one[:, :, : cell.context].contiguous() for one in prepared.gathered(i)) for i in range(prepared.count)
-    ]
-    return lambda index: prepared.rows(
-        compiled(prepared.batched_query, *kept[index], block_mask=mask, scale=prepared.scale, enable_gqa=True)
-    )
-
-
-def flashinfer(prepared: AttentionInputs) -> Call:
-    """Its paged wrappers on our own pool: [num_blocks, kv_heads, block_size, head_dim] is its HND. Planned once."""
-    module, cell = _installed("flashinfer"), prepared.cell
-    if cell.pool != cell.dtype:
-        raise Unavailable("a scale for each token and head")
-    size = cell.block_size
-    pages = [-(-one // size) for one in cell.contexts]
-    indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device=prepared.device)
-    last = torch.tensor([(one - 1) % size + 1 for one in cell.contexts], dtype=torch.int32, device=prepared.device)
-    heads = (cell.heads, cell.kv_heads, cell.head_dim, size)
-    wrappers = []
-    for index in range(prepared.count):
-        space = torch.empty(128 << 20, dtype=torch.uint8, device=prepared.device)
-        indices = torch.cat([row[:n] for row, n in zip(prepared.tables[index], pages, strict=True)])
-        types = {"q_data_type": cell.dtype, "kv_data_type": cell.pool}
-        if cell.query == 1:
-            wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-                space, "HND", use_tensor_cores=cell.heads > cell.kv_heads
-            )
-            wrapper.plan(indptr, indices, last, *heads, **types)
-        else:
-            wrapper = module.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
-            wrapper.plan(prepared.starts, indptr, indices, last, *heads, causal=True, **types)
-        wrappers.append(wrapper)
-    pool = (prepared.cache.keys, prepared.cache.values)
-    return lambda index: wrappers[index].run(prepared.query, pool)
-
-
-def vllm(prepared: AttentionInputs) -> Call:
-    """Its Triton kernel, on a pool in its own order: [num_blocks, block_size, kv_heads, head_dim]."""
-    _installed("vllm")
-    cell = prepared.cell
-    if cell.pool != cell.dtype:
-        raise Unavailable("a scale for each token and head")
-    for place in ("vllm.v1.attention.ops", "vllm.attention.ops"):  # it has moved
-        try:
-            attend = import_module(f"{place}.triton_unified_attention").unified_attention
-            break
-        except ImportError:
-            continue
-    else:
-        raise Unavailable("this vllm has no unified_attention")
-    keys, values = (one.transpose(1, 2).contiguous() for one in (prepared.cache.keys, prepared.cache.values))
-    out = torch.empty_like(prepared.query)
-
-    def call(index: int) -> Tensor:
-        attend(
-            q=prepared.query, k=keys, v=values, out=out, cu_seqlens_q=prepared.starts, max_seqlen_q=cell.query,
-            seqused_k=prepared.lens, max_seqlen_k=cell.context, softmax_scale=prepared.scale, causal=True,
-            window_size=(-1, -1), block_table=prepared.tables[index], softcap=0, q_descale=None, k_descale=None,
-            v_descale=None,
-        )  # fmt: skip
-        return out
-
-    return call
-
-
-def _installed(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise Unavailable("not installed") from None
-
-
-def _lower() -> dict[str, Callable[[AttentionInputs], Call]]:
-    """What would serve on this CPU if it had fewer instructions, and what if nothing was compiled."""
-    if not native.levels():
-        return {}  # it serves
-    levels = [level for level in native.levels() if level not in (native.level(), "amx_emulated")]
-    attend = {level: partial(native.paged_attention, level=level) for level in levels}
-    every: dict[str, Callable[..., Tensor]] = {**attend, "PyTorch": in_pytorch.paged_attention}
-    return {f"paged, {name}": partial(paged_by, attend=one) for name, one in every.items()}
-
-
-UNQUANTIZED, NO_SHARED_PREFIX = "paged, pool as the query", "paged, prefix read by each"
-CONTESTANTS: dict[str, Callable[[AttentionInputs], Call]] = {
-    OURS: paged,
-    UNQUANTIZED: paged_wide,
-    NO_SHARED_PREFIX: paged_by_each,
-    "SDPA, contiguous": sdpa,
-    "gather + SDPA": gather_sdpa,
-    "flex_attention, contiguous": flex,
-    "FlashInfer": flashinfer,
-    "vLLM": vllm,
-}
-
-
-def contestants(cell: Cell, device: torch.device) -> dict[str, Callable[[AttentionInputs], Call]]:
-    """Who computes such a cell; where it has a pool of one byte, or a shared prefix, ourselves without, too; on a CPU
-    ourselves with fewer instructions."""
-    absent = {UNQUANTIZED} if cell.pool == cell.dtype else set()
-    absent |= set() if cell.shared else {NO_SHARED_PREFIX}
-    lower = _lower() if device.type == "cpu" else {}
-    return {who: make for who, make in (CONTESTANTS | lower).items() if who not in absent}
-
-
-def targets(cell: Cell) -> dict[str, float]:
-    """Ratios of speed that we aim at, by whom ours is held against."""
-    aimed = {"SDPA, contiguous": 0.98, "FlashInfer": 1.0, "vLLM": 1.0}
-    if cell.kind == "decode" and cell.batch == 1 and cell.context >= 32768:
-        aimed["vLLM"] = 1.15
-    if cell.kind == "decode" and cell.pool != cell.dtype:
-        aimed[UNQUANTIZED] = 1.8
-    if cell.shared:
-        aimed[NO_SHARED_PREFIX] = 0.7 * read_ratio(cell.batch, cell.shared, cell.context - cell.shared)
-    return aimed

@@ -1,8 +1,9 @@
-"""Every kernel against what the machine can do, and attention against others'.
+"""Speed of every kernel relative to the limits of the machine, and of attention relative to other implementations.
 
-Bytes and operations are those that must be: each key and value read once, a causal edge not computed. The limits are a
-read-only stream and a matrix product, measured in the same run. Block tables are permuted at random, inputs rotate so
-that no cache still has them, contestants take turns, and every cell's outputs are held against attention in fp32.
+Bytes and operations are the necessary ones: each key and value is read once, and nothing past the causal edge is
+computed. The limits are a read-only stream and a matrix product, measured in the same run. Block tables are shuffled,
+inputs rotate so that no cache holds them, contestants run round-robin, and every output is compared with attention in
+fp32.
 """
 
 from __future__ import annotations
@@ -17,38 +18,30 @@ from pathlib import Path
 
 import torch
 
-from paged_bench._attention import (
-    OURS,
-    UNQUANTIZED,
-    AttentionInputs,
-    Cell,
-    Unavailable,
-    contestants,
-    error,
-    targets,
-)
+from paged_bench._attention import AttentionInputs, Cell, error
+from paged_bench._attention_contestants import OURS, UNQUANTIZED, Unavailable, contestants, targets
 from paged_bench._lines import LINES
 from paged_bench._race import Call, cache_bytes, race, timer
 from paged_bench._report import Record, arguments, count, not_measured, parser, publish, ratio
 
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # an error above is no rounding
-READ_SHARE, PEAK_SHARE = 0.92, 0.60  # of the stream and of the product that we aim at
-ONE_SHARE = 0.80  # of the stream, for one long context
-ENOUGH_BYTES = 256 << 20  # below, a call is over before memory is at its speed: no target
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error
+READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the stream and of the matrix product
+ONE_SHARE = 0.80  # target share of the stream for one long context
+ENOUGH_BYTES = 256 << 20  # shorter calls do not reach the memory's speed, and have no target
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the device can do: the limits of everything here."""
+    """The measured limits of the device."""
 
     device: torch.device
     read: float  # bytes/s
-    flops: float  # of the query's type, per second
+    flops: float  # per second, in the query's type
 
 
 @dataclass(frozen=True)
 class Point:
-    """One contestant in one cell."""
+    """The time of one contestant in one cell."""
 
     cell: Cell
     who: str
@@ -56,6 +49,7 @@ class Point:
 
 
 def grid(device: torch.device, quick: bool) -> list[Cell]:
+    """Return the cells to measure on a device."""
     if device.type == "cpu":
         return _small_grid(quick)
     half = torch.bfloat16
@@ -78,7 +72,7 @@ def grid(device: torch.device, quick: bool) -> list[Cell]:
 
 
 def _small_grid(quick: bool) -> list[Cell]:
-    """The demo model's heads, and Llama's."""
+    """Return cells with the heads of the demo model and of Llama."""
     full, half = torch.float32, torch.bfloat16
     base = Cell("decode", 16, 512, 1, 9, 3, 64, full, full)
     llama = Cell("decode", 8, 1024, 1, 32, 8, 128, half, half)
@@ -94,8 +88,8 @@ def _small_grid(quick: bool) -> list[Cell]:
     return [*cells, prefill, replace(prefill, context=2048, query=256)]
 
 
-def machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
-    """By the faster of two reductions over memory that no cache holds, and a square product."""
+def measure_machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
+    """Measure the faster of two reductions over more memory than the caches hold, and a square matrix product."""
     nbytes = max(4 * cache_bytes(device), (1 << 30) if device.type == "cuda" else (128 << 20)) >> (2 if quick else 0)
     memory = torch.ones(nbytes // 4, device=device)
     size = (8192 if device.type == "cuda" else 1024) >> (1 if quick else 0)
@@ -111,9 +105,9 @@ def machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
 
 
 def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[Point]]:
-    """One cell: what every contestant that is there makes of it."""
+    """Measure every available contestant in one cell."""
     free = torch.cuda.mem_get_info(on.device)[0] if on.device.type == "cuda" else 1 << 30
-    if 4 * cell.pool_bytes > free:  # a pool, and as much for each of those that want a layout of their own
+    if 4 * cell.pool_bytes > free:  # the pool, and copies in the layouts of other contestants
         return [
             not_measured(cell.name, f"{4 * cell.pool_bytes / 2**30:.3g} GiB with all copies, {free / 2**30:.3g} free")
         ], []
@@ -124,12 +118,12 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
     for who, make in contestants(cell, on.device).items():
         try:
             call = make(prepared)
-            if who != UNQUANTIZED:  # which has keys and values of its own
+            if who != UNQUANTIZED:  # has keys and values of its own
                 errors[who] = error(prepared, call(0))
             timers[who] = timer(call, prepared.count, on.device)
         except Unavailable as missing:
             records.append(not_measured(f"{cell.name}: {who}", str(missing)))
-        except Exception as failed:  # another's trouble must not cost our figures
+        except Exception as failed:  # the failure of another implementation must not stop the benchmark
             if who == OURS:
                 raise
             reason = f"{type(failed).__name__}: {failed}".partition("\n")[0]
@@ -141,7 +135,7 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
 
 
 def _results(cell: Cell, on: Machine, taken: dict[str, list[float]], errors: dict[str, float]) -> list[Record]:
-    """Rates as the cell's kind has them, ratios of speed (above 1: ours is faster), errors."""
+    """Return the rate for the cell's kind, ratios of speed (above 1: ours is faster), and errors."""
     decode = cell.kind == "decode"
     work, unit = (cell.kv_bytes / 1e9, "GB/s") if decode else (cell.flops / 1e12, "TFLOP/s")
     limit = on.read / 1e9 if decode else on.flops / 1e12
@@ -149,9 +143,9 @@ def _results(cell: Cell, on: Machine, taken: dict[str, list[float]], errors: dic
     rates = {who: work / statistics.median(values) for who, values in taken.items()}
     if decode and cell.kv_bytes < ENOUGH_BYTES:
         share = ONE_SHARE if cell.batch == 1 and cell.context >= 32768 else None
-    aimed = share and share * limit
+    target = share and share * limit
     peers = {who: rate for who, rate in rates.items() if who != OURS}
-    records = [Record(cell.name, rates[OURS], unit, aimed, limit, peers)]
+    records = [Record(cell.name, rates[OURS], unit, target, limit, peers)]
     for who in peers:
         records.append(ratio(f"{cell.name}: speed over {who}", taken[who], taken[OURS], targets(cell).get(who)))
     others = {who: value for who, value in errors.items() if who != OURS}
@@ -160,15 +154,16 @@ def _results(cell: Cell, on: Machine, taken: dict[str, list[float]], errors: dic
 
 
 def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator[Record]:
+    """Measure the kernels that move memory."""
     for name, make in LINES.items():
         title = f"{name}, {tokens} tokens"
         try:
             call, count, nbytes = make(on.device, dtype, tokens)
             taken = race({name: timer(call, count, on.device)}, rounds)[name]
-        except RuntimeError as error:  # no memory for it, or a kernel that cannot be captured in a graph
+        except RuntimeError as error:  # out of memory, or a kernel that cannot be captured in a CUDA graph
             yield not_measured(title, str(error).partition("\n")[0])
             continue
-        # Bytes written count as those read: a stream that only reads may be faster.
+        # Written bytes count like read ones, so a read-only stream may be faster.
         yield Record(title, nbytes / 1e9 / statistics.median(taken), "GB/s", limit=on.read / 1e9)
 
 
@@ -179,8 +174,8 @@ def main(argv: Sequence[str]) -> int:
     every = grid(device, args.quick)
     cells = [cell for cell in every if args.only in cell.name]
     if not cells:
-        _parser().error(f"argument --only: {args.only!r}: in none of {', '.join(cell.name for cell in every)}")
-    on = machine(device, dtype, args.quick)
+        _parser().error(f"argument --only: {args.only!r}: matches none of {', '.join(cell.name for cell in every)}")
+    on = measure_machine(device, dtype, args.quick)
     records = [
         Record("read-only stream", on.read / 1e9, "GB/s"),
         Record("matrix product", on.flops / 1e12, "TFLOP/s"),
@@ -203,12 +198,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     made = parser("kernels", __doc__)
     made.add_argument("--rounds", type=count, default=9, metavar="N")
-    made.add_argument("--only", default="", metavar="TEXT", help="cells whose name has this in it")
+    made.add_argument("--only", default="", metavar="TEXT", help="only cells whose name contains this text")
     return made
 
 
 def table(points: Sequence[Point]) -> None:
-    """Microseconds of one call, a row for each cell."""
+    """Print the microseconds of one call, with a row per cell."""
     present = dict.fromkeys(point.who for point in points)
     width = max((len(point.cell.name) for point in points), default=0)
     print(f"{'us':{width}}  " + "  ".join(f"{who:>16}" for who in present))
@@ -218,7 +213,7 @@ def table(points: Sequence[Point]) -> None:
 
 
 def draw(points: Sequence[Point], on: Machine, file: Path, caption: str) -> None:
-    """A roofline: each cell at its operations per byte (Williams et al. 2009)."""
+    """Draw a roofline, with each cell at its operations per byte (Williams et al. 2009)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

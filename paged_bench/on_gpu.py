@@ -1,9 +1,9 @@
-"""Everything that only a GPU can show, in one go: checks first, then times.
+"""All checks and measurements that need a GPU, in one command: checks first, then timings.
 
     python -m paged_bench.on_gpu [--minutes 30] [--only checks kernels ...]
 
-Results go to kernels/bench/results/<date>-<gpu>/, with the versions and the state of the clocks before and after. What
-fails or runs out of its time is said, and the next step goes on.
+Results go to kernels/bench/results/<date>-<gpu>/, with versions and the clocks before and after. A step that
+fails or exceeds its time is reported, and the next one runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
+RESULTS = ROOT / "kernels/bench/results"
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,utilization.gpu"
 PAGED = "import sys; from client.cli import main; sys.exit(main(sys.argv[1:]))"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -32,16 +32,19 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Step:
+    """One command of the run."""
+
     name: str
-    share: float  # of the time
-    command: tuple[str, ...]  # after the interpreter; {out}: the results' folder
+    share: float  # of the total time
+    command: tuple[str, ...]  # arguments of the interpreter; {out} is the folder of the results
 
     def run(self, out: Path, seconds: float) -> str:
+        """Run the command, with its output in a log. Returns "ok" or what went wrong."""
         command = [sys.executable, *(part.format(out=out) for part in self.command)]
-        environment = os.environ | {"PAGED_TEST_DEVICE": "cuda", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        variables = os.environ | {"PAGED_TEST_DEVICE": "cuda", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         with (out / f"{self.name}.log").open("w") as log:
             try:
-                done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds)
+                done = subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=seconds)
             except subprocess.TimeoutExpired:
                 return f"out of time after {seconds:.0f} s"
         return "ok" if done.returncode == 0 else f"failed with {done.returncode}"
@@ -52,10 +55,13 @@ def _bench(name: str, share: float, *arguments: str, file: str | None = None) ->
     return Step(file or name, share, ("-c", PAGED, "bench", name, "--json", json_file, *arguments))
 
 
-ENGINE = ("equivalence", "speculation", "beams", "transfers", "kv_dtype", "disk", "parallel")
+ENGINE_CHECKS = (
+    "engine/test_equivalence", "scheduling/test_speculation", "scheduling/test_beam_search", "memory/test_transfers",
+    "memory/test_kv_cache", "memory/test_disk", "engine/test_workers",
+)  # fmt: skip
 STEPS = (
     Step("checks", 0.2, ("-m", "pytest", "-q", "tests/kernels", "--deselect", "tests/kernels/test_aot.py")),
-    Step("engine-checks", 0.1, ("-m", "pytest", "-q", *(f"tests/{name}.py" for name in ENGINE))),
+    Step("engine-checks", 0.1, ("-m", "pytest", "-q", *(f"tests/{name}.py" for name in ENGINE_CHECKS))),
     _bench("kernels", 0.15, file="kernels-before-tuning"),
     Step("tune", 0.15, ("-m", "paged_kernels.tune")),
     _bench("kernels", 0.15),
@@ -66,8 +72,8 @@ STEPS = (
 )
 
 
-def facts() -> dict[str, str]:
-    """The GPU's state at this moment, and what the figures were measured with."""
+def environment() -> dict[str, str]:
+    """Return the current state of the GPU, and the versions of packages."""
     query = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader"]
     shown = ""
     if shutil.which(query[0]):
@@ -78,9 +84,9 @@ def facts() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30, help="for all of it")
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps")
-    parser.add_argument("--out", type=Path, help="a folder of its own by default")
+    parser.add_argument("--minutes", type=float, default=30, help="total time")
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run these steps only")
+    parser.add_argument("--out", type=Path, help="folder of the results; default: a new one")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure", file=sys.stderr)
@@ -90,19 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     chip = torch.cuda.get_device_name().replace(" ", "-")
     out = (args.out or RESULTS / f"{started:%Y-%m-%d-%H%M}-{chip}").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    before, deadline, ended = facts(), time.monotonic() + 60 * args.minutes, {}
+    before, deadline, ended = environment(), time.monotonic() + 60 * args.minutes, {}
     for index, step in enumerate(steps):
         left = deadline - time.monotonic()
         print(f"{step.name}: up to {left * _part(steps[index:]):.0f} s ...", flush=True)
         ended[step.name] = step.run(out, left * _part(steps[index:])) if left > 5 else "no time left"
         print(f"  {ended[step.name]}", flush=True)
-        report = {"started": started.isoformat(), "before": before, "after": facts(), "steps": ended}
+        report = {"started": started.isoformat(), "before": before, "after": environment(), "steps": ended}
         (out / "run.json").write_text(json.dumps(report, indent=2) + "\n")
     return int(any(one != "ok" for one in ended.values()))
 
 
 def _part(left: Sequence[Step]) -> float:
-    """The first step's share of what time is left."""
+    """Return the first step's share of the remaining time."""
     return left[0].share / sum(step.share for step in left)
 
 

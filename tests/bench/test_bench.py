@@ -11,16 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from client.cli import main
 from paged_bench import kernels
-from paged_bench._attention import (
-    CONTESTANTS,
-    NO_SHARED_PREFIX,
-    UNQUANTIZED,
-    AttentionInputs,
-    Cell,
-    contestants,
-    error,
-    targets,
-)
+from paged_bench._attention import AttentionInputs, Cell, error
+from paged_bench._attention_contestants import CONTESTANTS, NO_SHARED_PREFIX, UNQUANTIZED, contestants, targets
 from paged_bench._lines import LINES
 from paged_bench._peers import padded
 from paged_bench._report import arguments, parser

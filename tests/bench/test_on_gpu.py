@@ -1,4 +1,4 @@
-"""The one command that measures a GPU, as far as a machine without one can run it."""
+"""The command that runs all GPU checks and measurements, as far as it runs without a GPU."""
 
 import json
 import subprocess
@@ -12,12 +12,12 @@ from paged_bench import on_gpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_exits_with_an_error(capsys):
     assert on_gpu.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_it_goes_on_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path):
+def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path):
     steps = (
         on_gpu.Step("wrong", 0.1, ("-c", "print('here'); raise SystemExit(3)")),
         on_gpu.Step("slow", 0.1, ("-c", "import threading; threading.Event().wait()")),
@@ -37,8 +37,9 @@ def test_it_goes_on_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("step", on_gpu.STEPS, ids=lambda step: step.name)
-def test_its_steps_are_commands_that_exist(step):
+def test_steps_are_existing_commands(step):
     kept = step.command[:4] if step.command[0] == "-c" else step.command[:2]  # … bench NAME, or -m MODULE
     done = subprocess.run([sys.executable, *kept, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
+    assert all((on_gpu.ROOT / part).exists() for part in step.command if part.startswith("tests/"))

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for every chip, in a process of its own, where Triton's interpreter is off."""
+"""Ahead-of-time compilation for every chip, in a subprocess without Triton's interpreter."""
 
 import itertools
 import json
@@ -32,14 +32,14 @@ def check(rows: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_heaviest_configurations_compile_and_spill_next_to_nothing(chip, compiled_environment):
+def test_heaviest_configurations_compile_without_spilling(chip, compiled_environment):
     check(report(compiled_environment, "--chip", chip))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_configuration_compiles_and_spills_next_to_nothing(chip, compiled_environment, hours, figures):
-    """Or as many as there is time for, chosen at random."""
+def test_every_configuration_compiles_without_spilling(chip, compiled_environment, hours, figures):
+    """Compile as many configurations as there is time for, in random order."""
     rows = report(compiled_environment, "--full", "--hours", str(hours), "--chip", chip)
     assert [row for row in rows if not row["fits"]] == []
     figures(f"{len(rows)} configurations")

@@ -1,4 +1,4 @@
-"""block_copy, in the interpreter or on a GPU, and on a CPU, against the reference."""
+"""block_copy against the reference: Triton in the interpreter or on a GPU, and PyTorch on a CPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from paged_kernels.launch_table import DEFAULT_ROW_TILES
 from torch import Tensor
 
 MOVES = [(3, 0), (1, 5), (4, 2)]
-SHAPES = {  # of a block, by what it is aligned to
+SHAPES = {  # shapes of a block, by alignment
     1: [((3,), torch.int8), ((2, 5), torch.int8)],
     2: [((3, 1), torch.float16)],
     4: [((2, 4, 8), torch.int8), ((5,), torch.float32)],
@@ -34,7 +34,7 @@ def make_pair(aligned: int, itself: bool, device: str) -> BlockPair:
 
 
 def check(copy, pair: BlockPair, expected: BlockPair, moves: list[tuple[int, int]], **options: int) -> None:
-    """Every tensor of both caches afterwards, whether or not it should have changed."""
+    """Compare every tensor of both caches after the copy, changed or not."""
     listed = torch.tensor(moves).to(pair.table.device)
     block_copy_reference(expected, listed)
     copy(pair, listed, **options)
@@ -44,26 +44,26 @@ def check(copy, pair: BlockPair, expected: BlockPair, moves: list[tuple[int, int
 
 @pytest.mark.parametrize("itself", [True, False])
 @pytest.mark.parametrize("aligned", SHAPES)
-def test_blocks_arrive_whole_and_nothing_else_changes(aligned, itself, device):
+def test_triton_matches_reference(aligned, itself, device):
     pair = make_pair(aligned, itself, device)
     assert pair.aligned == aligned
     check(block_copy, pair, make_pair(aligned, itself, device), MOVES)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 100])
-def test_few_programs_do_all_of_it(programs, device):
+def test_any_number_of_programs_copies_everything(programs, device):
     check(block_copy, make_pair(16, False, device), make_pair(16, False, device), MOVES, programs=programs)
 
 
 @pytest.mark.parametrize("itself", [True, False])
 @pytest.mark.parametrize("aligned", SHAPES)
-def test_on_a_cpu(aligned, itself):
+def test_cpu_matches_reference(aligned, itself):
     check(block_copy_cpu, make_pair(aligned, itself, "cpu"), make_pair(aligned, itself, "cpu"), MOVES)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to reach across")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("out", [True, False])
-def test_to_and_from_pinned_host_memory(out):
+def test_copies_to_and_from_pinned_host_memory(out):
     def make() -> BlockPair:
         there = make_cache(SHAPES[16], 6, 0, "cuda")
         here = [part.pin_memory() for part in make_cache(SHAPES[16], 7, 1, "cpu")]

@@ -1,4 +1,4 @@
-"""Prefixes that many decode rows share: who shares what, and attention that reads them once."""
+"""Shared prefixes of decode rows: finding the groups, and attention that reads a prefix once."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
 
-# (query_len, context_len, group or None): a group's rows share SHARED[group] tokens, in whole blocks of 16
+# (query_len, context_len, group or None): the rows of a group share SHARED[group] tokens, in whole blocks of 16
 SHARED = (64, 16, 112)
 ROWS = (
     *((1, 70 + 3 * i, 0) for i in range(4)),
@@ -28,7 +28,7 @@ ROWS = (
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
-    """Splits of 32 keys, and a workspace full of NaN: what no program has written must not be read."""
+    """Use splits of 32 keys, and a workspace full of NaN, to detect reads of partials that were not written."""
     monkeypatch.setattr(launch, "MIN_SPLIT", 32)
     monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", 12))
     empty = torch.empty
@@ -37,7 +37,7 @@ def short_splits(monkeypatch):
 
 
 def with_shared_blocks(inputs, device: str, num_groups: int = 5) -> tuple[torch.Tensor, object, Paging]:
-    """The batch, with every group's leading blocks those of its first member; its other members' own are NaN."""
+    """Give all members of a group the leading blocks of its first member; their own blocks become NaN."""
     query, cache, paging = inputs.arrays
     tables = paging.block_tables.clone()
     lens = torch.zeros(len(ROWS), dtype=torch.int32)
@@ -85,7 +85,7 @@ def test_matches_reference(case, dtype, multiprocessors, device, monkeypatch):
     assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_more_members_than_a_tile_holds(device, monkeypatch):
+def test_more_members_than_fit_a_tile(device, monkeypatch):
     monkeypatch.setitem(BATCHES, "many", ((1, 33),) * 23)
     inputs = make_inputs(Case("many", 1, 4, 32), torch.float32, device)
     query, cache, paging = inputs.arrays
@@ -100,25 +100,25 @@ def test_more_members_than_a_tile_holds(device, monkeypatch):
     assert_close(paged_attention(query, cache, paging, **inputs.settings), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_prefix_is_read_by_its_own_pass_alone(device):
-    """With another row's table in front of the group, the pass shows: it reads the leader's blocks for every member."""
+def test_only_the_prefix_pass_reads_shared_blocks(device):
+    """With wrong blocks in a member's table the result is the same: the pass reads the leader's blocks for all."""
     inputs = make_inputs(Case("shared", 1, 4), torch.float32, device)
     query, cache, paging = with_shared_blocks(inputs, device)
     expected = paged_attention(query, cache, paging, **inputs.settings)
     tables = paging.block_tables.clone()
-    tables[1, :4] = tables[1, 4]  # wrong blocks, for a member that is not the leader
+    tables[1, :4] = tables[1, 4]  # wrong blocks for a member that is not the leader
     found = paged_attention(query, cache, replace_paging(paging, block_tables=tables), **inputs.settings)
     assert torch.equal(found, expected)
 
 
-def test_a_sliding_window_ignores_shared_prefixes(device):
+def test_sliding_window_ignores_shared_prefixes(device):
     inputs = make_inputs(Case("shared", 1, 4, sliding_window=50), torch.float32, device)
     query, cache, paging = with_shared_blocks(inputs, device)
     expected = paged_attention_reference(query, cache, paging, **inputs.settings)
     assert_close(paged_attention(query, cache, paging, **inputs.settings), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_cpu_ignores_shared_prefixes():
+def test_cpu_ignores_shared_prefixes():
     inputs = make_inputs(Case("shared", 1, 4), torch.float32)
     query, cache, paging = with_shared_blocks(inputs, "cpu")
     expected = paged_attention_reference(query, cache, paging, **inputs.settings)
@@ -144,11 +144,11 @@ def test_grids_do_not_depend_on_which_rows_share(device):
     assert_close(alone, expected, atol=1e-5, rtol=1e-5)
 
 
-# --- who shares what
+# --- finding groups
 
 
 def tables_of(shared: dict[tuple[int, ...], int], num_seqs: int, columns: int = 200) -> np.ndarray:
-    """Block tables of blocks of 16, all different but for the given rows' leading tokens."""
+    """Make tables of blocks of 16 that are all different, except for the leading tokens of the given rows."""
     tables = np.arange(num_seqs * columns, dtype=np.int32).reshape(num_seqs, columns)
     for rows, tokens in shared.items():
         tables[list(rows), : tokens // 16] = tables[rows[0], : tokens // 16]
@@ -177,25 +177,25 @@ def test_groups_of_different_prefixes_are_found_in_any_order():
     assert groups.max_len == 2992
 
 
-def test_a_common_beginning_does_not_hide_longer_ones():
+def test_common_first_block_does_not_hide_longer_prefixes():
     tables = tables_of({tuple(range(16)): 16}, 16)
     for rows in ((0, 2, 4, 6, 8), (1, 3, 5, 7)):
         tables[list(rows), 1:128] = tables[rows[0], 1:128]
     assert found_groups(find(tables, 2500)) == {(0, 2, 4, 6, 8): 2048, (1, 3, 5, 7): 2048}
 
 
-def test_the_newest_token_of_every_member_is_its_own():
+def test_newest_token_of_a_member_is_never_shared():
     tables = tables_of({(0, 1, 2, 3, 4, 5, 6, 7): 3200}, 8)
     assert found_groups(find(tables, [2064] + [2500] * 7)) == {tuple(range(8)): 2048}
     assert found_groups(find(tables, [2065] + [2500] * 7)) == {tuple(range(8)): 2064}
 
 
-def test_only_decode_rows_share():
+def test_only_decode_rows_form_groups():
     tables = tables_of({tuple(range(8)): 2048}, 8)
     assert found_groups(find(tables, 2500, np.array([1, 1, 1, 7, 1, 0, 1, 1]))) == {(0, 1, 2, 4, 6, 7): 2048}
 
 
-def test_equal_blocks_after_different_ones_are_no_prefix():
+def test_equal_blocks_after_a_difference_are_not_a_prefix():
     tables = tables_of({tuple(range(8)): 2048}, 8)
     tables[3, 2] = 10**6
     assert find(tables, 2500) is None
@@ -206,17 +206,17 @@ def test_equal_blocks_after_different_ones_are_no_prefix():
     [
         (64, 2048, 2304, True),
         (64, 128, 400, False),  # shorter than LEAST_SHARED
-        (2, 2048, 2304, False),  # saves 2,048 tokens of one layer: less than a launch costs
+        (2, 2048, 2304, False),  # saves 2,048 tokens per layer: less than the cost of a launch
         (16, 1024, 1280, True),
-        (64, 256, 3100, False),  # 8 % of what is read
+        (64, 256, 3100, False),  # 8% of all reads
         (1, 2048, 2304, False),
     ],
 )
-def test_what_does_not_pay_is_left_alone(rows, shared, context, pays):
+def test_groups_are_formed_only_if_they_pay_off(rows, shared, context, pays):
     assert (find(tables_of({tuple(range(rows)): shared}, rows), context) is not None) == pays
 
 
-def test_the_shapes_depend_on_the_number_of_rows_only():
+def test_group_shapes_depend_on_the_number_of_rows_only():
     one = find(tables_of({tuple(range(20)): 2048}, 64), 2500)
     two = find(tables_of({tuple(range(0, 64, 2)): 1040, tuple(range(1, 64, 2)): 2048}, 64), 2500)
     for name in ("lens", "members", "group_starts"):
@@ -225,12 +225,12 @@ def test_the_shapes_depend_on_the_number_of_rows_only():
     SharedPrefixes(*(torch.from_numpy(x) for x in (one.lens, one.members, one.group_starts)), one.max_len)
 
 
-def test_more_groups_than_the_grid_holds_keep_those_that_save_most():
+def test_groups_that_save_most_are_kept_if_there_are_too_many():
     pairs = {(2 * i, 2 * i + 1, *range(100 + 4 * i, 104 + 4 * i)): 256 + 16 * i for i in range(25)}
     groups = find(tables_of(pairs, 200), 1000)
     assert sorted(found_groups(groups).values()) == [256 + 16 * i for i in range(9, 25)]
 
 
-def test_gain_is_the_ratio_of_keys_read():
+def test_read_ratio_formula():
     assert read_ratio(64, 2048, 256) == pytest.approx(64 * 2304 / (2048 + 64 * 256))
     assert read_ratio(1, 2048, 256) == 1

@@ -1,4 +1,4 @@
-"""The CPU's paged attention, in PyTorch and in C++ at every level of this machine, against the reference."""
+"""Paged attention on a CPU against the reference: PyTorch, and C++ at every level of this machine."""
 
 import shutil
 import subprocess
@@ -37,8 +37,8 @@ def test_matches_reference(case, dtype):
 @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 64, 77, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 13])
-def test_rows_of_one_group_match_reference(group, head_dim, format):
-    """From one to more than are read in place; among the contexts are less than a vector, and a tile and two keys."""
+def test_groups_of_any_size_match_reference(group, head_dim, format):
+    """Group sizes up to more than are read in place; contexts from less than a vector to a tile and two keys."""
     dtype = torch.bfloat16 if head_dim == 64 else torch.float32
     for batch in ("decode", "padded"):
         test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
@@ -46,7 +46,7 @@ def test_rows_of_one_group_match_reference(group, head_dim, format):
 
 @pytest.fixture
 def threads():
-    """Sets how many work on an operation, until the end of the test."""
+    """Sets the number of threads until the end of the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -58,7 +58,7 @@ LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 1500), (1, 40))}
 @pytest.mark.parametrize("settings", [{}, {"sinks": True, "softcap": 4.0}, {"sliding_window": 700}], ids=str)
 @pytest.mark.parametrize("spans", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
-def test_a_context_is_split_where_sequences_are_few(attend, spans, settings, threads, monkeypatch):
+def test_contexts_are_split_for_few_sequences(attend, spans, settings, threads, monkeypatch):
     monkeypatch.setitem(BATCHES, "long", spans)
     inputs = make_inputs(Case("long", num_kv_heads=1, head_dim=72, **settings), torch.float32)
     expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
@@ -74,7 +74,7 @@ def test_a_context_is_split_where_sequences_are_few(attend, spans, settings, thr
 
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
 @pytest.mark.parametrize("case", [Case("decode"), Case("mixed", format="int8"), Case("prefill", head_dim=128)], ids=str)
-def test_what_is_not_split_is_the_same_on_any_number_of_threads(attend, case, threads):
+def test_unsplit_items_have_the_same_bits_on_any_number_of_threads(attend, case, threads):
     inputs = make_inputs(case, torch.bfloat16)
     found = []
     for count in (1, 2, 5):
@@ -85,7 +85,7 @@ def test_what_is_not_split_is_the_same_on_any_number_of_threads(attend, case, th
 
 
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
-def test_addresses_outside_of_the_pool_are_refused(attend):
+def test_addresses_outside_the_pool_are_rejected(attend):
     query, cache, paging = make_inputs(Case("decode"), torch.float32).arrays
     for block in (-1, len(cache.keys)):
         tables = paging.block_tables.clone()
@@ -94,7 +94,7 @@ def test_addresses_outside_of_the_pool_are_refused(attend):
             attend(query, cache, replace_paging(paging, block_tables=tables), scale=1.0)
     with pytest.raises(RuntimeError, match="sequence 4: context of 130, block table of 8"):
         attend(query, cache, replace_paging(paging, block_tables=paging.block_tables[:, :8]), scale=1.0)
-    with pytest.raises(RuntimeError, match="sequence 4: its queries lie outside"):
+    with pytest.raises(RuntimeError, match="sequence 4: its query rows are outside"):
         attend(query[:4], cache, paging, scale=1.0)
     too_many, _ = make_paging(((5, 3),), 16)
     with pytest.raises(RuntimeError, match="5 queries, context of 3"):
@@ -109,7 +109,7 @@ def test_larger_sample_matches_reference(in_time, figures):
 
 
 @pytest.mark.parametrize("settings", [{}, {"softcap": 3.0}, {"sliding_window": 300}], ids=str)
-def test_a_chunk_longer_than_a_query_tile(settings, monkeypatch):
+def test_chunk_longer_than_a_query_tile(settings, monkeypatch):
     monkeypatch.setattr(cpu, "QUERY_TILE", 16)
     inputs = make_inputs(Case("mixed"), torch.float32)
     inputs.settings.update(settings)
@@ -126,13 +126,13 @@ def test_layers_of_a_step_share_one_plan():
     assert len(paging.derived) == 2
 
 
-def test_a_window_gathers_only_its_own_blocks():
+def test_window_gathers_only_its_own_blocks():
     paging, num_blocks = make_paging(((1, 4000), (1, 3000)), 16)
     calls = cpu._plan(paging, torch.Size((num_blocks, 1, 16, 8)), torch.float32, window=64)
     assert sum(call.keys.shape[0] * call.keys.shape[2] for call in calls) <= 2 * (64 + 2 * 16)
 
 
-def test_decode_rows_of_very_different_length_are_not_padded_to_the_longest():
+def test_decode_rows_of_different_length_are_not_padded_to_the_longest():
     context_lens = [30, 8000, 500, 40, 7900, 35, 510]
     paging, num_blocks = make_paging(tuple((1, n) for n in context_lens), 16)
     calls = cpu._plan(paging, torch.Size((num_blocks, 3, 16, 64)), torch.float32, window=None)
@@ -142,7 +142,7 @@ def test_decode_rows_of_very_different_length_are_not_padded_to_the_longest():
     assert sorted(torch.cat([call.rows for call in calls]).tolist()) == list(range(7))
 
 
-def test_more_queries_than_context_is_a_bug_of_the_caller():
+def test_more_queries_than_context_fail_an_assertion():
     query, cache, _ = make_inputs(Case(), torch.float32).arrays
     paging, _ = make_paging(((5, 3),), 16)
     with pytest.raises(AssertionError, match="5 queries, context of 3"):
@@ -161,7 +161,7 @@ def test_dispatch_reaches_the_cpu_implementation():
     assert cache.values[slot // 16, :, slot % 16].eq(1).all()
 
 
-def test_a_cpu_needs_no_triton(compiled_environment):
+def test_cpu_operations_do_not_import_triton(compiled_environment):
     script = """
 import sys
 sys.modules["triton"] = None  # an import of it fails

@@ -1,4 +1,4 @@
-"""How the CPU's kernels are compiled and found; what serves where they are not."""
+"""The build of the C++ kernels, their selection, and the fallback without them."""
 
 import logging
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 from paged_kernels import ops
 from paged_kernels.cpu import build, native
 
-# Writes its last argument's file, but knows no tiles.
+# A fake compiler that writes the output file, and rejects the flags of AMX tiles.
 COMPILER = """#!/bin/sh
 case "$*" in *-mamx-tile*|*{refuses}*) echo "level.cpp:1: error: unknown flag" >&2; exit 1;; esac
 for target; do :; done
@@ -29,7 +29,7 @@ def compiler(tmp_path, monkeypatch):
     return make
 
 
-def test_a_level_that_the_compiler_does_not_know_is_left_out(compiler, monkeypatch, capsys):
+def test_level_unknown_to_the_compiler_is_skipped(compiler, monkeypatch, capsys):
     compiler(refuses="nothing")
     monkeypatch.setitem(build.LEVELS, "amx", "-mamx-tile")
     assert build.main() == 0
@@ -41,7 +41,7 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out(compiler, monkeypat
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_failed_build_says_why_and_leaves_nothing(compiler, monkeypatch, capsys, missing):
+def test_failed_build_reports_the_error_and_leaves_no_library(compiler, monkeypatch, capsys, missing):
     compiler(refuses="binding.cpp")
     if missing:
         monkeypatch.setenv("CXX", "no-such-compiler")
@@ -51,7 +51,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(compiler, monkeypatch, capsy
     assert not build.library().exists()
 
 
-def test_other_sources_are_another_library(tmp_path, monkeypatch):
+def test_changed_sources_change_the_library_name(tmp_path, monkeypatch):
     before = build.library()
     for source in build.SOURCES.iterdir():
         (tmp_path / source.name).write_bytes(source.read_bytes())
@@ -61,7 +61,7 @@ def test_other_sources_are_another_library(tmp_path, monkeypatch):
     assert build.library() != before
 
 
-def test_without_them_pytorch_serves_and_the_log_says_how_to_mend_it(tmp_path, monkeypatch, caplog):
+def test_without_compiled_kernels_pytorch_is_used_and_a_warning_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(native, "library", lambda: tmp_path / "none.so")
     monkeypatch.setattr(native, "levels", native.levels.__wrapped__)
     with caplog.at_level(logging.WARNING):
@@ -72,7 +72,7 @@ def test_without_them_pytorch_serves_and_the_log_says_how_to_mend_it(tmp_path, m
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
-def test_a_level_is_chosen_by_name(compiled_environment, monkeypatch):
+def test_level_is_selected_by_environment_variable(compiled_environment, monkeypatch):
     script = "from paged_kernels.cpu import native; print(native.level())"
     asked = compiled_environment | {native.LEVEL: "plain"}
     said = subprocess.run([sys.executable, "-c", script], check=True, env=asked, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A decoder layer in one call, against its operations one after the other."""
+"""A decoder layer in one call against its operations in sequence."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def made(*, dtype, biased, head_norms, rotates, codes, **settings):
     )  # fmt: skip
 
 
-def one_after_the_other(layer, output, residual, cos, sin, cache, paging, level):
+def run_operations(layer, output, residual, cos, sin, cache, paging, level):
     normed, total = add_rms_norm(output, residual, layer.norm, layer.eps, level=level)
     heads = linear(normed, layer.qkv, layer.qkv_bias, level=level).view(len(output), -1, HEAD_DIM)
     query, key, value = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
@@ -75,7 +75,7 @@ PLAIN = {"biased": False, "head_norms": False, "rotates": True, "codes": False}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", native.levels())
-def test_gives_bit_for_bit_what_its_operations_give(level, kind, dtype, format, first, batch):
+def test_decoder_layer_matches_its_operations_bit_for_bit(level, kind, dtype, format, first, batch):
     layer = made(dtype=dtype, **PLAIN | KINDS[kind])
     case = Case(batch, num_kv_heads=KV_HEADS, group=GROUP, head_dim=HEAD_DIM, format=format)
     (_, cache, paging), other = (make_inputs(case, dtype).arrays, make_inputs(case, dtype).arrays[1])
@@ -84,7 +84,7 @@ def test_gives_bit_for_bit_what_its_operations_give(level, kind, dtype, format, 
     angles = torch.randn(tokens, HEAD_DIM)
     stream = output, None if first else residual, angles.cos().to(dtype)[None], angles.sin().to(dtype)[None]
     found = layer.bind(level=level)(*stream, cache, paging)
-    expected = one_after_the_other(layer, *stream, other, paging, level)
+    expected = run_operations(layer, *stream, other, paging, level)
     used = torch.arange(tokens) < paging.query_starts[-1]
     for one, another in zip(found, expected, strict=True):
         assert torch.equal(one[used], another[used])
@@ -92,16 +92,16 @@ def test_gives_bit_for_bit_what_its_operations_give(level, kind, dtype, format, 
         assert torch.equal(one.nan_to_num(7.0), another.nan_to_num(7.0))
 
 
-def test_angles_of_two_types_are_refused():
+def test_angles_of_different_types_are_rejected():
     layer = made(dtype=torch.float32, **PLAIN)
     _, cache, paging = make_inputs(Case("decode", group=GROUP, head_dim=HEAD_DIM), torch.float32).arrays
     rows = torch.randn(len(paging.slots), HIDDEN)
     angles = torch.randn(1, len(paging.slots), HEAD_DIM)
-    with pytest.raises(RuntimeError, match="cos and sin are of different types"):
+    with pytest.raises(RuntimeError, match="cos and sin have different types"):
         layer.bind()(rows, None, angles, angles.bfloat16(), cache, paging)
 
 
-def test_the_time_of_each_kind_is_kept():
+def test_time_of_each_operation_is_counted():
     layer = made(dtype=torch.float32, **PLAIN)
     _, cache, paging = make_inputs(Case("decode", group=GROUP, head_dim=HEAD_DIM), torch.float32).arrays
     angles = torch.randn(1, len(paging.slots), HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Linear layers in C++, at every level of this machine, against products in float64."""
+"""Linear layers in C++ at every level of this machine, against products in float64."""
 
 import pytest
 import torch
@@ -10,7 +10,15 @@ from torch.testing import assert_close
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ROWS = [*range(1, 18), 24, 31, 33, 64, 65, 130]  # one panel of each height, several, more than a thread takes at a time
+ROWS = [
+    *range(1, 18),
+    24,
+    31,
+    33,
+    64,
+    65,
+    130,
+]  # one panel of each height, several panels, more rows than a thread processes at a time
 NEAR = {
     torch.float32: dict(rtol=1e-5, atol=1e-4),
     torch.float16: dict(rtol=1e-3, atol=1e-4),
@@ -22,7 +30,7 @@ SHAPES = [(1, 1), (16, 2), (5, 33), (17, 16), (70, 48), (80, 47), (129, 576)]  #
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_gives_the_product_in_every_number_of_rows(level, shape, dtype):
+def test_product_for_any_number_of_rows(level, shape, dtype):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     packed = pack_linear(weight)
@@ -36,7 +44,7 @@ def test_gives_the_product_in_every_number_of_rows(level, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_codes_are_multiplied_by_their_outputs_scales(level, dtype):
+def test_int8_weights_are_scaled_per_output(level, dtype):
     torch.manual_seed(0)
     codes, scales = torch.randint(-127, 128, (70, 33), dtype=torch.int8), torch.rand(70) / 127
     packed, bias = pack_linear(codes, scales), torch.randn(70).to(dtype)
@@ -48,7 +56,7 @@ def test_codes_are_multiplied_by_their_outputs_scales(level, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_what_a_row_gives_does_not_depend_on_the_rows_beside_it(level, dtype):
+def test_row_result_does_not_depend_on_other_rows(level, dtype):
     torch.manual_seed(0)
     x, packed = torch.randn(130, 96).to(dtype), pack_linear(torch.randn(200, 96).to(dtype))
     together = linear(x, packed, level=level)
@@ -58,7 +66,7 @@ def test_what_a_row_gives_does_not_depend_on_the_rows_beside_it(level, dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_any_number_of_threads_gives_the_same(threads):
+def test_number_of_threads_does_not_change_bits(threads):
     torch.manual_seed(0)
     x, packed = torch.randn(130, 96), pack_linear(torch.randn(500, 96))
     before, expected = torch.get_num_threads(), linear(x, packed)
@@ -79,11 +87,11 @@ def test_rows_may_have_any_shape_and_stride():
         assert_close(linear(x, packed), F.linear(x, weight))
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_types_and_sizes_are_rejected():
     x, packed, bias = torch.randn(2, 24), pack_linear(torch.randn(40, 24)), torch.randn(40)
     codes, scales = torch.ones(40, 24, dtype=torch.int8), torch.rand(40)
     for rows, weight, added, message in (
-        (x.bfloat16(), packed, None, "the weight is of another type than x"),
+        (x.bfloat16(), packed, None, "the weight and x have different types"),
         (torch.randn(2, 23), packed, None, "rows of 23 for a weight of 24 inputs"),
         (x, packed._replace(out_features=60), None, "a weight of 1152 elements for 24 inputs and 60 outputs"),
         (x, packed, bias[:39], "bias must be 40 dense elements of the right type"),
@@ -100,7 +108,7 @@ def test_what_does_not_fit_is_refused():
         linear(x, packed, level="sse")
 
 
-def test_no_inputs_give_the_bias():
+def test_zero_inputs_give_the_bias():
     bias = torch.randn(40)
     assert torch.equal(linear(torch.randn(3, 0), pack_linear(torch.randn(40, 0)), bias), bias.expand(3, 40))
 

@@ -1,4 +1,4 @@
-"""kv_write, in the interpreter, on a GPU and on a CPU, against the reference."""
+"""kv_write against the reference: in the interpreter, on a GPU and on a CPU."""
 
 from functools import partial
 
@@ -27,8 +27,10 @@ def make_inputs(
     strided: bool,
     format: str | None,
 ) -> tuple[Tensor, Tensor, LayerCache, Tensor]:
-    """Nine tokens for random slots, two of them padding, with elements of every size, zeros, and what is not finite;
-    strided: slices of a joint row and a joint pool."""
+    """Make nine tokens with random slots, two of them padding, with elements of every size, zeros, NaN and infinities.
+
+    strided: slices of a joint row and a joint pool.
+    """
     generator = torch.Generator().manual_seed(0)
     packed = torch.randn((9, 2, num_kv_heads, head_dim), generator=generator)
     packed *= torch.exp2(torch.randint(-12, 4, packed.shape, generator=generator))
@@ -42,7 +44,7 @@ def make_inputs(
 
 
 def check(write, shape: tuple[int, int, int], dtype: torch.dtype, device: str, strided: bool, format: str | None):
-    """The same bits everywhere: a block has one content, whoever wrote it."""
+    """Require the same bits: a block does not depend on the implementation that wrote it."""
     expected, actual = (make_inputs(*shape, dtype, device, strided, format) for _ in range(2))
     kv_write_reference(*expected)
     write(*actual)

@@ -1,4 +1,4 @@
-"""What lies between the attentions: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
+"""Norms, SwiGLU and rotary embedding: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ TOLERANCES = {
 
 
 def implementations(*, on_cpu, compiled, triton):
-    """(implementation, device or None for where Triton runs, type)."""
+    """List (implementation, device, type); the device None stands for that of Triton."""
     levels = [partial(compiled, level=level) for level in native.levels()]
     return [
         *((triton, None, dtype) for dtype in TRITON_DTYPES),
@@ -87,8 +87,10 @@ SHAPES = [(1, 1, 2, 4), (9, 3, 64, 16), (18, 2, 80, 8)]
 
 
 def rotation(num_heads, num_kv_heads, head_dim, block_size, *, dtype, device, format, norm, joint):
-    """Arguments of `rope_kv_write`: seven tokens, two of them without a slot. Joint: slices of one row, as a fused
-    projection gives them, and of a pool for both keys and values."""
+    """Make arguments of `rope_kv_write`: seven tokens, two of them without a slot.
+
+    joint: query, key and value are slices of one row, as from a fused projection, and the pools slices of one tensor.
+    """
     sizes = [num_heads, num_kv_heads, num_kv_heads]
     heads = list(normal(7, sum(sizes), head_dim, dtype=dtype, device=device).split(sizes, dim=1))
     if not joint:
@@ -109,19 +111,19 @@ def rotation(num_heads, num_kv_heads, head_dim, block_size, *, dtype, device, fo
 @pytest.mark.parametrize(("implementation", "where", "dtype"), ROTATIONS, ids=name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope_kv_write(shape, implementation, where, dtype, format, norm, joint, device):
-    facts = dict(dtype=dtype, device=where or device, format=format, norm=norm, joint=joint)
-    (actual, named), (expected, _) = rotation(*shape, **facts), rotation(*shape, **facts)
+    options = dict(dtype=dtype, device=where or device, format=format, norm=norm, joint=joint)
+    (actual, named), (expected, _) = rotation(*shape, **options), rotation(*shape, **options)
     query, wanted = implementation(*actual, **named), rope_kv_write_reference(*expected, **named)
     assert_close(query, wanted, **TOLERANCES[dtype])
     cache, right = actual[5], expected[5]
     assert right.keys.float().any()
-    if implementation is not rope_kv_write_cpu and not norm:  # a block has one content, whoever wrote it
+    if implementation is not rope_kv_write_cpu and not norm:  # a block has the same bits from every implementation
         assert torch.equal(query, wanted)
         assert all(torch.equal(one, other) for one, other in zip(cache.tensors, right.tensors, strict=True))
     if format is None:
         assert_close(cache.keys, right.keys, **TOLERANCES[dtype])
         assert torch.equal(cache.values, right.values)
-    else:  # the nearest code, or where rounding went the other way, the next one
+    else:  # the nearest code, or the next one after different rounding
         assert_close(cache.key_scales, right.key_scales, **TOLERANCES[dtype])
         read = [c.keys.float() * c.key_scales[..., None] for c in (cache, right)]
         assert_close(*read, rtol=0.13, atol=2 * float(right.key_scales.max()))
@@ -130,10 +132,10 @@ def test_rope_kv_write(shape, implementation, where, dtype, format, norm, joint,
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS.values()])
-def test_what_is_rotated_in_one_launch_is_written_as_kv_write_writes_it(format, device):
-    """With angles of 0 nothing turns, and both writes must leave the same bits."""
-    facts = dict(dtype=torch.float32, device=device, format=format, norm=False, joint=True)
-    (one, _), (other, _) = (rotation(9, 3, 64, 16, **facts) for _ in range(2))
+def test_rope_kv_write_and_kv_write_store_the_same_bits(format, device):
+    """With angles of 0 nothing is rotated, and both writes must store the same bits."""
+    options = dict(dtype=torch.float32, device=device, format=format, norm=False, joint=True)
+    (one, _), (other, _) = (rotation(9, 3, 64, 16, **options) for _ in range(2))
     query, key, value, cos, sin, cache, slots = one
     turned = rope_kv_write(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), cache, slots)
     kv_write_reference(other[1], other[2], other[5], slots)
@@ -141,11 +143,11 @@ def test_what_is_rotated_in_one_launch_is_written_as_kv_write_writes_it(format, 
     assert all(torch.equal(*pair) for pair in zip(cache.tensors, other[5].tensors, strict=True))
 
 
-def test_the_angles_are_those_of_transformers():
+def test_rotation_matches_transformers():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    facts = dict(dtype=torch.float32, device="cpu", format=None, norm=False, joint=True)
-    arguments, _ = rotation(9, 3, 64, 16, **facts)
+    options = dict(dtype=torch.float32, device="cpu", format=None, norm=False, joint=True)
+    arguments, _ = rotation(9, 3, 64, 16, **options)
     query, key, _, cos, sin, cache, slots = arguments
     expected = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
     found = ops.rope_kv_write(*arguments)
@@ -155,16 +157,16 @@ def test_the_angles_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("level", native.levels())
-def test_angles_may_have_more_digits_than_the_model(level):
-    facts = dict(dtype=torch.bfloat16, device="cpu", format=None, norm=False, joint=True)
-    (one, _), (other, _) = (rotation(9, 3, 64, 16, **facts) for _ in range(2))
+def test_angles_may_have_higher_precision_than_the_model(level):
+    options = dict(dtype=torch.bfloat16, device="cpu", format=None, norm=False, joint=True)
+    (one, _), (other, _) = (rotation(9, 3, 64, 16, **options) for _ in range(2))
     cos, sin = (torch.randn(7, 64, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
     found = native.rope_kv_write(*one[:3], cos, sin, *one[5:], level=level)
     assert torch.equal(found, rope_kv_write_reference(*other[:3], cos, sin, *other[5:]))
     assert all(map(torch.equal, one[5].tensors, other[5].tensors))
 
 
-def test_a_head_without_halves_is_refused():
+def test_odd_head_dim_is_rejected():
     arguments, _ = rotation(2, 1, 2, 4, dtype=torch.float32, device="cpu", format=None, norm=False, joint=False)
     odd = [x[..., :1] for x in arguments[:5]]
     cache = make_cache(torch.zeros((16, 2, 1, 4, 1)), None, strided=False)

@@ -1,4 +1,4 @@
-"""The Triton kernel, in the interpreter or on a GPU, against the reference; the reference against torch."""
+"""The Triton kernels, in the interpreter or on a GPU, against the reference; the reference against torch."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_fp16_matches_reference(case, device):
     check(case, torch.float16, device)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies bf16 wrongly")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies bf16 incorrectly")
 @pytest.mark.parametrize("case", sample(84, seed=2), ids=str)
 def test_bf16_matches_reference(case, device):
     check(case, torch.bfloat16, device)
@@ -81,7 +81,7 @@ def test_reference_softcap_and_sinks_equal_their_formula():
         assert_close(actual[row, 0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
+def test_row_does_not_depend_on_the_rest_of_the_batch(device):
     inputs = make_inputs(Case("decode"), torch.float32, device)
     query, cache, paging = inputs.arrays
     together = paged_attention(query, cache, paging, scale=0.1)
@@ -102,13 +102,13 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(device):
         (Case(block_size=512), {}, r"block_size=512: must be a power of two in 1..256"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(case, settings, message, device):
+def test_setting_out_of_range_is_rejected_by_name(case, settings, message, device):
     inputs = make_inputs(case, torch.float32, device)
     with pytest.raises(ValueError, match=message):
         paged_attention(*inputs.arrays, **{**inputs.settings, **settings})
 
 
-def test_heads_that_do_not_divide_are_refused_by_name(device):
+def test_indivisible_heads_are_rejected_by_name(device):
     query, cache, paging = make_inputs(Case(num_kv_heads=2), torch.float32, device).arrays
     with pytest.raises(ValueError, match=r"num_heads=5: must be a multiple of num_kv_heads=2"):
         paged_attention(query[:, :5], cache, paging, scale=1.0)

@@ -1,4 +1,4 @@
-"""What one byte an element costs: bounds that follow from the formats, and what must never be lost."""
+"""Quantized pools: error bounds of the formats, and the treatment of NaN and infinity."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ ON_CPU = [attend_cpu, *(partial(compiled.paged_attention, level=level) for level
 
 
 def rows() -> Tensor:
-    """[rows, head_dim]: normal ones, of every magnitude within a row and between rows, and one element alone."""
+    """Make rows [rows, head_dim]: normal, of all magnitudes within or between rows, and with one nonzero element."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn((4, 500, 64), generator=generator)
     drawn[1] *= torch.exp2(torch.randint(-20, 20, drawn[1].shape, generator=generator))
@@ -32,7 +32,7 @@ def round_trip(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
-def test_the_error_of_an_element_is_bounded_by_the_format(dtype):
+def test_quantization_error_is_within_the_bound_of_the_format(dtype):
     x = rows()
     top = x.abs().amax(dim=-1, keepdim=True)
     bound = top / 254 if dtype == torch.int8 else torch.maximum(x.abs() / 16, top / 458752)
@@ -45,7 +45,7 @@ def test_the_error_of_an_element_is_bounded_by_the_format(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
 def test_codes_are_the_nearest_with_ties_to_even(dtype):
-    """Against a search over all codes of the format, on a grid with every tie."""
+    """Compare with a search over all codes of the format, on a grid with every tie."""
     every = torch.arange(-128, 128, dtype=torch.int8).view(dtype).float()
     every = every[every.abs() <= MAX_CODE[dtype]].unique()
     x = torch.cat([every, (every[1:] + every[:-1]) / 2])
@@ -59,11 +59,11 @@ def test_codes_are_the_nearest_with_ties_to_even(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
 @pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_what_is_finite_stays_finite_and_what_is_not_stays_visible(dtype, of):
+def test_finite_rows_stay_finite_and_others_become_nan(dtype, of):
     limits = torch.finfo(of)
     x = torch.randn(6, 8).to(of)
     x[0], x[2] = 0, limits.smallest_normal
-    x[1] = limits.max * (1 - 2**-20)  # in fp32 the largest number itself may be rounded up, to infinity
+    x[1] = limits.max * (1 - 2**-20)  # in fp32 the largest number itself might be rounded up to infinity
     finite = round_trip(x, dtype)
     assert finite.isfinite().all()
     assert not finite[0].any()
@@ -78,7 +78,7 @@ def test_what_is_finite_stays_finite_and_what_is_not_stays_visible(dtype, of):
 
 @pytest.mark.parametrize("format", FORMATS.values())
 @pytest.mark.parametrize("attend", [paged_attention, *ON_CPU, paged_attention_reference])
-def test_a_nan_reaches_those_that_attend_to_it_and_no_other(attend, format, device):
+def test_nan_affects_only_rows_that_attend_to_it(attend, format, device):
     place = "cpu" if attend in ON_CPU else device
     case = Case("decode", format=format)
     for pool in ("key_scales", "value_scales"):
@@ -95,8 +95,8 @@ def test_a_nan_reaches_those_that_attend_to_it_and_no_other(attend, format, devi
 
 @pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**12])
 @pytest.mark.parametrize("format", FORMATS.values())
-def test_weights_times_scales_keep_their_digits_in_fp16(format, factor, device):
-    """The scale of a value is folded into fp16 weights: values that are tiny or huge must not cost them their bits."""
+def test_fp16_precision_does_not_depend_on_value_scales(format, factor, device):
+    """The scale of a value is folded into the fp16 weights: tiny or huge values must not cost precision."""
     query, cache, paging = make_inputs(Case("mixed", format=format), torch.float16, device).arrays
     cache.value_scales.mul_(factor)
     expected = paged_attention_reference(query.float(), cache, paging, scale=0.1)
@@ -104,8 +104,8 @@ def test_weights_times_scales_keep_their_digits_in_fp16(format, factor, device):
     assert (found.float() - expected).abs().amax() <= 2e-3 * expected.abs().amax()
 
 
-def test_a_write_then_a_read_gives_the_key_back(device):
-    """Through the kernels: attention with one visible key is the value of that key."""
+def test_written_value_is_read_back(device):
+    """Attention with one visible key returns the value of that key."""
     for dtype in FORMATS:
         pools = [torch.zeros(2, 1, 4, 64).to(device, dtype) for _ in range(2)]
         cache = LayerCache(*pools, *(torch.zeros(2, 1, 4, device=device) for _ in range(2)))

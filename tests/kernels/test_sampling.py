@@ -1,4 +1,4 @@
-"""sample, in the interpreter or on a GPU, and on a CPU, against the reference; the noise, against what it should be."""
+"""sample against the reference, in the interpreter or on a GPU and on a CPU; the distribution of its noise."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 from torch import Tensor
 
 OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
-FILTERS = [  # every filter alone and with the others, at its ends, and off
+FILTERS = [  # every filter alone and combined, at its extremes, and off
     {},
     {"top_k": 1},
     {"top_k": 7},
@@ -28,7 +28,7 @@ SEEDS = [0, 1, 2, -1, 2**32, 2**63 - 1, -(2**63)]
 POSITIONS = [0, 1, 2, 40_000, 2**32, 2**40 + 1, 7]
 
 
-def make_draws(scales: list[float], filters: list[dict] | None = None, seed: int = 0) -> SamplingMetadata:
+def make_metadata(scales: list[float], filters: list[dict] | None = None, seed: int = 0) -> SamplingMetadata:
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([(OFF | one)[name] for one in filters], dtype=dtype)
 
@@ -43,18 +43,20 @@ def make_draws(scales: list[float], filters: list[dict] | None = None, seed: int
     )
 
 
-def moved(draws: SamplingMetadata | None, device: str) -> SamplingMetadata | None:
-    if draws is None:
+def to_device(metadata: SamplingMetadata | None, device: str) -> SamplingMetadata | None:
+    if metadata is None:
         return None
-    filters = draws.filters and SamplingFilters(*(one.to(device) for one in vars(draws.filters).values()))
-    return SamplingMetadata(draws.scales.to(device), draws.seeds.to(device), draws.positions.to(device), filters)
+    filters = metadata.filters and SamplingFilters(*(one.to(device) for one in vars(metadata.filters).values()))
+    return SamplingMetadata(
+        metadata.scales.to(device), metadata.seeds.to(device), metadata.positions.to(device), filters
+    )
 
 
-def check(logits: Tensor, draws: SamplingMetadata | None, device: str) -> Tensor:
-    """The same token from all three; returns them."""
-    expected = sample_reference(logits, draws)
-    assert torch.equal(sample_cpu(logits, draws), expected)
-    assert torch.equal(sample(logits.to(device), moved(draws, device)).cpu(), expected)
+def check(logits: Tensor, metadata: SamplingMetadata | None, device: str) -> Tensor:
+    """Require the same tokens from all three implementations, and return them."""
+    expected = sample_reference(logits, metadata)
+    assert torch.equal(sample_cpu(logits, metadata), expected)
+    assert torch.equal(sample(logits.to(device), to_device(metadata, device)).cpu(), expected)
     return expected
 
 
@@ -62,7 +64,7 @@ def random_logits(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn((num_rows, vocab), generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_the_noise_is_the_same_integers_everywhere(device):
+def test_random_bits_are_the_same_in_all_implementations(device):
     expected = [
         [noise_bits_reference(*row, token) for token in range(60)] for row in zip(SEEDS, POSITIONS, strict=True)
     ]
@@ -72,19 +74,19 @@ def test_the_noise_is_the_same_integers_everywhere(device):
     assert len({number for row in expected for number in row}) == 60 * len(SEEDS)
 
 
-def test_the_noise_has_its_digits_where_it_is_large(device):
+def test_large_noise_has_full_precision(device):
     bits, noise = (
         one.cpu() for one in sampling_noise(torch.arange(8).to(device), torch.zeros(8).long().to(device), 4096)
     )
     numbers = (bits.double() + 0.5) / 2**32
-    assert numbers.min() < 2**-12, "or there is nothing to see"
+    assert numbers.min() < 2**-12, "no small number among these"
     expected, large = -torch.log(-torch.log1p(-numbers)), numbers < 0.5
     torch.testing.assert_close(noise[large].double(), expected[large], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(noise.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_integers_stay_what_they_are():
-    """A seed gives the same tokens after an update of this program."""
+def test_random_bits_do_not_change_between_releases():
+    """A seed gives the same tokens in every release."""
     found = [noise_bits_reference(*one) for one in ((0, 0, 0), (7, 3, 49_151), (-1, 2**40, 128_255))]
     assert found == [4064810998, 3235688526, 2474729212]
 
@@ -93,37 +95,37 @@ def test_the_integers_stay_what_they_are():
 @pytest.mark.parametrize("vocab", [1, 50, 4096, 4100])
 def test_greedy_and_random_rows_without_filters(vocab, dtype, device):
     logits = random_logits(8, vocab).to(dtype)
-    draws = make_draws([1.0, 0.0, 0.5, 2.0, 10.0, 0.0, 1e6, 0.01])
+    metadata = make_metadata([1.0, 0.0, 0.5, 2.0, 10.0, 0.0, 1e6, 0.01])
     assert torch.equal(check(logits, None, device), logits.float().argmax(-1))
-    tokens = check(logits, draws, device)
+    tokens = check(logits, metadata, device)
     assert torch.equal(tokens[[1, 5, 6]], logits.float()[[1, 5, 6]].argmax(-1))
 
 
 def test_filters(device):
-    """In half of the rows logits of few values: equal ones stay or go together."""
+    """Half of the rows have few distinct logits: equal ones are kept or dropped together."""
     logits = random_logits(len(FILTERS), 300, seed=1)
     logits[1::2] = logits[1::2].round()
-    check(logits, make_draws([1.0, 0.5, 2.0, 0.7] * 3, FILTERS), device)
+    check(logits, make_metadata([1.0, 0.5, 2.0, 0.7] * 3, FILTERS), device)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_filters_on_a_cpu(ties):
-    """Several draws of each, so that what is left out and what is not both show."""
+    """Sample several times, so that kept and dropped tokens both show."""
     for index, filters in enumerate(FILTERS):
         for vocab in (3, 120):
             logits = random_logits(1, vocab, seed=index).expand(20, -1)
             logits = logits.round() if ties else logits
-            draws = make_draws([1.0, 0.3] * 10, [filters] * 20, seed=index)
-            assert torch.equal(sample_cpu(logits, draws), sample_reference(logits, draws)), (filters, vocab)
+            metadata = make_metadata([1.0, 0.3] * 10, [filters] * 20, seed=index)
+            assert torch.equal(sample_cpu(logits, metadata), sample_reference(logits, metadata)), (filters, vocab)
 
 
 def test_filters_over_several_tiles(device):
     logits = random_logits(3, 5000, seed=2)
-    check(logits, make_draws([1.0] * 3, [{"top_k": 50}, {"top_p": 0.9}, {}]), device)
+    check(logits, make_metadata([1.0] * 3, [{"top_k": 50}, {"top_p": 0.9}, {}]), device)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: infinity less infinity
-def test_a_row_that_is_not_finite_draws_nothing_and_hurts_no_other(device):
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from the interpreter: infinity - infinity
+def test_nonfinite_row_gives_minus_one_and_does_not_affect_others(device):
     inf, nan = torch.inf, torch.nan
     logits = random_logits(8, 20, seed=3)
     clean = logits.clone()
@@ -134,10 +136,10 @@ def test_a_row_that_is_not_finite_draws_nothing_and_hurts_no_other(device):
     logits[5] = -inf
     logits[6, 4], logits[6, 6] = nan, inf
     for filters in (None, [{"top_k": 4}, {"top_p": 0.9}] * 4):
-        draws = make_draws([1.0] * 8, filters)
-        tokens = check(logits, draws, device)
+        metadata = make_metadata([1.0] * 8, filters)
+        tokens = check(logits, metadata, device)
         assert tokens[1:7].tolist() == [-1, -1, -1, 0, -1, -1]
-        assert torch.equal(tokens[[0, 7]], sample_cpu(clean, draws)[[0, 7]])
+        assert torch.equal(tokens[[0, 7]], sample_cpu(clean, metadata)[[0, 7]])
     greedy = check(logits, None, device)
     assert greedy[1:7].tolist() == [-1, -1, -1, 0, -1, -1]
     wide = random_logits(2, 9000, seed=4)
@@ -145,47 +147,47 @@ def test_a_row_that_is_not_finite_draws_nothing_and_hurts_no_other(device):
     assert check(wide, None, device)[0] == -1
 
 
-def test_of_equal_scores_the_first(device):
+def test_lowest_token_of_equal_scores_wins(device):
     logits = torch.zeros(2, 9000)
     logits[:, [17, 400, 8000]] = 5.0
     assert check(logits, None, device).tolist() == [17, 17]
-    assert check(logits, make_draws([0.0, 1e6]), device)[0] == 17
+    assert check(logits, make_metadata([0.0, 1e6]), device)[0] == 17
 
 
-def test_both_zeros_are_one_logit(device):
+def test_positive_and_negative_zero_are_equal_logits(device):
     logits = torch.tensor([[-3.0, 0.0, -0.0, -5.0]]).expand(6, -1)
-    assert set(check(logits, make_draws([1.0] * 6, [{"top_k": 1}] * 6, seed=2), device).tolist()) == {1, 2}
+    assert set(check(logits, make_metadata([1.0] * 6, [{"top_k": 1}] * 6, seed=2), device).tolist()) == {1, 2}
 
 
-def test_a_row_draws_what_it_draws_alone(device):
-    """Whatever is beside it, and however its memory is laid out."""
+def test_sample_of_a_row_does_not_depend_on_the_batch(device):
+    """Neither on the other rows, nor on the strides of the logits."""
     logits = random_logits(6, 90, seed=4)
     filters = [FILTERS[9], FILTERS[1], {}, FILTERS[8], {}, {}]
-    draws = make_draws([1.0, 0.0, 0.6] * 2, filters)
-    together = sample(logits.to(device), moved(draws, device)).cpu()
+    metadata = make_metadata([1.0, 0.0, 0.6] * 2, filters)
+    together = sample(logits.to(device), to_device(metadata, device)).cpu()
     strided = torch.zeros(6, 200)[:, 3:93].copy_(logits)
-    assert torch.equal(sample(strided.to(device), moved(draws, device)).cpu(), together)
-    assert torch.equal(sample_cpu(strided, draws), together)
+    assert torch.equal(sample(strided.to(device), to_device(metadata, device)).cpu(), together)
+    assert torch.equal(sample_cpu(strided, metadata), together)
     for row in range(0, 6, 2):
         one = slice(row, row + 1)
         alone = SamplingMetadata(
-            draws.scales[one],
-            draws.seeds[one],
-            draws.positions[one],
-            SamplingFilters(*(x[one] for x in vars(draws.filters).values())),
+            metadata.scales[one],
+            metadata.seeds[one],
+            metadata.positions[one],
+            SamplingFilters(*(x[one] for x in vars(metadata.filters).values())),
         )
-        assert sample(logits[one].to(device), moved(alone, device)).item() == together[row]
+        assert sample(logits[one].to(device), to_device(alone, device)).item() == together[row]
         assert sample_cpu(logits[one], alone).item() == together[row]
 
 
 def test_no_rows(device):
-    for draws in (None, make_draws([])):
-        assert sample(torch.zeros(0, 9, device=device), moved(draws, device)).shape == (0,)
-        assert sample_cpu(torch.zeros(0, 9), draws).shape == (0,)
+    for metadata in (None, make_metadata([])):
+        assert sample(torch.zeros(0, 9, device=device), to_device(metadata, device)).shape == (0,)
+        assert sample_cpu(torch.zeros(0, 9), metadata).shape == (0,)
 
 
 def chi_squared(counts: Tensor, probs: Tensor) -> float:
-    """In units of its standard deviation, above its mean."""
+    """Return the chi-squared statistic, less its mean, in standard deviations."""
     expected = probs.double() * counts.sum()
     assert expected.min() >= 5
     free = len(counts) - 1
@@ -195,18 +197,18 @@ def chi_squared(counts: Tensor, probs: Tensor) -> float:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.8}], ids=str)
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 def test_frequencies_follow_the_distribution(along, filters):
-    """Over neighbouring seeds, and over the positions of one seed."""
+    """Over neighboring seeds, and over the positions of one seed."""
     tries, logits = 20_000, random_logits(1, 40, seed=5) / 2
     counter, fixed = torch.arange(tries), torch.full((tries,), 3)
     seeds, positions = (counter, fixed) if along == "seeds" else (fixed, counter)
-    one = make_draws([0.8], [filters])
-    draws = SamplingMetadata(
+    one = make_metadata([0.8], [filters])
+    metadata = SamplingMetadata(
         torch.full((tries,), 0.8),
         seeds,
         positions,
         SamplingFilters(*(x.expand(tries) for x in vars(one.filters).values())),
     )
-    counts = sample_cpu(logits.expand(tries, -1), draws).bincount(minlength=40)
+    counts = sample_cpu(logits.expand(tries, -1), metadata).bincount(minlength=40)
     probs = (logits[0] * 0.8).softmax(0)
     if filters:
         kept = probs >= probs.sort(descending=True).values[11]
@@ -217,18 +219,18 @@ def test_frequencies_follow_the_distribution(along, filters):
     assert abs(chi_squared(counts[probs > 0], probs[probs > 0] / probs.sum())) < 4
 
 
-def test_a_flat_distribution_over_a_large_vocabulary_stays_flat():
-    """Where float32 noise would have too few digits: only the largest of 49,152 decide."""
+def test_uniform_distribution_over_a_large_vocabulary():
+    """Only the largest noise of 49,152 tokens decides, where float32 noise would lack precision."""
     tries, vocab = 1500, 49_152
-    draws = SamplingMetadata(torch.ones(tries), torch.arange(tries), torch.zeros(tries, dtype=torch.int64), None)
-    tokens = sample_cpu(torch.zeros(1, vocab).expand(tries, -1), draws)
+    metadata = SamplingMetadata(torch.ones(tries), torch.arange(tries), torch.zeros(tries, dtype=torch.int64), None)
+    tokens = sample_cpu(torch.zeros(1, vocab).expand(tries, -1), metadata)
     assert abs(chi_squared((tokens * 64 // vocab).bincount(minlength=64), torch.full((64,), 1 / 64))) < 4
     assert len(set(tokens.tolist())) > 0.95 * tries
 
 
 @pytest.mark.parametrize("step", [(1, 0), (0, 1)], ids=["seeds", "positions"])
-def test_neighbours_are_independent(step):
-    """Noise numbers of two rows, of two tokens, and small ones at once: correlations within 5 standard deviations."""
+def test_noise_of_neighboring_seeds_and_positions_is_independent(step):
+    """Correlations between rows, between tokens, and of small numbers are within 5 standard deviations."""
     count, tokens = 20_000, np.arange(12)
     index = np.arange(count + 1)
     numbers = bits_cpu(index * step[0], index * step[1], tokens) / 2**32

@@ -1,4 +1,4 @@
-"""Several programs for one sequence's keys, and the merge of what they found."""
+"""Splits of a sequence's keys over several programs, and the merge of their results."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ MULTIPROCESSORS = 24
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
-    """Splits of 32 keys, and a workspace full of NaN: what no program has written must not be read."""
+    """Use splits of 32 keys, and a workspace full of NaN, to detect reads of partials that were not written."""
     monkeypatch.setattr(launch, "MIN_SPLIT", 32)
     empty = torch.empty
 
@@ -34,7 +34,7 @@ def use_multiprocessors(monkeypatch, count: int) -> None:
 
 
 def splits_of(inputs, multiprocessors: int = MULTIPROCESSORS, **changes: object) -> int:
-    """How many splits are planned for a call."""
+    """Return the planned number of splits of a call."""
     query, cache, paging = inputs.arrays
     device = Device("sm_90", multiprocessors)
     first = plan_launch(query, query, cache, replace_paging(paging, **changes), **inputs.settings, device=device)[0]
@@ -44,7 +44,7 @@ def splits_of(inputs, multiprocessors: int = MULTIPROCESSORS, **changes: object)
 def check(case: Case, dtype: torch.dtype, device: str, **changes: object) -> None:
     inputs = make_inputs(case, dtype, device)
     query, cache, paging = inputs.arrays
-    query = query * 3  # so that the softmax is peaked, and the parts weigh differently
+    query = query * 3  # a peaked softmax, so that the splits have different weights
     paging = replace_paging(paging, **changes)
     expected = paged_attention_reference(query, cache, paging, **inputs.settings)
     actual = paged_attention(query, cache, paging, **inputs.settings)
@@ -92,8 +92,8 @@ def test_one_few_and_many_splits(multiprocessors, device, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_captured_graph_plans_for_contexts_that_never_come(window, device):
-    """With the model's longest context in the plan most splits are empty."""
+def test_plan_for_the_maximum_context_leaves_splits_empty(window, device):
+    """As in a captured CUDA graph, which plans for the model's maximum context."""
     case = Case("decode", 1, 4, sliding_window=window)
     inputs = make_inputs(case, torch.float32)
     assert splits_of(inputs, max_context_len=131072) > 130 // 32
@@ -101,21 +101,21 @@ def test_a_captured_graph_plans_for_contexts_that_never_come(window, device):
 
 
 def test_queries_of_a_short_chunk_share_a_split(device, monkeypatch):
-    """Of a tile with several queries a split may hold keys that only the last of them sees."""
+    """A split may hold keys that only the last query of its tile sees."""
     monkeypatch.setitem(BATCHES, "verify", ((4, 67), (3, 3), (2, 130)))
     assert splits_of(make_inputs(Case("verify", 1, 4), torch.float32)) > 1
     check(Case("verify", 1, 4, sinks=True), torch.float32, device)
     check(Case("verify", 1, 4, sliding_window=33), torch.float32, device)
 
 
-def test_the_same_call_gives_the_same_bits(device):
+def test_repeated_call_gives_the_same_bits(device):
     inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
     first, second = (paged_attention(*inputs.arrays, **inputs.settings) for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_a_value_per_split_comes_back_in_its_share(device):
-    """Equal scores: the output is the mean of the values, whatever splits they are in."""
+def test_equal_scores_give_the_mean_of_all_splits(device):
+    """With equal scores, the output is the mean of the values, whichever splits they are in."""
     inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
     query, cache, paging = inputs.arrays
     out = paged_attention(torch.zeros_like(query), cache, paging, **inputs.settings)
@@ -134,8 +134,8 @@ def test_grids_do_not_depend_on_lengths(monkeypatch):
     assert grids[0] == grids[1]
 
 
-def test_a_window_and_the_full_context_are_planned_apart(device):
-    """Both kinds of layers of one step use its derived plans."""
+def test_windowed_and_full_layers_have_separate_plans(device):
+    """Layers of both kinds in one step use its cached plans."""
     inputs = make_inputs(Case("long", 1, 4), torch.float32, device)
     query, cache, paging = inputs.arrays
     for window in (None, 64, None):

@@ -1,4 +1,4 @@
-"""Random packed batches over a shuffled pool, and the grid of cases the kernels are tested on."""
+"""Random packed batches over a shuffled pool, and the grid of cases for kernel tests."""
 
 import itertools
 import random
@@ -49,7 +49,7 @@ AXES = {
     "strided": [False, True],
     "format": [None, *FORMATS.values()],
 }
-# Small on every axis but one, and the corners that a random sample could miss.
+# Corner cases that a random sample could miss.
 CHOSEN = (
     Case(group=8, num_kv_heads=1),
     Case(group=71, num_kv_heads=1, head_dim=32),  # more heads than a tile of fp32 takes
@@ -61,7 +61,7 @@ CHOSEN = (
 
 
 def sample(count: int, seed: int = 0) -> list[Case]:
-    """`count` seeded cases in which every value of every axis comes up about equally often."""
+    """Return `count` seeded cases in which the values of each axis are about equally frequent."""
     shuffled = random.Random(seed)
     columns = {}
     for name, values in AXES.items():
@@ -83,7 +83,7 @@ class Inputs:
 
 
 def _shuffled_tables(context_lens: list[int], block_size: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Block tables over a pool with a few spare blocks; entries past a context point at the first spare."""
+    """Make block tables over a pool with a few spare blocks; entries past a context point to the first spare."""
     counts = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(counts) + 3
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
@@ -102,7 +102,7 @@ def _slots(tables: Tensor, spans: tuple[tuple[int, int], ...], block_size: int) 
 
 
 def make_paging(spans: tuple[tuple[int, int], ...], block_size: int, seed: int = 0) -> tuple[Paging, int]:
-    """The addresses of a batch of (query_len, context_len), and the number of blocks of its pool."""
+    """Return the addresses of a batch of (query_len, context_len), and the number of blocks of its pool."""
     generator = torch.Generator().manual_seed(seed)
     query_lens, context_lens = (list(x) for x in zip(*spans, strict=True))
     tables, num_blocks = _shuffled_tables(context_lens, block_size, generator)
@@ -126,12 +126,12 @@ def _fields(paging: Paging) -> dict[str, object]:
 
 
 def replace_paging(paging: Paging, **changes: object) -> Paging:
-    """With nothing of what the old one had derived."""
+    """Return a changed copy without the cached plans of the original."""
     return Paging(**{**_fields(paging), **changes})
 
 
 def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache:
-    """From keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+    """Make a cache from keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
     joint = [pool]
     for dtype in (dtype for dtype, name in FORMATS.items() if name == format):
         joint = list(quantize(pool, dtype))
@@ -140,8 +140,11 @@ def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
-    """Whatever no sequence has written in the pool is NaN, as another request may have left it; its scale, where there
-    is one."""
+    """Make the inputs of a case.
+
+    Memory of the pool that no sequence has written is NaN, as if left by another request; in a quantized pool, its
+    scale is.
+    """
     generator = torch.Generator().manual_seed(seed)
     spans, heads = BATCHES[case.batch], case.num_kv_heads * case.group
     paging, num_blocks = make_paging(spans, case.block_size, seed)

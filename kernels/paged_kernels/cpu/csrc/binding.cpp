@@ -1,5 +1,5 @@
-// The operators as PyTorch knows them, through its stable ABI: one build serves later versions of torch. What the
-// arguments must be is checked by the callers in Python (`paged_kernels.arguments`), which also say what they mean.
+// The PyTorch operators, registered through the stable ABI, so that one build works with later versions of torch. The
+// callers in Python document the arguments and check them (`paged_kernels.arguments`).
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -20,7 +20,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
+using OptionalTensor = std::optional<Tensor>;
 
 Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -29,21 +29,21 @@ Type type_of(const Tensor& tensor) {
     case ScalarType::BFloat16: return Type::bf16;
     case ScalarType::Char: return Type::int8;
     case ScalarType::Float8_e4m3fn: return Type::fp8;
-    default: throw std::runtime_error("a tensor is of no type that the CPU's kernels know");
+    default: throw std::runtime_error("unsupported tensor type: must be float32, float16, bfloat16, int8 or float8_e4m3fn");
   }
 }
 
 const Level& level_of(int64_t index) {
-  if (index < 0 || index >= (int64_t)levels().size()) throw std::runtime_error("level=" + std::to_string(index) + ": of " + std::to_string(levels().size()));
+  if (index < 0 || index >= (int64_t)levels().size()) throw std::runtime_error("level=" + std::to_string(index) + ": must be below " + std::to_string(levels().size()));
   return *levels()[index];
 }
 
 Rows rows_of(const Tensor& x) {
-  if (x.stride(2) != 1 && x.size(2) > 1) throw std::runtime_error("the last dimension of a tensor is not dense");
+  if (x.stride(2) != 1 && x.size(2) > 1) throw std::runtime_error("the last dimension of a tensor must be dense");
   return {x.data_ptr(), x.stride(0), x.stride(1)};
 }
 
-Pool pool_of(const Tensor& pool, const Maybe& scales) {
+Pool pool_of(const Tensor& pool, const OptionalTensor& scales) {
   Pool made{pool.data_ptr(), pool.stride(0), pool.stride(1), pool.stride(2), nullptr, 0, 0};
   if (scales) {
     made.scales = (float*)scales->data_ptr();
@@ -53,46 +53,47 @@ Pool pool_of(const Tensor& pool, const Maybe& scales) {
   return made;
 }
 
-Cache cache_of(const Tensor& keys, const Tensor& values, const Maybe& key_scales, const Maybe& value_scales) {
+Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales) {
   if (keys.size(3) > max_head_dim) throw std::runtime_error("head_dim=" + std::to_string(keys.size(3)) + ": must be 1..256");
   return {type_of(keys), (int)keys.size(0), (int)keys.size(1), (int)keys.size(2), (int)keys.size(3),
           pool_of(keys, key_scales), pool_of(values, value_scales)};
 }
 
-void over_threads(int threads, const std::function<void()>& work) {
+void run_on_threads(int threads, const std::function<void()>& work) {
   if (threads < 1) return;
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { if (begin < threads) work(); });
 }
 
-// kernel(call, begin, end) over tokens, by threads where there is enough to do.
+// Runs kernel(call, begin, end) over all tokens, with several threads if there is enough work.
 template <class Call>
-void over_tokens(void (*kernel)(const Call&, int64_t, int64_t), const Call& call, int64_t tokens, int64_t elements) {
-  const int64_t grain = std::max<int64_t>(1, worth_a_thread / std::max<int64_t>(1, elements));
+void for_tokens(void (*kernel)(const Call&, int64_t, int64_t), const Call& call, int64_t tokens, int64_t elements) {
+  const int64_t grain = std::max<int64_t>(1, min_elements_per_thread / std::max<int64_t>(1, elements));
   if (tokens <= grain) return kernel(call, 0, tokens);
   torch::stable::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 
-// Seconds that this thread spent on each kind of operation: one call may be several of them.
-enum Part { products, norms, activations, rotations, attentions, parts };
-thread_local double seconds[parts];
+// Seconds that this thread has spent on each kind of operation; decoder_layer consists of several kinds. The order is
+// that of native.TIMED_OPS.
+enum OpKind { linears, norms, activations, rotations, attentions, num_kinds };
+thread_local double seconds[num_kinds];
 
-struct Clock {
+struct Timer {
   using Now = std::chrono::steady_clock;
-  Part part;
+  OpKind kind;
   Now::time_point began = Now::now();
-  ~Clock() { seconds[part] += std::chrono::duration<double>(Now::now() - began).count(); }
+  ~Timer() { seconds[kind] += std::chrono::duration<double>(Now::now() - began).count(); }
 };
 
 struct Settings {
   double scale;
   int64_t window;
   double softcap;
-  Maybe sinks;
+  OptionalTensor sinks;
 };
 
 void attend(void* out, Type type, Rows query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Tensor& block_tables,
             const Tensor& context_lens, const Tensor& query_starts, const Settings& settings, int64_t level) {
-  const Clock clock{attentions};
+  const Timer timer{attentions};
   Attention call{};
   call.type = type;
   call.query = query;
@@ -110,38 +111,38 @@ void attend(void* out, Type type, Rows query, int64_t num_tokens, int64_t num_he
   call.window = (int)std::min<int64_t>(settings.window, INT32_MAX);
   call.softcap = (float)settings.softcap;
   call.sinks = settings.sinks ? settings.sinks->data_ptr() : nullptr;
-  std::memset(out, 0, num_tokens * num_heads * cache.head_dim * bytes(type));  // rows of no sequence stay so
-  run_attention(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
+  std::memset(out, 0, num_tokens * num_heads * cache.head_dim * bytes(type));  // padding rows stay zero
+  run_attention(level_of(level), call, (int)torch::stable::get_num_threads(), run_on_threads);
 }
 
-void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales,
+void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales,
                      Tensor block_tables, Tensor context_lens, Tensor query_starts, double scale, int64_t window,
-                     double softcap, Maybe sinks, int64_t level) {
+                     double softcap, OptionalTensor sinks, int64_t level) {
   attend(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1), cache_of(keys, values, key_scales, value_scales),
          block_tables, context_lens, query_starts, {scale, window, softcap, sinks}, level);
 }
 
 void write(const Write& call, int64_t tokens, int64_t level) {
-  const Clock clock{rotations};
-  over_tokens(level_of(level).write, call, tokens, 2 * call.cache.num_kv_heads * call.cache.head_dim);
+  const Timer timer{rotations};
+  for_tokens(level_of(level).write, call, tokens, 2 * call.cache.num_kv_heads * call.cache.head_dim);
 }
 
-void kv_write(Tensor key, Tensor value, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales, Tensor slots,
+void kv_write(Tensor key, Tensor value, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots,
               int64_t level) {
   const Cache cache = cache_of(keys, values, key_scales, value_scales);
   write({type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()}, slots.size(0), level);
 }
 
 struct HeadNorms {
-  Maybe query, key;
+  OptionalTensor query, key;
   double eps;
 };
 
 // cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].
 void rotate(void* out, Rows query, int64_t num_heads, const Write& write, int64_t tokens, const Tensor& cos, const Tensor& sin,
             const HeadNorms& norms, int64_t level) {
-  const Clock clock{rotations};
-  if (type_of(sin) != type_of(cos)) throw std::runtime_error("cos and sin are of different types");
+  const Timer timer{rotations};
+  if (type_of(sin) != type_of(cos)) throw std::runtime_error("cos and sin have different types");
   Rotation call{};
   call.query = query;
   call.write = write;
@@ -153,12 +154,12 @@ void rotate(void* out, Rows query, int64_t num_heads, const Write& write, int64_
   call.query_weight = norms.query ? norms.query->data_ptr() : nullptr;
   call.key_weight = norms.key ? norms.key->data_ptr() : nullptr;
   call.eps = (float)norms.eps;
-  over_tokens(level_of(level).rotate, call, tokens, (num_heads + 2 * write.cache.num_kv_heads) * write.cache.head_dim);
+  for_tokens(level_of(level).rotate, call, tokens, (num_heads + 2 * write.cache.num_kv_heads) * write.cache.head_dim);
 }
 
 void rope_kv_write(Tensor out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor keys,
-                   Tensor values, Maybe key_scales, Maybe value_scales, Tensor slots, Maybe query_weight,
-                   Maybe key_weight, double eps, int64_t level) {
+                   Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots, OptionalTensor query_weight,
+                   OptionalTensor key_weight, double eps, int64_t level) {
   const Cache cache = cache_of(keys, values, key_scales, value_scales);
   const Write write{type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
   rotate(out.data_ptr(), rows_of(query), query.size(1), write, slots.size(0), cos, sin, {query_weight, key_weight, eps}, level);
@@ -169,8 +170,8 @@ Tensor rows_like(const Tensor& x, int64_t width) {  // dense, of x's type
   return torch::stable::new_empty(x, sizes);
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Maybe residual, Tensor weight, double eps, int64_t level) {
-  const Clock clock{norms};
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, Tensor weight, double eps, int64_t level) {
+  const Timer timer{norms};
   Tensor normed = rows_like(x, x.size(1)), total = residual ? rows_like(x, x.size(1)) : x;
   Norm call{};
   call.type = type_of(x);
@@ -180,25 +181,25 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Maybe residual, Tensor weight,
   call.normed = normed.data_ptr();
   call.width = x.size(1);
   call.eps = (float)eps;
-  over_tokens(level_of(level).norm, call, x.size(0), x.size(1));
+  for_tokens(level_of(level).norm, call, x.size(0), x.size(1));
   return {normed, total};
 }
 
 Tensor swiglu(Tensor gate_up, int64_t level) {
-  const Clock clock{activations};
+  const Timer timer{activations};
   Tensor out = rows_like(gate_up, gate_up.size(1) / 2);
   const SwiGlu call{type_of(out), gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.size(1)};
-  over_tokens(level_of(level).swiglu, call, out.size(0), gate_up.size(1));
+  for_tokens(level_of(level).swiglu, call, out.size(0), gate_up.size(1));
   return out;
 }
 
-void check_outputs(const char* what, const Maybe& values, Type type, int64_t outputs) {
+void check_outputs(const char* what, const OptionalTensor& values, Type type, int64_t outputs) {
   if (values && (type_of(*values) != type || values->numel() != outputs || (outputs > 1 && values->stride(0) != 1)))
     throw std::runtime_error(std::string("linear: ") + what + " must be " + std::to_string(outputs) + " dense elements of the right type");
 }
 
-Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_features, int64_t level) {
-  const Clock clock{products};
+Tensor linear(Tensor x, Tensor weight, OptionalTensor scales, OptionalTensor bias, int64_t out_features, int64_t level) {
+  const Timer timer{linears};
   const int64_t in_features = x.size(x.dim() - 1);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = out_features;
@@ -212,23 +213,23 @@ Tensor linear(Tensor x, Tensor weight, Maybe scales, Maybe bias, int64_t out_fea
   call.out = out.data_ptr();
   call.rows = out_features ? out.numel() / out_features : 0, call.in_features = in_features, call.out_features = out_features;
   if (bytes(call.type) < 2) throw std::runtime_error("linear: rows must be float32, float16 or bfloat16");
-  if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight is of another type than x");
+  if (type_of(weight) != (scales ? Type::int8 : call.type)) throw std::runtime_error("linear: the weight and x have different types");
   check_outputs("scales", scales, Type::f32, out_features);
   check_outputs("bias", bias, call.type, out_features);
-  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * whole_pairs(in_features))
+  if (weight.numel() != ceil_div<int64_t>(out_features, linear_group) * linear_group * padded_to_pairs(in_features))
     throw std::runtime_error("linear: a weight of " + std::to_string(weight.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
-  run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), over_threads);
+  run_linear(level_of(level), call, (int)torch::stable::get_num_threads(), run_on_threads);
   return out;
 }
 
-// All of a decoder layer (`paged_kernels.cpu.native.DecoderLayer`) in one call: a dozen of them cost more than its norms do.
+// A whole decoder layer (`paged_kernels.cpu.native.DecoderLayer`): a dozen calls from Python would cost more than its norms.
 std::tuple<Tensor, Tensor> decoder_layer(
-    Tensor output, Maybe residual, Tensor cos, Tensor sin, Tensor keys, Tensor values, Maybe key_scales, Maybe value_scales,
-    Tensor slots, Tensor block_tables, Tensor context_lens, Tensor query_starts,  // of the step
-    Tensor norm, double eps, Tensor qkv, Maybe qkv_scales, Maybe qkv_bias, int64_t num_heads, bool rotates, Maybe query_norm,
-    Maybe key_norm, double head_eps, double scale, int64_t window, double softcap, Tensor o, Maybe o_scales, Maybe o_bias,
-    Tensor post_norm, double post_eps, Tensor gate_up, Maybe gate_up_scales, Maybe gate_up_bias, int64_t gate_up_features,
-    Tensor down, Maybe down_scales, Maybe down_bias, int64_t level) {  // of the layer
+    Tensor output, OptionalTensor residual, Tensor cos, Tensor sin, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales,
+    Tensor slots, Tensor block_tables, Tensor context_lens, Tensor query_starts,  // arguments of the step
+    Tensor norm, double eps, Tensor qkv, OptionalTensor qkv_scales, OptionalTensor qkv_bias, int64_t num_heads, bool rotates, OptionalTensor query_norm,
+    OptionalTensor key_norm, double head_eps, double scale, int64_t window, double softcap, Tensor o, OptionalTensor o_scales, OptionalTensor o_bias,
+    Tensor post_norm, double post_eps, Tensor gate_up, OptionalTensor gate_up_scales, OptionalTensor gate_up_bias, int64_t gate_up_features,
+    Tensor down, OptionalTensor down_scales, OptionalTensor down_bias, int64_t level) {  // arguments of the layer
   const Cache cache = cache_of(keys, values, key_scales, value_scales);
   const int64_t hidden = output.size(1), tokens = output.size(0), head_dim = cache.head_dim;
   auto [normed, stream] = add_rms_norm(output, residual, norm, eps, level);
@@ -266,7 +267,7 @@ extern "C" __attribute__((visibility("default"))) const char* paged_levels() {
 }
 
 extern "C" __attribute__((visibility("default"))) void paged_seconds(double* to) {
-  std::copy_n(paged::seconds, (int)paged::parts, to);
+  std::copy_n(paged::seconds, (int)paged::num_kinds, to);
 }
 
 STABLE_TORCH_LIBRARY(paged_cpu, m) {

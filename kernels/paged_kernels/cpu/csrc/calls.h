@@ -1,4 +1,4 @@
-// What goes between the binding, the schedule and the kernels of a level: plain data, no headers of torch.
+// The interface between binding, schedule and the kernels of a level: plain data, without headers of torch.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,10 +9,10 @@ enum class Type : int { f32, f16, bf16, int8, fp8 };  // fp8: e4m3fn
 
 static constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
 
-inline constexpr int key_tile = 128;  // keys of a step of the running softmax; whole tiles of every instruction set
+inline constexpr int key_tile = 128;  // keys per step of the running softmax; a multiple of the tiles of every instruction set
 inline constexpr int max_head_dim = 256;
-inline constexpr int linear_group = 16;  // outputs of a weight that lie together
-inline constexpr int linear_rows = 64;  // of x, that a thread works on at a time: widened, they fit its cache
+inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
+inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: widened, they fit its cache
 
 struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; strides in elements
   const void* data;
@@ -22,7 +22,7 @@ struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; str
 struct Pool {  // [num_blocks, num_kv_heads, block_size, head_dim] and scales [num_blocks, num_kv_heads, block_size]
   void* data;
   int64_t block_stride, head_stride, slot_stride;
-  float* scales;  // null where elements are no codes
+  float* scales;  // null if not quantized
   int64_t scale_block_stride, scale_head_stride;
 };
 
@@ -33,7 +33,7 @@ struct Cache {
 };
 
 struct Attention {
-  Type type;  // of query, sinks and out
+  Type type;  // type of query, sinks and out
   Rows query;
   void* out;  // [num_tokens, num_heads, head_dim], dense
   int num_heads;
@@ -49,22 +49,22 @@ struct Attention {
   const void* sinks;  // [num_heads] or null
 };
 
-// Consecutive queries of a sequence, all heads of one KV head's group, over the keys [begin, end). Its row
-// query * group + head is a query head's.
+// Consecutive queries of a sequence, with all heads of one KV head's group, over the keys [begin, end). Row
+// query * group + head is one query head.
 struct Item {
   int seq, kv_head, first_query, queries;
   int position;  // of the first query
   int begin, end;
-  float* partial;  // null: writes out; else [rows, head_dim], then maxima [rows] and sums [rows]
+  float* partial;  // null: write to out; else [rows, head_dim], then maxima [rows] and denominators [rows]
 };
 
-struct Merge {  // the partials of items that differ in their keys only, one after the other
+struct Merge {  // the partials of items that differ in their keys only, stored one after the other
   Item item;
   int parts;
 };
 
 struct Write {
-  Type type;  // of key and value
+  Type type;  // type of key and value
   Rows key, value;
   Cache cache;
   const int64_t* slots;
@@ -72,10 +72,10 @@ struct Write {
 
 struct Rotation {
   Rows query;
-  Write write;  // its key is not rotated yet
+  Write write;  // with the unrotated key
   void* out;    // [num_tokens, num_heads, head_dim], dense
   int num_heads;
-  Type angles;            // of cos and sin
+  Type angles;            // type of cos and sin
   const void *cos, *sin;  // [num_tokens, head_dim]
   int64_t cos_stride, sin_stride;
   const void *query_weight, *key_weight;  // [head_dim] of query's type, or null
@@ -84,7 +84,7 @@ struct Rotation {
 
 struct Norm {
   Type type;
-  const void *x, *residual, *weight;  // residual: or null
+  const void *x, *residual, *weight;  // residual may be null
   int64_t x_stride, residual_stride;
   void *normed, *total;  // dense; total: null without a residual
   int64_t width;
@@ -99,30 +99,30 @@ struct SwiGlu {
   int64_t width;
 };
 
-static constexpr int64_t whole_pairs(int64_t inputs) { return inputs + inputs % 2; }  // as weights and panels have them
+static constexpr int64_t padded_to_pairs(int64_t inputs) { return inputs + inputs % 2; }  // padded to pairs, as in weights and panels
 
 struct Linear {
-  Type type;  // of x, bias and out, and of the weight, or that is int8
+  Type type;  // type of x, bias and out, and of the weight unless it is int8
   const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null
-  const float* scales;  // [out_features] of a weight in int8, or null
+  const float* scales;  // [out_features] of an int8 weight, or null
   int64_t x_stride;
   void* out;  // [rows, out_features], dense
   int64_t rows, in_features, out_features;
 };
 
-// The kernels for one instruction set. Each works on what it is given in the calling thread.
+// The kernels for one instruction set. Each runs in the calling thread.
 struct Level {
   const char* name;
-  size_t (*scratch)(const Attention&, int max_rows);  // bytes that attend needs, aligned to 64
-  // `following`: the one that this thread attends to next, whose first keys and values are prefetched; or null.
-  void (*attend)(const Attention&, const Item&, const Item* following, void* scratch);
+  size_t (*scratch)(const Attention&, int max_rows);  // bytes of scratch memory for attend, aligned to 64
+  // next_item: the next item of this thread, whose first keys and values are prefetched; or null.
+  void (*attend)(const Attention&, const Item&, const Item* next_item, void* scratch);
   void (*merge)(const Attention&, const Merge&);
-  void (*write)(const Write&, int64_t begin, int64_t end);  // of tokens
+  void (*write)(const Write&, int64_t begin, int64_t end);  // range of tokens
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
-  // Of the products of `linear_rows` rows by a group. panels: fp32, in_features rounded up to 2 for each of these rows,
-  // and a group; `widened`: which rows it holds, or -1.
+  // begin, end: range of products of linear_rows rows by a group. panels: fp32 scratch for linear_rows rows of
+  // in_features, rounded up to 2, and a group. widened: the block of rows that panels holds, or -1.
   void (*multiply)(const Linear&, int64_t begin, int64_t end, float* panels, int64_t& widened);
 };
 

@@ -1,7 +1,7 @@
-// The kernels for one instruction set: compiled once for each, with its flags and its name in PAGED_LEVEL; linear layers
-// are those of PAGED_LINEAR.
+// The kernels for one instruction set. Compiled once per level, with its flags and its name in PAGED_LEVEL. Linear layers
+// are those of the level PAGED_LINEAR.
 #include "attention.h"
-#include "between.h"
+#include "layer_ops.h"
 #include "names.h"
 
 namespace paged {

@@ -1,29 +1,28 @@
-// Products with the weights of linear layers, [rows, in_features] by [out_features, in_features], in fp32.
+// Linear layers, [rows, in_features] by [out_features, in_features], accumulated in fp32.
 //
-// Weights lie in groups of 16 outputs, so that a group is read once from its first byte to its last: by input, or where
-// they are bf16 by pairs of inputs, of which a shift and a mask make two vectors of fp32. Or they are codes of 8 bits
-// with a scale for each output, by which its sum is multiplied. A tile is a panel of rows by
-// one or a few groups; its sums stay in registers over all inputs. Each sum adds the inputs in their order, so what a
-// row gives does not depend on the rows beside it.
+// Weights are stored in groups of 16 outputs, so that a group is read sequentially: by input, or for bf16 by pairs of
+// inputs, which a shift and a mask turn into two vectors of fp32. int8 weights have a scale per output, by which the sum
+// is multiplied. A tile is a panel of rows by one or a few groups, and its sums stay in registers over all inputs. Each
+// sum adds the inputs in order, so the result of a row does not depend on the other rows.
 #include "names.h"
 #include "simd.h"
 
 namespace paged {
 namespace {
 
-constexpr int vectors = linear_group / W;  // of a group
-constexpr int most_rows = W == 16 ? 16 : W == 8 ? 6 : 3;  // of a panel: as many as the registers hold sums for
+constexpr int vectors = linear_group / W;  // per group
+constexpr int max_panel_rows = W == 16 ? 16 : W == 8 ? 6 : 3;  // per panel: as many as the registers hold sums for
 
-constexpr int groups_of_tile(int rows) {  // few rows: more groups at a time keep the units busy
+constexpr int groups_of_tile(int rows) {  // with few rows, several groups keep the execution units busy
   if (W < 16) return 1;
   return rows <= 4 ? 4 : rows <= 8 ? 2 : 1;
 }
 
-INLINE int64_t panels_of(int64_t rows) { return (rows + most_rows - 1) / most_rows; }
-INLINE int64_t first_row(int64_t rows, int64_t panel) { return rows * panel / panels_of(rows); }  // equal to within one
+INLINE int64_t panels_of(int64_t rows) { return (rows + max_panel_rows - 1) / max_panel_rows; }
+INLINE int64_t first_row(int64_t rows, int64_t panel) { return rows * panel / panels_of(rows); }  // panel sizes differ by at most one row
 
-// The rows [first, last), W at the most, as fp32 [in_features, last - first], and the input that fills the last pair,
-// which is 0. Whole vectors are stored: what is too much is overwritten by what follows, or lies in the slack.
+// Widens the rows [first, last), at most W, to fp32 [in_features, last - first], with a 0 for the input that completes
+// the last pair. Whole vectors are stored: the excess is overwritten later, or is in the slack at the end.
 template <Type T>
 INLINE void widen_panel(const Linear& call, int64_t first, int64_t last, float* panel) {
   const int rows = (int)(last - first);
@@ -43,7 +42,7 @@ INLINE void widen_panel(const Linear& call, int64_t first, int64_t last, float* 
 }
 
 template <Type T>
-INLINE void widen_pair(const char* pair, int vector, vf& first, vf& second) {  // of two inputs, W outputs each
+INLINE void widen_pair(const char* pair, int vector, vf& first, vf& second) {  // two inputs, W outputs each
   if constexpr (T == Type::bf16) {
     const vu both = load<vu>(pair + vector * sizeof(vu));
     first = as_float(both << 16);
@@ -62,11 +61,11 @@ INLINE void finish(const Linear& call, const vf (&sums)[ROWS], vf scale, int64_t
     narrow<T>(at<T>(call.out, (first + row) * call.out_features + output), sums[row] * scale + bias, count);
 }
 
-template <Type T, int ROWS, int GROUPS>  // T: of the weight
+template <Type T, int ROWS, int GROUPS>  // T: type of the weight
 void multiply_tile(const Linear& call, const float* panel, int64_t first, int64_t group) {
   constexpr int V = GROUPS * vectors;
   constexpr int64_t pair_bytes = 2 * linear_group * bytes_of<T>;
-  const int64_t pairs = whole_pairs(call.in_features) / 2, group_bytes = pairs * pair_bytes;
+  const int64_t pairs = padded_to_pairs(call.in_features) / 2, group_bytes = pairs * pair_bytes;
   const char* weights = (const char*)call.weight + group * group_bytes;
   vf sums[V][ROWS] = {};
   for (int64_t pair = 0; pair < pairs; pair++, panel += 2 * ROWS) {
@@ -97,7 +96,7 @@ void multiply_tile(const Linear& call, const float* panel, int64_t first, int64_
     if (left <= 0) break;
     const int count = left < W ? (int)left : W;
     const vf scale = call.scales ? widen<Type::f32>(call.scales + output, count) : splat(1.0f);
-    WITH_FLOAT(call.type, R, finish<R>(call, sums[v], scale, first, output, count));
+    DISPATCH_FLOAT(call.type, R, finish<R>(call, sums[v], scale, first, output, count));
   }
 }
 
@@ -110,23 +109,23 @@ INLINE void multiply_groups(const Linear& call, const float* panel, int64_t firs
     for (; group < end; group++) multiply_tile<T, ROWS, 1>(call, panel, first, group);
 }
 
-template <Type T, int ROWS = most_rows>
+template <Type T, int ROWS = max_panel_rows>
 INLINE void multiply_panel(const Linear& call, int64_t rows, const float* panel, int64_t first, int64_t begin, int64_t end) {
   if (rows == ROWS) return multiply_groups<T, ROWS>(call, panel, first, begin, end);
   if constexpr (ROWS > 1) multiply_panel<T, ROWS - 1>(call, rows, panel, first, begin, end);
 }
 
 INLINE void widen_rows(const Linear& call, int64_t begin, int64_t end, float* panels) {
-  const int64_t inputs = whole_pairs(call.in_features), rows = end - begin;
+  const int64_t inputs = padded_to_pairs(call.in_features), rows = end - begin;
   for (int64_t panel = 0; panel < panels_of(rows); panel++) {
     const int64_t first = first_row(rows, panel), last = first_row(rows, panel + 1);
-    WITH_FLOAT(call.type, T, widen_panel<T>(call, begin + first, begin + last, panels + first * inputs));
+    DISPATCH_FLOAT(call.type, T, widen_panel<T>(call, begin + first, begin + last, panels + first * inputs));
   }
 }
 
-// The rows [begin, end), in panels, by the groups [group, last): a few groups at a time stay in the nearest cache.
+// Multiplies the rows [begin, end), in panels, by the groups [group, last): a few groups at a time stay in the L1 cache.
 INLINE void multiply_rows(const Linear& call, int64_t begin, int64_t end, const float* panels, int64_t group, int64_t last) {
-  const int64_t inputs = whole_pairs(call.in_features), rows = end - begin;
+  const int64_t inputs = padded_to_pairs(call.in_features), rows = end - begin;
   constexpr int64_t together = 4;
   for (; group < last; group += together) {
     const int64_t until = group + together < last ? group + together : last;
@@ -134,15 +133,15 @@ INLINE void multiply_rows(const Linear& call, int64_t begin, int64_t end, const 
       const int64_t first = first_row(rows, panel), count = first_row(rows, panel + 1) - first;
       const float* from = panels + first * inputs;
       if (call.scales) multiply_panel<Type::int8>(call, count, from, begin + first, group, until);
-      else WITH_FLOAT(call.type, T, multiply_panel<T>(call, count, from, begin + first, group, until));
+      else DISPATCH_FLOAT(call.type, T, multiply_panel<T>(call, count, from, begin + first, group, until));
     }
   }
 }
 
 }  // namespace
 
-// Products are numbered by blocks of rows, and inside them by groups. Every thread widens for itself: rows that another
-// core has written take longer to come than to widen.
+// Products are numbered by blocks of rows, then by groups. Every thread widens its own rows: loading rows that another
+// core has widened takes longer.
 void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, float* panels, int64_t& widened) {
   const int64_t groups = (call.out_features + linear_group - 1) / linear_group;
   while (begin < end) {

@@ -1,4 +1,4 @@
-// What a level, which is compiled from the same sources as all others, is called.
+// Names of a level: every level is compiled from the same sources.
 #pragma once
 
 #define NAMED(what, name) NAMED_(what, name)

@@ -26,15 +26,15 @@ bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // bf16, tiles
   __get_cpuid(1, &a, &b, &c, &d);
-  if (!(c >> 27 & 1)) return false;  // no xgetbv
+  if (!(c >> 27 & 1)) return false;  // xgetbv is not available
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  constexpr unsigned tiles = 3u << 17;  // their configuration and their data, kept by the system
+  constexpr unsigned tiles = 3u << 17;  // the system saves tile configuration and data
   constexpr long ask_for_permission = 0x1023, tile_data = 18;
   return (low & tiles) == tiles && syscall(SYS_arch_prctl, ask_for_permission, tile_data) == 0;
 }
 
-bool runs(const std::string& level) {
+bool is_supported(const std::string& level) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -45,15 +45,15 @@ bool runs(const std::string& level) {
   return true;
 }
 #else
-bool runs(const std::string&) { return true; }
+bool is_supported(const std::string&) { return true; }
 #endif
 
-constexpr int item_rows = 192;    // heads times queries: a key that was packed serves so many
-constexpr int fewest_keys = 256;  // of a part of a context
+constexpr int max_item_rows = 192;    // maximum heads times queries that share a packed key
+constexpr int min_part_keys = 256;  // per part of a split context
 constexpr int parts_of_thread = 4;
-constexpr int packing_rows = 8;  // what bringing and packing a key costs, in rows multiplied with it
+constexpr int packing_rows = 8;  // cost of loading and packing a key, in rows multiplied with it
 
-struct Piece {
+struct WorkItem {
   Item item;
   int64_t cost;
 };
@@ -64,20 +64,20 @@ int64_t cost_of(const Item& item, int group) {
 
 void check_sequence(const Attention& call, int seq) {
   const int queries = call.query_starts[seq + 1] - call.query_starts[seq], context = call.context_lens[seq];
-  const std::string who = "sequence " + std::to_string(seq) + ": ";
+  const std::string where = "sequence " + std::to_string(seq) + ": ";
   if (call.query_starts[seq] < 0 || queries < 0 || call.query_starts[seq + 1] > call.num_tokens)
-    throw std::runtime_error(who + "its queries lie outside of the batch");
+    throw std::runtime_error(where + "its query rows are outside the batch");
   if (context == 0) return;
   if (context < queries)
-    throw std::runtime_error(who + std::to_string(queries) + " queries, context of " + std::to_string(context));
+    throw std::runtime_error(where + std::to_string(queries) + " queries, context of " + std::to_string(context));
   if (context > (int64_t)call.max_blocks * call.cache.block_size)
-    throw std::runtime_error(who + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
+    throw std::runtime_error(where + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
 }
 
-// All of them cover every query with a context once, for each KV head, largest first.
-std::vector<Piece> list_items(const Attention& call) {
-  const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, item_rows / group);
-  std::vector<Piece> pieces;
+// Lists items that cover every query with a context once for each KV head.
+std::vector<WorkItem> list_items(const Attention& call) {
+  const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, max_item_rows / group);
+  std::vector<WorkItem> work_items;
   for (int seq = 0; seq < call.num_seqs; seq++) {
     check_sequence(call, seq);
     const int first = call.query_starts[seq], queries = call.query_starts[seq + 1] - first;
@@ -93,15 +93,15 @@ std::vector<Piece> list_items(const Attention& call) {
       const int begin = call.window ? std::max(0, position - call.window + 1) : 0;
       for (int head = 0; head < call.cache.num_kv_heads; head++) {
         const Item item{seq, head, first + done, length, position, begin, position + length, nullptr};
-        pieces.push_back({item, cost_of(item, group)});
+        work_items.push_back({item, cost_of(item, group)});
       }
     }
   }
-  return pieces;
+  return work_items;
 }
 
 struct Plan {
-  std::vector<Piece> pieces;
+  std::vector<WorkItem> work_items;
   std::vector<Merge> merges;
   std::vector<float> partials;
 };
@@ -110,28 +110,28 @@ struct Plan {
 Plan make_plan(const Attention& call, int threads) {
   Plan plan;
   const int group = call.num_heads / call.cache.num_kv_heads;
-  std::vector<Piece> whole = list_items(call);
+  std::vector<WorkItem> unsplit = list_items(call);
   int64_t total = 0;
-  for (const Piece& piece : whole) total += piece.cost;
-  const int64_t fair = std::max<int64_t>(1, total / (threads * parts_of_thread));
-  std::vector<std::pair<size_t, size_t>> places;  // of each merge: its first piece, and where its partials are
+  for (const WorkItem& work_item : unsplit) total += work_item.cost;
+  const int64_t target_cost = std::max<int64_t>(1, total / (threads * parts_of_thread));
+  std::vector<std::pair<size_t, size_t>> places;  // per merge: its first item, and the offset of its partials
   size_t used = 0;
-  for (const Piece& piece : whole) {
-    const Item& item = piece.item;
+  for (const WorkItem& work_item : unsplit) {
+    const Item& item = work_item.item;
     const int keys = item.end - item.begin;
-    const int64_t wanted = std::min<int64_t>(ceil_div(piece.cost, fair), keys / fewest_keys);
+    const int64_t wanted = std::min<int64_t>(ceil_div(work_item.cost, target_cost), keys / min_part_keys);
     if (threads == 1 || wanted < 2) {
-      plan.pieces.push_back(piece);
+      plan.work_items.push_back(work_item);
       continue;
     }
     const int step = ceil_div(ceil_div(keys, (int)wanted), key_tile) * key_tile, parts = ceil_div(keys, step);
-    places.push_back({plan.pieces.size(), used});
+    places.push_back({plan.work_items.size(), used});
     plan.merges.push_back({item, parts});
     for (int part = 0; part < parts; part++) {
       Item one = item;
       one.begin = item.begin + part * step;
       one.end = std::min(item.end, one.begin + step);
-      plan.pieces.push_back({one, cost_of(one, group)});
+      plan.work_items.push_back({one, cost_of(one, group)});
       used += (size_t)item.queries * group * (call.cache.head_dim + 2);
     }
   }
@@ -140,14 +140,14 @@ Plan make_plan(const Attention& call, int threads) {
     Merge& merge = plan.merges[i];
     merge.item.partial = plan.partials.data() + places[i].second;
     for (int part = 0; part < merge.parts; part++)
-      plan.pieces[places[i].first + part].item.partial =
+      plan.work_items[places[i].first + part].item.partial =
           merge.item.partial + (size_t)part * merge.item.queries * group * (call.cache.head_dim + 2);
   }
-  std::stable_sort(plan.pieces.begin(), plan.pieces.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+  std::stable_sort(plan.work_items.begin(), plan.work_items.end(), [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });
   return plan;
 }
 
-void* thread_scratch(size_t bytes) {  // kept, and grown: a new one would be mapped in anew, page by page
+void* thread_scratch(size_t bytes) {  // reused and grown, since new memory would cause page faults
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
@@ -168,41 +168,41 @@ void* thread_scratch(size_t bytes) {  // kept, and grown: a new one would be map
 
 const std::vector<const Level*>& levels() {
   static const std::vector<const Level*> found = [] {
-    std::vector<const Level*> those;
+    std::vector<const Level*> supported;
 #define LEVEL(name) \
-  if (runs(#name)) those.push_back(&level_##name);
+  if (is_supported(#name)) supported.push_back(&level_##name);
     PAGED_LEVELS
 #undef LEVEL
-    return those;
+    return supported;
   }();
   return found;
 }
 
-void run_attention(const Level& level, const Attention& call, int threads, const Pool_of_threads& pool) {
+void run_attention(const Level& level, const Attention& call, int threads, const ThreadPool& pool) {
   const Plan plan = make_plan(call, threads);
   const int group = call.num_heads / call.cache.num_kv_heads;
   int rows = 0;
-  for (const Piece& piece : plan.pieces) rows = std::max(rows, piece.item.queries * group);
+  for (const WorkItem& work_item : plan.work_items) rows = std::max(rows, work_item.item.queries * group);
   const size_t bytes = level.scratch(call, rows);
   std::atomic<size_t> next{0};
-  pool(std::min<size_t>(threads, plan.pieces.size()), [&] {
+  pool(std::min<size_t>(threads, plan.work_items.size()), [&] {
     void* scratch = thread_scratch(bytes);
-    for (size_t i = next++, following; i < plan.pieces.size(); i = following) {
-      following = next++;
-      level.attend(call, plan.pieces[i].item, following < plan.pieces.size() ? &plan.pieces[following].item : nullptr, scratch);
+    for (size_t i = next++, next_index; i < plan.work_items.size(); i = next_index) {
+      next_index = next++;
+      level.attend(call, plan.work_items[i].item, next_index < plan.work_items.size() ? &plan.work_items[next_index].item : nullptr, scratch);
     }
   });
   for (const Merge& merge : plan.merges) level.merge(call, merge);
 }
 
-void run_linear(const Level& level, const Linear& call, int threads, const Pool_of_threads& pool) {
-  const int64_t inputs = whole_pairs(call.in_features), rows = std::min<int64_t>(call.rows, linear_rows);
+void run_linear(const Level& level, const Linear& call, int threads, const ThreadPool& pool) {
+  const int64_t inputs = padded_to_pairs(call.in_features), rows = std::min<int64_t>(call.rows, linear_rows);
   const int64_t products = ceil_div<int64_t>(call.rows, linear_rows) * ceil_div<int64_t>(call.out_features, linear_group);
   std::atomic<int64_t> next{0};
   pool((int)std::min<int64_t>(threads, products), [&] {
     float* panels = (float*)thread_scratch((rows * inputs + linear_group) * sizeof(float));
     int64_t widened = -1;
-    for (int64_t begin = next; begin < products;) {  // large parts first, small ones at the end
+    for (int64_t begin = next; begin < products;) {  // large parts first, small ones at the end, for balance
       const int64_t end = begin + std::max<int64_t>(1, (products - begin) / (2 * threads));
       if (!next.compare_exchange_weak(begin, end)) continue;
       level.multiply(call, begin, end, panels, widened);

@@ -1,8 +1,8 @@
-// Vectors of the level that a file is compiled for, as extensions of GCC and Clang: arithmetic is written with
-// operators, and intrinsics stand only where there is no operator.
+// Vectors of the level that a file is compiled for, with the vector extensions of GCC and Clang: operators for
+// arithmetic, intrinsics only where there is no operator.
 //
-// All of it has internal linkage, and no header with inline functions of its own is included: what is compiled for a
-// newer chip must not be merged by the linker with what others call.
+// Everything has internal linkage, and no header with inline functions is included: the linker must not replace a
+// function of one level by that of a level for a newer chip.
 #pragma once
 #include <cstdint>
 
@@ -49,9 +49,9 @@ INLINE vi splat(int32_t x) { return x - vi{}; }
 INLINE vf as_float(vu x) { return (vf)x; }
 INLINE vu as_bits(vf x) { return (vu)x; }
 INLINE vf select(vi which, vf yes, vf no) { return which ? yes : no; }
-INLINE vf largest(vf a, vf b) { return a > b ? a : b; }
-INLINE int smaller(int a, int b) { return a < b ? a : b; }
-INLINE int larger(int a, int b) { return a > b ? a : b; }
+INLINE vf max_lanes(vf a, vf b) { return a > b ? a : b; }
+INLINE int min_int(int a, int b) { return a < b ? a : b; }
+INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 INLINE vi lanes() {
@@ -70,7 +70,7 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-INLINE float sum_of(vf x) {
+INLINE float reduce_add(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
 #else
@@ -80,7 +80,7 @@ INLINE float sum_of(vf x) {
 #endif
 }
 
-INLINE float largest_of(vf x) {
+INLINE float reduce_max(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
 #else
@@ -90,14 +90,14 @@ INLINE float largest_of(vf x) {
 #endif
 }
 
-// 2**x for x in [-infinity, 127]; 0 below -126. The error is 2e-9 of it before rounding, or with FEW digits 3e-6.
-template <bool FEW = false>
+// 2**x for x in [-infinity, 127]; 0 below -126. The relative error is 2e-9 before rounding, or 3e-6 with FAST.
+template <bool FAST = false>
 INLINE vf exp2(vf x) {
-  vf inside = x < -126.0f ? splat(-126.0f) : x;  // NaN stays
-  vf shifted = inside + 12582912.0f;             // 1.5 * 2**23: no bits are left below 1
+  vf inside = x < -126.0f ? splat(-126.0f) : x;  // keeps NaN
+  vf shifted = inside + 12582912.0f;             // 1.5 * 2**23 rounds to an integer
   vf f = inside - (shifted - 12582912.0f);
   vf p;
-  if constexpr (FEW) {
+  if constexpr (FAST) {
     p = fma(splat(9.570101276e-3f), f, splat(5.591785908e-2f));
     p = fma(p, f, splat(2.402474433e-1f));
     p = fma(p, f, splat(6.931217909e-1f));
@@ -110,15 +110,14 @@ INLINE vf exp2(vf x) {
     p = fma(p, f, splat(6.931471825e-1f));
     p = fma(p, f, splat(1.0f));
   }
-  vf power = as_float((as_bits(shifted) << 23) + 0x3F800000u);  // of a NaN some number: NaN * it is NaN
+  vf power = as_float((as_bits(shifted) << 23) + 0x3F800000u);  // for NaN any number: the product is NaN
   return x < -126.0f ? vf{} : p * power;
 }
 
 INLINE float exp2(float x) { return exp2(splat(x))[0]; }
-
 constexpr float log2e = 1.4426950408889634f;
 
-INLINE vf tanh(vf x) {  // saturates; NaN stays
+INLINE vf tanh(vf x) {  // saturates; keeps NaN
   vf bounded = x > 20.0f ? splat(20.0f) : x < -20.0f ? splat(-20.0f) : x;
   vf e = exp2(bounded * (2 * log2e));
   return 1.0f - 2.0f / (e + 1.0f);
@@ -126,7 +125,7 @@ INLINE vf tanh(vf x) {  // saturates; NaN stays
 
 // --- elements of 8 and 16 bits --------------------------------------------------------------------------------------
 
-// GCC makes many instructions of a conversion between lanes of different width; these are one.
+// GCC compiles conversions between lanes of different width to many instructions; each of these is one.
 INLINE vu extend_u16(const void* from) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32(load<__m256i>(from));
@@ -165,7 +164,7 @@ INLINE vf widen_f16(const void* from) {
 #else
   vu bits = __builtin_convertvector(load<vu16>(from), vu);
   vu magnitude = (bits & 0x7FFFu) << 13;
-  vf number = as_float(magnitude + (112u << 23));  // its exponent's bias is 15, not 127
+  vf number = as_float(magnitude + (112u << 23));  // the exponent bias is 15, not 127
   vf small = __builtin_convertvector((vi)(bits & 0x7FFFu), vf) * 0x1p-24f;
   vf value = select((vi)(magnitude < (1u << 23)), small, number);
   value = select((vi)(magnitude >= (31u << 23)), as_float(magnitude | 0x7F800000u), value);
@@ -182,7 +181,7 @@ INLINE vu16 narrow_f16(vf x) {
   vu bits = as_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   vu number = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
   number = number > 0x7C00u ? vu{} + 0x7C00u : number;
-  vu small = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;  // in steps of 2**-24: the last bits below 1
+  vu small = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;  // subnormal: steps of 2**-24 are the last bits below 1
   vu half = magnitude < (113u << 23) ? small : magnitude >= 0x47800000u ? vu{} + 0x7C00u : number;
   half = magnitude > 0x7F800000u ? vu{} + 0x7E00u : half;
   return __builtin_convertvector(half | sign, vu16);
@@ -191,7 +190,7 @@ INLINE vu16 narrow_f16(vf x) {
 
 INLINE vf widen_bf16(const void* from) { return as_float(extend_u16(from) << 16); }
 
-INLINE vu rounded_bf16(vf x) {  // in the upper halves, to nearest even
+INLINE vu rounded_bf16(vf x) {  // in the upper halves, ties to even
   vu bits = as_bits(x);
   vu rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
   return x == x ? rounded & 0xFFFF0000u : vu{} + 0x7FC00000u;
@@ -205,7 +204,7 @@ INLINE vu16 narrow_bf16(vf x) {
 #endif
 }
 
-INLINE vf widen_fp8(const void* from) {  // no code is NaN: `quantize` makes none
+INLINE vf widen_fp8(const void* from) {  // `quantize` never produces a NaN code
   vu bits = extend_u8(from);
   vu magnitude = bits & 0x7Fu;
   vf number = as_float((magnitude << 20) + (120u << 23));
@@ -233,7 +232,7 @@ INLINE void narrow(void* to, vf x) {
   if constexpr (T == Type::bf16) store(to, narrow_bf16(x));
 }
 
-// The same for the last elements of a row: those past `count` are read as 0, and not written.
+// The same for the end of a row: elements past `count` are read as 0 and not written.
 template <Type T>
 INLINE vf widen(const void* from, int count) {
   if (count >= W) return widen<T>(from);
@@ -268,8 +267,8 @@ INLINE void* at(void* row, int64_t element) {
   return (char*)row + element * bytes_of<T>;
 }
 
-// Calls `body` with the type as a constant: floating ones, and all.
-#define WITH_FLOAT(type, T, ...)                                                \
+// Runs the statements with a floating-point type as a constant.
+#define DISPATCH_FLOAT(type, T, ...)                                                \
   switch (type) {                                                               \
     case Type::f16: { constexpr Type T = Type::f16; __VA_ARGS__; } break;       \
     case Type::bf16: { constexpr Type T = Type::bf16; __VA_ARGS__; } break;     \
@@ -287,7 +286,7 @@ INLINE vu pack_bf16(vf first, vf second) {  // 2 W elements in order
 #endif
 }
 
-INLINE vf dot_bf16(vu a, vu b, vf sum) {  // both products of each lane's pair, as a tile instruction adds them
+INLINE vf dot_bf16(vu a, vu b, vf sum) {  // adds both products of each lane's pair like a tile instruction
   sum = fma(as_float(a << 16), as_float(b << 16), sum);
   return fma(as_float(a & 0xFFFF0000u), as_float(b & 0xFFFF0000u), sum);
 }
@@ -303,11 +302,11 @@ struct Lanes {
     a = low;
   }
   template <int S>
-  static INLINE vf fold(vf a, vf b) {  // sums of two lanes each: of a where a lane's number lacks the bit S, else of b
+  static INLINE vf fold(vf a, vf b) {  // sums of two lanes: of a where bit S of the lane number is 0, else of b
     vf kept = __builtin_shufflevector(a, b, ((L & S) ? W + L : L)...);
     return kept + __builtin_shufflevector(a, b, ((L & S) ? W + L - S : L + S)...);
   }
-  static INLINE void deal(vf& first, vf& second) {
+  static INLINE void deinterleave(vf& first, vf& second) {
     vf even = __builtin_shufflevector(first, second, (2 * L)...);
     second = __builtin_shufflevector(first, second, (2 * L + 1)...);
     first = even;
@@ -326,24 +325,24 @@ using All = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
 using All = Lanes<0, 1, 2, 3>;
 #endif
 
-// The elements 0, 2, 4 ... and 1, 3, 5 ... of a row become its first W and its last W.
+// deinterleave moves elements 0, 2, 4, ... of 2 W to the first vector and 1, 3, 5, ... to the second; interleave is the inverse.
 INLINE void interleave(vf& even, vf& odd) { All::interleave(even, odd); }
-INLINE void deal(vf& first, vf& second) { All::deal(first, second); }  // and back
+INLINE void deinterleave(vf& first, vf& second) { All::deinterleave(first, second); }
 
 template <int S = W / 2>
-INLINE void transpose(vu (&rows)[W]) {  // by quarters: lanes whose number has the bit S change places over S rows
+INLINE void transpose(vu (&rows)[W]) {  // exchanges lanes with bit S set across S rows
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++)
     if (!(i & S)) All::exchange<S>(rows[i], rows[i + S]);
   if constexpr (S > 1) transpose<S / 2>(rows);
 }
 
-// Lane i of the result: the sum of rows[i].
+// Returns the sum of rows[i] in lane i.
 template <int S = W / 2>
-INLINE vf sums_of(vf (&rows)[W]) {
+INLINE vf reduce_rows(vf (&rows)[W]) {
 #pragma GCC unroll 16
   for (int i = 0; i < S; i++) rows[i] = All::fold<S>(rows[i], rows[i + S]);
-  if constexpr (S > 1) return sums_of<S / 2>(rows);
+  if constexpr (S > 1) return reduce_rows<S / 2>(rows);
   else return rows[0];
 }
 

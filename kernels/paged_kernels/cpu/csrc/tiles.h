@@ -1,8 +1,8 @@
-// Products of matrices in panels, and the one with AMX tiles.
+// Matrix products of panels, with vectors and with AMX tiles.
 //
 //   a [rows][k] units, row-major;  b [k][columns] units;  c [rows][columns] fp32
 //
-// A unit is 32 bits: an fp32, or two bf16 that follow each other in the dimension that is summed over.
+// A unit is 32 bits: one fp32, or two bf16 that are adjacent in the dimension of the sum.
 #pragma once
 #include "simd.h"
 
@@ -18,13 +18,13 @@
 namespace paged {
 namespace {
 
-// Rows of the next tile, brought nearer one by one between the operations of this one: memory and arithmetic overlap.
-struct Ahead {
+// Prefetches the rows of the next tile one by one during the computation of this one.
+struct Prefetcher {
   const void* const* next;
   const void* const* end;
   int row_bytes;
 
-  INLINE void bring(int rows = 1) {
+  INLINE void fetch(int rows = 1) {
     for (; rows && next < end; rows--, next++)
       for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)*next + byte, 0, 2);
   }
@@ -32,14 +32,14 @@ struct Ahead {
 
 template <int ROWS, int VECTORS>
 INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
-                          int depth, bool add, Ahead& ahead) {
+                          int depth, bool add, Prefetcher& prefetcher) {
   vf sums[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) sums[i][j] = add ? load<vf>(c + i * c_stride + j * W) : vf{};
   for (int k = 0; k < depth; k++) {
-    ahead.bring();
+    prefetcher.fetch();
     vu right[VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; j++) right[j] = load<vu>(b + (int64_t)k * b_stride + j * W);
@@ -57,34 +57,34 @@ INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, in
     for (int j = 0; j < VECTORS; j++) store(c + i * c_stride + j * W, sums[i][j]);
 }
 
-constexpr int row_block = 6;                // with `column_block` of them, as many sums as registers hold
+constexpr int row_block = 6;                // row_block x column_block vectors of sums fit the registers
 constexpr int column_block = W == 16 ? 4 : 2;
 
 template <int VECTORS>
 void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                     int depth, bool add, Ahead& ahead) {
+                     int depth, bool add, Prefetcher& prefetcher) {
   int i = 0;
   for (; i + row_block <= rows; i += row_block)
-    block_product<row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, ahead);
+    block_product<row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, prefetcher);
   a += i * a_stride;
   c += i * c_stride;
   switch (rows - i) {
-    case 1: return block_product<1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 2: return block_product<2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 3: return block_product<3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 4: return block_product<4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
-    case 5: return block_product<5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, ahead);
+    case 1: return block_product<1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 2: return block_product<2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 3: return block_product<3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 4: return block_product<4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 5: return block_product<5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
   }
 }
 
-// c = a b, or c += a b, of units of fp32. columns: a multiple of W.
+// Computes c = a b, or c += a b, in units of fp32. columns must be a multiple of W.
 INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                    int columns, int depth, bool add, Ahead& ahead) {
+                    int columns, int depth, bool add, Prefetcher& prefetcher) {
   int j = 0;
   for (; j + column_block * W <= columns; j += column_block * W)
-    columns_product<column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+    columns_product<column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
   for (; j < columns; j += W)
-    columns_product<1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, ahead);
+    columns_product<1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
 }
 
 #if PAGED_HAS_TILES
@@ -96,7 +96,7 @@ struct alignas(64) TileConfig {
 };
 
 #if PAGED_EMULATE_AMX
-// What the instructions do, by the manual: for tests on a machine without them.
+// Emulation of the tile instructions, for tests on a machine without them.
 struct Tile {
   uint32_t units[16][16];
 };
@@ -134,7 +134,7 @@ void tile_dot(int c, int a, int b) {
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// The same of pairs. rows, columns and depth: multiples of 16.
+// The same for pairs of bf16. rows, columns and depth must be multiples of 16.
 void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                   int columns, int depth, bool add) {
   const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;

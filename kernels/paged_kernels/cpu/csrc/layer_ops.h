@@ -1,5 +1,6 @@
-// What lies between the attentions. Sums, normalised rows and silu are rounded to the model's type before they go on;
-// nothing is fused that the references do not fuse, so that what is written into a block has one content.
+// The operations between attention calls: cache writes, rotary embedding, RMSNorm and SwiGLU. Sums, normalized rows and
+// silu are rounded to the model's type. Nothing is fused that the references do not fuse: the bits of a block must not
+// depend on which implementation wrote it.
 #pragma once
 #include "simd.h"
 
@@ -11,32 +12,32 @@ INLINE float largest_code(Type format) { return format == Type::int8 ? 127.0f : 
 INLINE vu8 code_fp8(vf x) {  // to the nearest e4m3, ties to even
   vu bits = as_bits(x), magnitude = bits & 0x7FFFFFFFu;
   vu number = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
-  vu small = as_bits(as_float(magnitude) + 16384.0f) - 0x46800000u;  // in steps of 2**-9: the last bits below 2**15
+  vu small = as_bits(as_float(magnitude) + 16384.0f) - 0x46800000u;  // subnormal: steps of 2**-9 are the last bits below 2**15
   vu code = as_float(magnitude) < 0.015625f ? small : number;
   return __builtin_convertvector(code | (bits >> 24 & 0x80u), vu8);
 }
 
-INLINE vu8 code_int8(vf x) {  // where 1.5 * 2**23 is added, only whole numbers are left
+INLINE vu8 code_int8(vf x) {  // adding 1.5 * 2**23 rounds to an integer
   return (vu8)__builtin_convertvector(__builtin_convertvector((x + 12582912.0f) - 12582912.0f, vi), vi8);
 }
 
-// A row of fp32 to a row of the pool, quantized as `layer_cache.quantize` says. The row is padded with zeros to W.
+// Quantizes a row of fp32, padded with zeros to a multiple of W, into the pool like `layer_cache.quantize`.
 INLINE void write_codes(const float* row, int head_dim, Type format, char* to, float* scale) {
   vf top = {};
   vi unordered = {};
   for (int d = 0; d < head_dim; d += W) {
     vf magnitude = as_float(as_bits(load<vf>(row + d)) & 0x7FFFFFFFu);
     unordered |= !(magnitude < infinity);
-    top = largest(magnitude, top);
+    top = max_lanes(magnitude, top);
   }
   bool finite = true;
   for (int i = 0; i < W; i++) finite &= !unordered[i];
-  const float most = largest_of(top), divisor = (most > 0x1p-100f ? most : 0x1p-100f) / largest_code(format);
+  const float top_value = reduce_max(top), divisor = (top_value > 0x1p-100f ? top_value : 0x1p-100f) / largest_code(format);
   *scale = finite ? divisor : __builtin_nanf("");
   for (int d = 0; d < head_dim; d += W) {
     vf x = finite ? load<vf>(row + d) / divisor : vf{};
     vu8 codes = format == Type::int8 ? code_int8(x) : code_fp8(x);
-    __builtin_memcpy(to + d, &codes, smaller(W, head_dim - d));
+    __builtin_memcpy(to + d, &codes, min_int(W, head_dim - d));
   }
 }
 
@@ -75,7 +76,7 @@ INLINE void write_head(const Rows& rows, int64_t token, int head, const Cache& c
 }
 
 void write(const Write& call, int64_t begin, int64_t end) {
-  WITH_FLOAT(call.type, T, {
+  DISPATCH_FLOAT(call.type, T, {
     for (int64_t token = begin; token < end; token++) {
       if (call.slots[token] < 0) continue;
       for (int head = 0; head < call.cache.num_kv_heads; head++) {
@@ -86,42 +87,42 @@ void write(const Write& call, int64_t begin, int64_t end) {
   });
 }
 
-// row [head_dim], padded with zeros to W: normalised, rounded, weighted, rounded.
+// Normalizes row [head_dim], padded with zeros to a multiple of W, rounds, multiplies by the weight, and rounds again.
 template <Type T>
 INLINE void normalize(float* row, int head_dim, const void* weight, float eps) {
   vf squares = {};
   for (int d = 0; d < head_dim; d += W) squares += load<vf>(row + d) * load<vf>(row + d);
-  const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / head_dim + eps);
+  const float factor = 1.0f / __builtin_sqrtf(reduce_add(squares) / head_dim + eps);
   for (int d = 0; d < head_dim; d += W) {
     vf x = rounded<T>(load<vf>(row + d) * factor) * widen<T>(at<T>(weight, d), head_dim - d);
     store(row + d, rounded<T>(x));
   }
 }
 
-// row [head_dim], to be left as it is rounded to the model's type.
+// Rotates row [head_dim], and rounds it to the model's type.
 template <Type T>
-INLINE void turn(float* row, int head_dim, const float* cos, const float* sin) {
-  alignas(64) float turned[max_head_dim + W] = {};
+INLINE void rotate_row(float* row, int head_dim, const float* cos, const float* sin) {
+  alignas(64) float swapped[max_head_dim + W] = {};
   const int half = head_dim / 2;
-  for (int d = 0; d < half; d++) turned[d] = -row[d + half], turned[d + half] = row[d];
+  for (int d = 0; d < half; d++) swapped[d] = -row[d + half], swapped[d + half] = row[d];
   for (int d = 0; d < head_dim; d += W)
-    store(row + d, rounded<T>(load<vf>(row + d) * load<vf>(cos + d) + load<vf>(turned + d) * load<vf>(sin + d)));
+    store(row + d, rounded<T>(load<vf>(row + d) * load<vf>(cos + d) + load<vf>(swapped + d) * load<vf>(sin + d)));
 }
 
 void rotate(const Rotation& call, int64_t begin, int64_t end) {
   const Write& write = call.write;
   const int head_dim = write.cache.head_dim;
-  WITH_FLOAT(write.type, T, {
+  DISPATCH_FLOAT(write.type, T, {
     alignas(64) float row[max_head_dim + W], cos[max_head_dim + W], sin[max_head_dim + W];
     for (int64_t token = begin; token < end; token++) {
-      WITH_FLOAT(call.angles, A, {
+      DISPATCH_FLOAT(call.angles, A, {
         read_row<A>({call.cos, call.cos_stride, 0}, token, 0, head_dim, cos);
         read_row<A>({call.sin, call.sin_stride, 0}, token, 0, head_dim, sin);
       });
       for (int head = 0; head < call.num_heads; head++) {
         read_row<T>(call.query, token, head, head_dim, row);
         if (call.query_weight) normalize<T>(row, head_dim, call.query_weight, call.eps);
-        turn<T>(row, head_dim, cos, sin);
+        rotate_row<T>(row, head_dim, cos, sin);
         void* out = at<T>(call.out, (token * call.num_heads + head) * head_dim);
         for (int d = 0; d < head_dim; d += W) narrow<T>(at<T>(out, d), load<vf>(row + d), head_dim - d);
       }
@@ -129,7 +130,7 @@ void rotate(const Rotation& call, int64_t begin, int64_t end) {
       for (int head = 0; head < write.cache.num_kv_heads; head++) {
         read_row<T>(write.key, token, head, head_dim, row);
         if (call.key_weight) normalize<T>(row, head_dim, call.key_weight, call.eps);
-        turn<T>(row, head_dim, cos, sin);
+        rotate_row<T>(row, head_dim, cos, sin);
         write_row<T>(row, write.cache, write.cache.keys, write.slots[token], head);
         write_head<T>(write.value, token, head, write.cache, write.cache.values, write.slots[token]);
       }
@@ -138,7 +139,7 @@ void rotate(const Rotation& call, int64_t begin, int64_t end) {
 }
 
 void norm(const Norm& call, int64_t begin, int64_t end) {
-  WITH_FLOAT(call.type, T, {
+  DISPATCH_FLOAT(call.type, T, {
     for (int64_t token = begin; token < end; token++) {
       const void* total = at<T>(call.x, token * call.x_stride);
       if (call.residual) {
@@ -155,7 +156,7 @@ void norm(const Norm& call, int64_t begin, int64_t end) {
         vf x = widen<T>(at<T>(total, d), call.width - d < W ? (int)(call.width - d) : W);
         squares += x * x;
       }
-      const float factor = 1.0f / __builtin_sqrtf(sum_of(squares) / call.width + call.eps);
+      const float factor = 1.0f / __builtin_sqrtf(reduce_add(squares) / call.width + call.eps);
       void* out = at<T>(call.normed, token * call.width);
       for (int64_t d = 0; d < call.width; d += W) {
         const int count = call.width - d < W ? (int)(call.width - d) : W;
@@ -167,7 +168,7 @@ void norm(const Norm& call, int64_t begin, int64_t end) {
 }
 
 void swiglu(const SwiGlu& call, int64_t begin, int64_t end) {
-  WITH_FLOAT(call.type, T, {
+  DISPATCH_FLOAT(call.type, T, {
     for (int64_t token = begin; token < end; token++) {
       const void* gate = at<T>(call.gate_up, token * call.stride);
       const void* up = at<T>(gate, call.width);
