@@ -53,8 +53,8 @@ def in_time(until):
 
 
 def pytest_addoption(parser):
-    sizes = "'cycles=20 restarts=10 responses=300000': of storms over a server; also killed, left, held, preemptions"
-    parser.addoption("--storm", default="", help=sizes)
+    sizes = "sizes of the stress tests: 'cycles=20 restarts=10 responses=300000'; also killed, left, held, preemptions"
+    parser.addoption("--stress", "--storm", default="", help=sizes)
     longest = "hours that each long test goes on at the most, where what it is to reach takes longer"
     parser.addoption("--hours", type=float, default=1.0, help=longest)
 
@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter, config):
         for line in told:
             terminalreporter.line(line)
     if table.rows:
-        terminalreporter.section("storms")
+        terminalreporter.section("stress tests")
         terminalreporter.line(table.text())
     if told := table.goals():
         terminalreporter.section("goals")

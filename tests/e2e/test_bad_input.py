@@ -150,8 +150,8 @@ def storm(server, count, seed, until=None):
         for one in working:
             one.result()
     refused = made.found["ours"] + made.found["core"]
-    table.done("bad requests", refused)
-    table.done("bad requests without an error that says whose it is", len(made.faults), of=refused)
+    table.record("bad requests", refused)
+    table.record("bad requests without an error class", len(made.faults), of=refused)
     assert made.faults == []
     idle(server)
     assert server.pid == pid

@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from client.serving.tritonserver import TritonServer
-from tests.support.stress.asks import ALWAYS, MODEL, Ask, record_expected
 from tests.support.stress.checker import check
 from tests.support.stress.footprint import resident
 from tests.support.stress.plans import Plan, to_json
+from tests.support.stress.requests import MODEL, RETURN_FLAGS, StressRequest, record_expected
 from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
 from tests.support.triton import idle, metrics, post, until
 
@@ -39,15 +39,15 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asked(server):
-    (ask,) = record_expected(server.http_url, [Ask("Call/me", SAMPLING)])
-    return ask
+    (request,) = record_expected(server.http_url, [StressRequest("Call/me", SAMPLING)])
+    return request
 
 
 class Stopped:
     """A process of gRPC clients that stops reading after its first tokens."""
 
-    def __init__(self, server, ask):
-        plans = [Plan(f"slow{number}", "grpc", ask, may=("UNAVAILABLE",)) for number in range(READERS)]
+    def __init__(self, server, request):
+        plans = [Plan(f"slow{number}", "grpc", request, allowed_ends=("UNAVAILABLE",)) for number in range(READERS)]
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -87,9 +87,9 @@ class Stopped:
 class Sockets:
     """HTTP connections that are never read."""
 
-    def __init__(self, server, ask):
-        inputs = {"text_input": ask.text, "stream": True, "return_logprobs": True, **ALWAYS}
-        body = json.dumps(inputs | {"sampling_parameters": json.dumps(ask.sampling)}).encode()
+    def __init__(self, server, request):
+        inputs = {"text_input": request.text, "stream": True, "return_logprobs": True, **RETURN_FLAGS}
+        body = json.dumps(inputs | {"sampling_parameters": json.dumps(request.sampling)}).encode()
         head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         self.sockets = []
         for _ in range(READERS):

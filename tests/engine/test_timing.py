@@ -60,7 +60,7 @@ def test_cache_salt_hides_step_counts(tiny):
             found = area([steps for steps, _ in known], [steps for steps, _ in unknown])
             hits = sum(hits for _, hits in known + unknown)
             if salt is None:
-                table.done("tokens found in the cache under another salt, by probes", hits, of=len(known + unknown))
+                table.record("cache hits under another salt, by probes", hits, of=len(known + unknown))
             assert (found, hits) == (0.5, 0) if salt is None else found > 0.9 and hits > 0
 
 
@@ -83,7 +83,7 @@ def test_cache_salt_hides_time_to_first_token(tiny, in_time, figures):
         rounds = [probed(seconds, None, 1000, seed, LONG) for seed in in_time(range(1, 101))]
         areas["across salts"] = area(*(list(itertools.chain(*probes)) for probes in zip(*rounds, strict=True)))
     figures(f"area under the curve: {areas}")
-    table.done("tokens found in the cache under another salt, by probes", sum(hits), of=len(hits))
+    table.record("cache hits under another salt, by probes", sum(hits), of=len(hits))
     assert len(hits) >= 2000 and not any(hits)
     assert areas["across salts"] == pytest.approx(0.5, abs=0.05)
     assert areas["within one"] > 0.9

@@ -48,13 +48,13 @@ def test_stress_kills_quick_mutants(first, figures):
     found = dict(zip(QUICK, causes, strict=True))
     assert [mutant for mutant, cause in found.items() if cause is None] == []
     figures(f"{len(found)} of {len(QUICK)} mutants detected")
-    table.done("mistakes on purpose that are found", len(found), of=len(QUICK))
+    table.record("mutants killed", len(found), of=len(QUICK))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutant", RARE)
 def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
-    table.done("mistakes on purpose that are found", 0, of=1)
+    table.record("mutants killed", 0, of=1)
     for name in ("paged_backend", "tests", "kernels", "client", "paged_bench"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     file = MUTANTS[mutant][0]
@@ -85,4 +85,4 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 1, done.stdout[-2000:]
-    table.done("mistakes on purpose that are found", 1)
+    table.record("mutants killed", 1)

@@ -42,7 +42,7 @@ def test_hypothesis_rules_match_model(examples):
 
     run()
     assert_all_happened(seen)
-    table.done("block manager: steps that hypothesis chooses", steps)
+    table.record("block manager: steps chosen by Hypothesis", steps)
     assert steps >= 200_000
 
 
@@ -69,7 +69,7 @@ def test_seeded_rules_match_model(wanted, first, until, figures):
                     running.add(processes.submit(play_seeds, next(batches)))
     assert_all_happened(seen)
     figures(f"seeds from {first}")
-    table.done("block manager: steps that seeds choose", steps)
+    table.record("block manager: steps chosen by seeds", steps)
 
 
 def test_releasing_unknown_block_names_it():

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT
-from tests.support.stress.asks import split
+from tests.support.stress.requests import split
 from tests.support.waiting import until
 
 OPTIONS = {"num_gpu_blocks_override": 64, "max_num_seqs": 16, "max_queue_size": 0, "first_response_ms": 0}

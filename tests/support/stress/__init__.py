@@ -1,21 +1,21 @@
-"""Storms against a real server, and what is checked after them, in the manner of Jepsen.
+"""Stress tests with fault injection against a real server, and a checker of their histories, in the manner of Jepsen.
 
-Clients append what they ask and what they get to a history; some of them leave, are killed, stop reading or send
-nonsense, by a seed. A checker reads the history afterwards and holds every token against what the same request got
-alone.
+Clients append their requests and the responses to a history. By a random seed, some of them disconnect, are killed,
+stop reading or send invalid requests. A checker reads the history afterwards and compares every token with the output
+of the same request without load.
 
-    asks.py        requests, and the oracle: what each gets alone
-    plans.py       the nemesis: by a seed, who asks what, and who leaves when and how
-    clients.py     play a plan over gRPC or a raw HTTP socket, and write the history
-    crowd.py       thousands of requests on a few streams
-    murder.py      kills a process full of clients, victim.py
-    history.py     events, as lines of JSON
-    checker.py     reads them, and finds what must not be
-    footprint.py   what the server's processes hold
-    server.py      a server to storm, and its metrics
-    models.py      what it is told to load
-    storm.py       all of it together
-    table.py       the figures
+    requests.py         requests, and their expected output without load
+    plans.py            the fault injector: by a seed, which client sends what, and who disconnects when and how
+    clients.py          clients that execute a plan over gRPC or a raw HTTP socket, and write the history
+    multiplexed.py      thousands of requests on a few streams
+    kill_client.py      kills a process with many clients, client_process.py
+    history.py          events, as lines of JSON
+    checker.py          reads them and finds violations
+    footprint.py        threads, files, sockets and memory of the server's processes
+    server.py           the server under test, and its metrics
+    models.py           loads and unloads its model
+    campaign.py         the stress tests
+    table.py            the figures
 
-`python -m tests.support.stress --help` runs storms by hand, or checks a history again.
+`python -m tests.support.stress --help` runs stress tests by hand, or checks a history again.
 """

@@ -1,4 +1,4 @@
-"""Stress runs by hand: `python -m tests.support.stress run --seed 3 kill=5000 soak=300000`, or `... check FILE`."""
+"""Run stress tests by hand: `python -m tests.support.stress run --seed 3 kill=5000`, or check a history again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.stress.checker import Verdict, check
 from tests.support.stress.history import load
 from tests.support.stress.server import OPTIONS, Log, save_printable, with_floor
 
-STORMS = ("calm", "kill", "leave", "dry", "hold", "soak")
+TESTS = ("steady", "kill", "leave", "exhaust_pool", "hold", "soak")
 
 
 def main() -> int:
@@ -23,28 +23,30 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("check", help="read a history again")
     one.add_argument("file", type=Path)
-    one = commands.add_parser("run", help="storms over a server of their own")
+    one = commands.add_parser("run", help="run stress tests with a server of their own")
     one.add_argument("--seed", type=int, default=0)
-    one.add_argument("storms", nargs="+", metavar="STORM=SIZE", help=f"of {', '.join(STORMS)}, in this order")
-    asked = parser.parse_args()
-    verdicts = [check(load(asked.file))] if asked.command == "check" else _run(asked.seed, asked.storms)
+    one.add_argument("tests", nargs="+", metavar="TEST=SIZE", help=f"of {', '.join(TESTS)}, in this order")
+    args = parser.parse_args()
+    verdicts = [check(load(args.file))] if args.command == "check" else _run(args.seed, args.tests)
     print(f"{table.text()}\n\n{table.goals()}" if table.rows else verdicts[0])
     return int(any(verdict.problems for verdict in verdicts))
 
 
-def _run(seed: int, storms: list[str]) -> list[Verdict]:
-    """The histories stay where they are printed to be. A server whose gRPC streams were cancelled is not asked to stop:
-    see Storm."""
-    directory = Path(tempfile.mkdtemp(prefix="storm-"))
+def _run(seed: int, tests: list[str]) -> list[Verdict]:
+    """Run stress tests. The histories stay in the directory that is printed.
+
+    A server whose gRPC streams were cancelled is killed instead of stopped: see StressTest.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="stress-"))
     save_printable(directory / "model")
     repository, log = faults.inject_into_repository(with_floor(directory / "repository"), {"log_drops": 1}), Log()
     with TritonServer(directory / "model", OPTIONS, repository=repository, echo=log) as server:
-        asked = [one.partition("=") for one in storms]
-        cancels = any(name in ("hold", "leave") for name, _, _ in asked)
-        storm = StressTest(server, directory, seed, cancels=cancels, log=log)
-        verdicts = [getattr(storm, name)(int(size)) for name, _, size in asked if name in STORMS]
+        selected = [one.partition("=") for one in tests]
+        cancels = any(name in ("hold", "leave") for name, _, _ in selected)
+        stress = StressTest(server, directory, seed, cancels=cancels, log=log)
+        verdicts = [getattr(stress, name)(int(size)) for name, _, size in selected if name in TESTS]
         if not cancels:
-            return [*verdicts, storm.stop()]
+            return [*verdicts, stress.stop()]
         server.kill()
         return verdicts
 

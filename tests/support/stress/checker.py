@@ -1,4 +1,4 @@
-"""Reads a history and finds what must not be in it. Knows no server."""
+"""Reads a history and finds violations, without a server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.support.stress.history import Event
-from tests.support.stress.plans import LEAVES
+from tests.support.stress.plans import DISCONNECTS
 
 CLASSES = re.compile(r"(?:Error generating stream: )?(INVALID_ARGUMENT|UNAVAILABLE|CANCELLED|INTERNAL): ")
-# What tritonserver says by itself, of a model that is not loaded and of a body that is no JSON.
+# Errors of tritonserver itself, for a model that is not loaded and for a body that is not JSON.
 SERVERS_OWN = re.compile(r"Request for unknown model|is not ready|has no available versions|parse the request JSON")
 
 
@@ -24,7 +24,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Request:
-    """What one client asked and got."""
+    """A request and its output so far."""
 
     invoke: Event
     tokens: list[list[int]]
@@ -35,17 +35,17 @@ class Request:
 
 @dataclass
 class Verdict:
-    """What a history comes to."""
+    """The result of a check."""
 
     problems: list[Problem] = field(default_factory=list)
     requests: int = 0
     responses: int = 0
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by way and phase, of those that had not ended
-    most_open: int = 0  # requests at once
-    most_begun: int = 0  # of them such as had tokens
-    freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a client's leaving to free blocks
+    killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by fault and phase, of those that had not ended
+    most_open: int = 0  # concurrent requests
+    most_begun: int = 0  # concurrent requests with at least one token
+    freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a disconnect until the blocks are free
     idle_seconds: float | None = None  # the longest
     stopped_seconds: float | None = None
 
@@ -57,7 +57,7 @@ class Verdict:
         lines = [f"{self.requests} requests, {self.responses} responses, {self.tokens} tokens"]
         lines.append("ended by " + ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items())))
         if self.killed:
-            by_way = ", ".join(f"{way} in {phase} {count}" for (way, phase), count in sorted(self.killed.items()))
+            by_way = ", ".join(f"{fault} in {phase} {count}" for (fault, phase), count in sorted(self.killed.items()))
             lines.append(f"{self.killed.total()} streams killed: {by_way}")
         if self.idle_seconds is not None:
             lines.append(f"idle after {self.idle_seconds:.2f} s at the most")
@@ -69,19 +69,23 @@ class Verdict:
 
 
 def check(events: Iterable[Event], *, idle_within: float = 2.0, stopped_within: float = 5.0) -> Verdict:
-    """idle_within, stopped_within: seconds."""
+    """Check a history.
+
+    Args:
+        idle_within, stopped_within: limits in seconds.
+    """
     return _Check(idle_within, stopped_within).run(events)
 
 
 def error_class(text: str) -> str | None:
-    """None: of no class that a client could know."""
+    """Return the error class of a message, "SERVER" for errors of tritonserver, and None for an unknown one."""
     if ours := CLASSES.match(text):
         return ours.group(1)
     return "SERVER" if SERVERS_OWN.search(text) else None
 
 
 class _Check:
-    def __init__(self, idle_within: float, stopped_within: float):
+    def __init__(self, idle_within: float, stopped_within: float) -> None:
         self._idle_within, self._stopped_within = idle_within, stopped_within
         self._requests: dict[str, Request] = {}
         self._probes: list[str] = []
@@ -93,10 +97,10 @@ class _Check:
             getattr(self, f"_{event['kind']}")(event)
         for id, request in self._requests.items():
             if request.terminal is None:
-                self._problem("lost", id, "the history has no end of it")
+                self._problem("lost", id, "has no end in the history")
         for id in self._probes:
             if id not in self._requests or self._outcome(self._requests[id]) != "finish":
-                self._problem("no probe", id, "the server did not answer after the storm")
+                self._problem("no probe", id, "the server did not respond after the stress test")
         return self._verdict
 
     def _problem(self, kind: str, id: str, text: str) -> None:
@@ -118,7 +122,7 @@ class _Check:
         if request.terminal:
             self._problem("after terminal", id, f"{event['tokens']} after its end")
         if len(event["tokens"]) != len(request.tokens):
-            self._problem("samples", id, f"{len(event['tokens'])} in a response, {len(request.tokens)} were asked for")
+            self._problem("samples", id, f"{len(event['tokens'])} in a response, {len(request.tokens)} were requested")
             return
         if event["at"] is not None and event["at"] != len(request.texts[0]):
             self._problem("gap", id, f"text from {event['at']} on, after {len(request.texts[0])} characters")
@@ -129,16 +133,16 @@ class _Check:
         for index, (tokens, text) in enumerate(zip(event["tokens"], event["texts"], strict=True)):
             request.tokens[index] += tokens
             request.texts[index] += text
-            self._hold_against_the_oracle(request, index)
+            self._compare_with_expected(request, index)
 
-    def _hold_against_the_oracle(self, request: Request, index: int) -> None:
+    def _compare_with_expected(self, request: Request, index: int) -> None:
         got, expected = request.tokens[index], request.invoke["expect"][index]
         if got != expected[: len(got)]:
             wrong = next(at for at, token in enumerate(got) if at >= len(expected) or token != expected[at])
             self._problem(
                 "wrong token", request.invoke["id"], f"sample {index}: {got} differs from {expected} at {wrong}"
             )
-            request.invoke["expect"][index] = got + expected[len(got) :]  # once is enough
+            request.invoke["expect"][index] = got + expected[len(got) :]  # report it once
         elif not request.invoke["texts"][index].startswith(request.texts[index]):
             text = request.invoke["texts"][index]
             self._problem(
@@ -149,7 +153,7 @@ class _Check:
         id, request = event["id"], self._requests[event["id"]]
         self._verdict.responses += event.get("bare", False)
         if request.terminal:
-            self._problem("double terminal", id, f"{_told(request.terminal)}, then {_told(event)}")
+            self._problem("double terminal", id, f"{_describe(request.terminal)}, then {_describe(event)}")
             return
         request.terminal = event
         self._open -= 1
@@ -157,18 +161,18 @@ class _Check:
         outcome = self._outcome(request)
         self._verdict.outcomes[outcome] += 1
         invoke = request.invoke
-        if invoke["way"] and outcome != "finish":
-            # Who was killed from outside was where its tokens were.
+        if invoke["fault"] and outcome != "finish":
+            # The phase of a client that was killed is known from its tokens.
             phase = invoke["phase"] or ("decode" if any(request.tokens) else "queued")
-            self._verdict.killed[invoke["way"], phase] += 1
+            self._verdict.killed[invoke["fault"], phase] += 1
         if event["how"] == "lost":
             self._problem("lost", id, event["why"])
         elif event["how"] == "finish":
             self._check_finish(request, event["finish"])
         elif event["how"] == "error" and error_class(event["error"]) is None:
             self._problem("unknown error", id, event["error"])
-        if outcome not in ("lost", "unknown error") and outcome not in ("finish", *invoke["may"]):
-            self._problem("unexpected end", id, _told(event))
+        if outcome not in ("lost", "unknown error") and outcome not in ("finish", *invoke["allowed_ends"]):
+            self._problem("unexpected end", id, _describe(event))
 
     def _outcome(self, request: Request) -> str:
         event: Any = request.terminal
@@ -183,7 +187,7 @@ class _Check:
     def _check_finish(self, request: Request, finish: list[str]) -> None:
         id, invoke = request.invoke["id"], request.invoke
         if "timeout" in finish:
-            return  # with a part of the tokens
+            return  # with some of the tokens
         if finish != invoke["finish"]:
             self._problem("wrong finish", id, f"{finish} is not {invoke['finish']}")
         for index, expected in enumerate(invoke["expect"]):
@@ -197,10 +201,13 @@ class _Check:
         self._probes.append(event["id"])
 
     def _freed(self, event: Event) -> None:
-        """Of clients that left by themselves. A server notices one that left over HTTP with its next response only."""
+        """Record the delay for a client that disconnected by itself.
+
+        Over HTTP, a server notices a disconnect only with its next response.
+        """
         request = self._requests.get(event["id"])
-        if request and request.terminal and request.terminal.get("way") in LEAVES:
-            noticed = request.begun or request.invoke["face"] == "grpc"
+        if request and request.terminal and request.terminal.get("fault") in DISCONNECTS:
+            noticed = request.begun or request.invoke["protocol"] == "grpc"
             name = "noticed" if noticed else "over HTTP before a token"
             self._verdict.freed.setdefault(name, []).append(event["at"] - request.terminal["t"])
 
@@ -216,9 +223,9 @@ class _Check:
         if event["by"] > event["most"]:
             self._problem("leak", "server", f"grows by {event['by']:.2g} MiB a cycle, more than {event['most']}")
 
-    def _knocked(self, event: Event) -> None:
+    def _refusal(self, event: Event) -> None:
         if not event["refused"]:
-            self._problem("bad stop", "server", "lets connections in until its last stream has ended")
+            self._problem("bad stop", "server", "accepts connections until its last stream has ended")
 
     def _idle(self, event: Event) -> None:
         before, after, verdict = event["before"], event["after"], self._verdict
@@ -250,6 +257,6 @@ class _Check:
             self._problem("slow", "stop", f"only after {event['seconds']:.1f} s")
 
 
-def _told(terminal: Event) -> str:
+def _describe(terminal: Event) -> str:
     how = terminal["how"]
-    return f"{how} {terminal.get({'left': 'way', 'lost': 'why'}.get(how, how))}"
+    return f"{how} {terminal.get({'left': 'fault', 'lost': 'why'}.get(how, how))}"

@@ -1,4 +1,4 @@
-"""Clients that play a plan and write down what they see: over gRPC, and over raw HTTP sockets, many in a thread."""
+"""Clients that execute plans and record the responses, over gRPC and over raw HTTP sockets, with asyncio."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelStreamInferResponse
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from tests.support.stress.asks import ALWAYS, MODEL, as_list, split
 from tests.support.stress.history import History
-from tests.support.stress.plans import LEAVES, Plan
+from tests.support.stress.plans import DISCONNECTS, Plan
+from tests.support.stress.requests import MODEL, RETURN_FLAGS, as_list, split
 
-PATIENCE = 60.0  # seconds after which an answer that does not come counts as lost
+TIMEOUT = 60.0  # seconds after which a missing response counts as lost
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Response:
 
 
 class Wire(Protocol):
-    """One request's way to the server and back."""
+    """The connection of one request."""
 
     async def send(self, plan: Plan) -> None: ...
 
     async def receive(self) -> Response | None:
-        """None: the server has closed it in due form."""
+        """Return the next response, or None if the server has closed the stream properly."""
 
-    def leave(self, way: str) -> None: ...
+    def leave(self, fault: str) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class UnknownRequests(Exception):
-    """The server ended it otherwise than in due form."""
+    """The server has ended a stream improperly."""
 
 
 class Clients:
-    """Plays plans, as many at the same time as it is asked to. Belongs to one event loop."""
+    """Executes plans concurrently, in one event loop."""
 
-    def __init__(self, http_port: int, grpc_url: str, history: History, *, patience: float = PATIENCE):
+    def __init__(self, http_port: int, grpc_url: str, history: History, *, timeout: float = TIMEOUT):
         self._http_port, self._grpc_url = http_port, grpc_url
         self._history = history
-        self._patience = patience
+        self._timeout = timeout
         self._channels = [connect(grpc_url) for _ in range(4)]
         self._turn = 0
 
@@ -62,14 +62,14 @@ class Clients:
             await channel.close()
 
     async def play(self, plan: Plan) -> bool:
-        """Whether it was answered with an error. Never raises: whatever comes of it is in the history."""
+        """Execute a plan and record it. Return whether the response was an error. Never raises."""
         self._history.invoke(plan)
         wire = self._wire(plan)
         try:
-            return await asyncio.wait_for(self._talk(plan, wire), self._patience)
+            return await asyncio.wait_for(self._talk(plan, wire), self._timeout)
         except asyncio.TimeoutError:
-            self._end(plan, "lost", why=f"no end within {self._patience:.0f} s")
-        except Exception as error:  # whatever a server may do to its client
+            self._end(plan, "lost", why=f"no end within {self._timeout:.0f} s")
+        except Exception as error:  # any failure of the server or the connection
             self._end(plan, "lost", why=f"{type(error).__name__}: {error}")
         finally:
             await wire.close()
@@ -78,8 +78,11 @@ class Clients:
     async def play_all(
         self, plans: Any, *, open: int, until: Callable[[], bool] = lambda: False, rest: float = 0.0
     ) -> None:
-        """`open` at the same time, until there are no more or it is enough. rest: seconds that a client waits after an
-        error before it asks again."""
+        """Execute plans, `open` at a time, until there are no more or `until` returns true.
+
+        Args:
+            rest: seconds that a client waits after an error before its next request.
+        """
 
         async def some() -> None:
             for plan in plans:
@@ -92,7 +95,7 @@ class Clients:
         await asyncio.gather(*(some() for _ in range(open)))
 
     async def stop_request(self, id: str) -> None:
-        """As another client would."""
+        """Cancel a request by its id, as another client would."""
         body = json.dumps({"id": id, "stop_request": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._http_port)
         writer.write(_head("generate", len(body), close=True) + body)
@@ -102,16 +105,16 @@ class Clients:
             raise UnknownRequests(f"stop_request: {answer!r}")
 
     def _wire(self, plan: Plan) -> Wire:
-        if plan.face == "http":
+        if plan.protocol == "http":
             return HttpWire(self._http_port)
-        if plan.way == "close":
+        if plan.fault == "close":
             return GrpcWire(connect(self._grpc_url), own=True)
         self._turn += 1
         return GrpcWire(self._channels[self._turn % len(self._channels)])
 
     async def _talk(self, plan: Plan, wire: Wire) -> bool:
         await wire.send(plan)
-        wants_to_go = plan.way in (*LEAVES, "stop_request")
+        wants_to_go = plan.fault in (*DISCONNECTS, "stop_request")
         count, ended, failed, paused = 0, False, False, not plan.pause
         if wants_to_go and not plan.after:
             waiting = asyncio.ensure_future(wire.receive())
@@ -143,13 +146,13 @@ class Clients:
         return failed
 
     async def _go(self, plan: Plan, wire: Wire) -> bool:
-        """Whether that was all for the client."""
-        assert plan.way
-        if plan.way == "stop_request":
+        """Inject the fault of a plan. Return whether the client has disconnected."""
+        assert plan.fault
+        if plan.fault == "stop_request":
             await self.stop_request(plan.id)
             return False
-        wire.leave(plan.way)
-        self._end(plan, "left", way=plan.way)
+        wire.leave(plan.fault)
+        self._end(plan, "left", fault=plan.fault)
         return True
 
     def _end(self, plan: Plan, how: str, **fields: Any) -> None:
@@ -157,7 +160,7 @@ class Clients:
 
 
 def note(history: History, id: str, response: Response) -> None:
-    """Write down one response."""
+    """Record one response."""
     some = any(response.tokens)
     if some or any(response.texts):
         at = response.offset if some else None
@@ -176,12 +179,12 @@ def connect(url: str) -> Any:
 
 
 class GrpcWire:
-    """A stream with one request on it.
+    """A gRPC stream with one request.
 
-    tritonserver 2.51 does not exit cleanly once a stream was cancelled on which its core had rejected a request (a
-    tensor of a wrong name or type, a model that is not there), whatever the model does. So what is sent here is well
-    formed for the core, and only the engine refuses it; streams that may meet a model that is not there are never
-    cancelled."""
+    tritonserver 2.51 does not exit cleanly after a stream was cancelled on which its core had rejected a request (a
+    tensor with a wrong name or type, an unknown model), whatever the model does. So all requests here are valid for the
+    core, and only the engine rejects them. Streams that may use a model that is not loaded are never cancelled.
+    """
 
     def __init__(self, channel: Any, *, own: bool = False):
         self._channel, self._own = channel, own
@@ -204,8 +207,8 @@ class GrpcWire:
         self._ended = bool(response.finish) or response.error is not None
         return response
 
-    def leave(self, way: str) -> None:
-        if way == "cancel":
+    def leave(self, fault: str) -> None:
+        if fault == "cancel":
             self._call.cancel()
 
     async def close(self) -> None:
@@ -219,8 +222,11 @@ def message_of(plan: Plan, model: str = MODEL) -> ModelInferRequest:
     message = ModelInferRequest(model_name=model, id=plan.id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in {
-        "text_input": plan.ask.text, "sampling_parameters": json.dumps(plan.sampling), "stream": True, **ALWAYS
-    }.items():  # fmt: skip
+        "text_input": plan.request.text,
+        "sampling_parameters": json.dumps(plan.sampling),
+        "stream": True,
+        **RETURN_FLAGS,
+    }.items():
         kind = "BOOL" if isinstance(value, bool) else "BYTES"
         message.inputs.add(name=name, datatype=kind, shape=[1])
         raw = bytes([value]) if isinstance(value, bool) else struct.pack("<I", len(value)) + value.encode()
@@ -234,7 +240,7 @@ def read(reply: ModelStreamInferResponse) -> Response:
     message = reply.infer_response
     raw = {output.name: content for output, content in zip(message.outputs, message.raw_output_contents, strict=True)}
     final = message.parameters["triton_final_response"].bool_param
-    if not raw:  # the server's own, empty, where the one before was not said to be final
+    if not raw:  # an empty response of the server, if the last one of the model was not final
         return Response([], [], None, [])
     counts = struct.unpack(f"<{len(raw['num_output_tokens']) // 4}I", raw["num_output_tokens"])
     tokens = split(_integers(raw["token_ids"]), counts)
@@ -266,7 +272,7 @@ def _head(endpoint: str, length: int, *, close: bool = False) -> bytes:
 
 
 class HttpWire:
-    """A socket with one request on it, and events as they come."""
+    """A socket with one request, which parses server-sent events as they arrive."""
 
     def __init__(self, port: int):
         self._port = port
@@ -276,21 +282,21 @@ class HttpWire:
         self._rest = b""
 
     async def send(self, plan: Plan) -> None:
-        body = {"text_input": plan.ask.text, "id": plan.id, "stream": True, **ALWAYS}
+        body = {"text_input": plan.request.text, "id": plan.id, "stream": True, **RETURN_FLAGS}
         content = json.dumps(body | {"sampling_parameters": json.dumps(plan.sampling)}).encode()
-        # A small buffer, so that a reader that pauses is felt by the server.
+        # A small buffer, so that the server notices a client that stops reading.
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 14)
         self._writer.write(_head("generate_stream", len(content)) + content)
 
     async def receive(self) -> Response | None:
         return await self._receive()
 
-    def leave(self, way: str) -> None:
+    def leave(self, fault: str) -> None:
         assert self._writer
-        if way == "rst":
+        if fault == "rst":
             option = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
-        self._writer.transport.abort()  # at once
+        self._writer.transport.abort()  # closes the socket immediately
 
     async def close(self) -> None:
         if self._writer:
@@ -310,7 +316,7 @@ class HttpWire:
         return None
 
     async def _next(self) -> Response | None:
-        """The next event: as the server writes it, each is a chunk, but need not be."""
+        """Return the next event. The server writes each event as a chunk, but may split it."""
         assert self._reader
         while b"\n\n" not in self._rest:
             size = int(await self._reader.readuntil(b"\r\n"), 16)

@@ -1,4 +1,4 @@
-"""What the processes of a server hold: threads, open files, sockets, memory, shared memory."""
+"""The resources of a server's processes: threads, open files, sockets, memory, shared memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def processes(pid: int) -> dict[str, int]:
-    """Ids of a server's processes by what they are: `tritonserver`, and a stub by its model's name."""
+    """Return the ids of a server's processes by name: `tritonserver`, and `stub of MODEL`."""
     return {"tritonserver": pid} | {_model(child): child for child in _children(pid)}
 
 
 def footprint(pid: int, shm_prefix: str) -> dict[str, Any]:
     held = {}
     for name, process in processes(pid).items():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has exited
             held[name] = _held(process)
-    held.get("tritonserver", {}).pop("threads", None)  # gRPC starts and ends threads of its pool as it likes
+    held.get("tritonserver", {}).pop("threads", None)  # the size of gRPC's thread pool varies
     return {"processes": held, "shm": len(list(Path("/dev/shm").glob(f"{shm_prefix}*")))}
 
 
 def resident(pid: int) -> dict[str, int]:
-    """Bytes of memory of each process."""
+    """Return the resident memory of each process, in bytes."""
     found = {}
     for name, process in processes(pid).items():
         with suppress(OSError):
@@ -39,7 +39,7 @@ def resident(pid: int) -> dict[str, int]:
 
 
 def busy_seconds(pid: int) -> dict[str, float]:
-    """Of a processor, that each process has had so far."""
+    """Return the CPU seconds of each process so far."""
     found = {}
     for name, process in processes(pid).items():
         with suppress(OSError):
@@ -49,20 +49,20 @@ def busy_seconds(pid: int) -> dict[str, float]:
 
 
 class Memory:
-    """Of each process, as time goes by."""
+    """Records the memory of each process over time."""
 
     def __init__(self, pid: int):
         self._pid = pid
         self._seen: list[tuple[float, dict[str, int]]] = []
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Record until it is cancelled."""
         while True:
             self._seen.append((time.monotonic(), resident(self._pid)))
             await asyncio.sleep(0.5)
 
     def slopes(self) -> dict[str, float]:
-        """MiB a minute that each process has grown by in the second half: the line nearest to what was seen."""
+        """Return the growth of each process in the second half, in MiB per minute, by linear regression."""
         half = self._seen[len(self._seen) // 2 :]
         return {
             name: slope([(when, held[name]) for when, held in half]) * 60 / 2**20
@@ -72,7 +72,7 @@ class Memory:
 
 
 def slope(points: list[tuple[float, int]]) -> float:
-    """By least squares."""
+    """Return the slope of the least squares line."""
     middle, mean = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((when - middle) ** 2 for when, _ in points)
     return sum((when - middle) * (value - mean) for when, value in points) / spread
@@ -101,7 +101,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _model(process: int) -> str:
-    """Of a stub, which is told the path of its model.py."""
+    """Return the name of a stub, which has the path of its model.py as an argument."""
     parts = (PROC / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     path = next((Path(part) for part in parts if part.endswith("model.py")), None)
     return f"stub of {path.parents[1].name}" if path else f"process {process}"

@@ -1,19 +1,19 @@
-"""What clients saw, in order: one JSON object a line.
+"""The events that clients have observed, in order: one JSON object per line.
 
-    invoke     id, face, expect, texts, finish: what it gets alone, of each sample; may: how else it may end; way,
-               phase: of the nemesis
-    tokens     id, tokens: of each sample; texts; at: where the server says that the text of the first sample begins
-    terminal   id, how: finish, error, left or lost; finish or error or way; bare: whether the response had no tokens
-    idle       seconds until it was; before, after: what the server held
-    freed      id, at: the time at which the engine had dropped one that its client had left
+    invoke     id, protocol; expect, texts, finish: the expected output of each sample; allowed_ends: how else it may
+               end; fault, phase: of the fault injector
+    tokens     id; tokens, texts: of each sample; at: the server's offset in the text of the first sample
+    terminal   id; how: finish, error, left or lost; finish, error or fault; bare: whether it came without tokens
+    idle       seconds until the server was idle; before, after: its footprint
+    freed      id; at: the time at which the engine had dropped a request whose client had disconnected
     cycle      number; stubs, shm: processes of models, and regions of shared memory, after a model was replaced;
                before: regions before
-    grows      by, most: MiB of the server's memory a cycle, in the second half
-    knocked    refused: whether the server lets nobody in, while its last streams go on
-    probe      what was asked alone after the storm: the invoke that follows has this id
-    stopped    code; seconds since its last stream had ended; left: of its shared memory
+    grows      by, most: growth of the server's memory in MiB per cycle, in the second half
+    refusal    refused: whether the server rejects new connections while its last streams are still open
+    probe      id of the request that is sent alone after the stress test; its invoke event follows
+    stopped    code; seconds since the last stream had ended; left: remaining regions of shared memory
 
-`t` is the time by a monotonic clock, which all processes of a machine share.
+`t` is the time by the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -30,33 +30,42 @@ Event = dict[str, Any]
 
 
 class History:
-    def __init__(self, file: TextIO):
+    """Writes events, and counts those that the stress tests depend on."""
+
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.begun: set[str] = set()  # requests that have had a token
+        self.begun: set[str] = set()  # requests with at least one token
         self.responses = 0  # with tokens
-        self.killed = 0  # that have ended, and not well, by the nemesis' hand
+        self.killed = 0  # requests that a fault has ended
         self.ended: set[str] = set()
-        self._doomed: set[str] = set()
+        self._with_fault: set[str] = set()
 
     def add(self, kind: str, **fields: Any) -> None:
         self.put({"t": round(time.monotonic(), 6), "kind": kind} | fields)
 
     def invoke(self, plan: Plan) -> None:
-        ask = plan.ask
+        request = plan.request
         self.add(
-            "invoke", id=plan.id, face=plan.face, expect=ask.tokens, texts=ask.texts, finish=ask.finish, may=plan.may,
-            way=plan.way, phase=plan.phase,
-        )  # fmt: skip
+            "invoke",
+            id=plan.id,
+            protocol=plan.protocol,
+            expect=request.tokens,
+            texts=request.texts,
+            finish=request.finish,
+            allowed_ends=plan.allowed_ends,
+            fault=plan.fault,
+            phase=plan.phase,
+        )
 
     def put(self, event: Event) -> None:
         if event["kind"] == "tokens":
             self.responses += 1
             self.begun.add(event["id"])
-        elif event["kind"] == "invoke" and event["way"]:
-            self._doomed.add(event["id"])
+        elif event["kind"] == "invoke" and event["fault"]:
+            self._with_fault.add(event["id"])
         elif event["kind"] == "terminal":
             self.ended.add(event["id"])
-            self.killed += event["id"] in self._doomed and set(event.get("finish", ["timeout"])) == {"timeout"}
+            self.killed += event["id"] in self._with_fault and set(event.get("finish", ["timeout"])) == {"timeout"}
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
 
 

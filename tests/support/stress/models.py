@@ -1,4 +1,4 @@
-"""What a server with `--model-control-mode=explicit` is told to load."""
+"""Loads and unloads the model of a server with `--model-control-mode=explicit`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from pathlib import Path
 
 import tritonclient.grpc as grpcclient
 
-from tests.support.stress.asks import MODEL
+from tests.support.stress.requests import MODEL
 from tests.support.stress.server import Server, until
 
 
 class Models:
-    """Over gRPC: over HTTP a load keeps one of the server's few threads busy, and with it everybody whose connection
-    that thread has."""
+    """Loads and unloads the model over gRPC. Over HTTP, it would block one of the server's few HTTP threads."""
 
     def __init__(self, server: Server, repository: Path):
         self._control = grpcclient.InferenceServerClient(server.grpc_url)
-        self._control.is_server_live()  # from now on it has its connection
+        self._control.is_server_live()  # opens the connection
         self._repository = repository
 
     def load(self) -> None:
         self._control.load_model(MODEL)
 
     def start_unloading(self) -> None:
-        """What is open ends first, and its gRPC streams have to be closed, too."""
+        """Start unloading. The server first waits until all open requests have ended and their streams are closed."""
         self._control.unload_model(MODEL)
 
     def unload(self) -> None:
@@ -33,7 +32,7 @@ class Models:
         until(lambda: self._state() == ("UNAVAILABLE", "unloaded"), "the model's end")
 
     def replace(self) -> None:
-        """By another instance, while it serves: for the server its files are other ones than before."""
+        """Replace the instance while it serves. The server does so because the files have a new modification time."""
         now = time.time_ns()
         os.utime(self._repository / MODEL / "1" / "model.json", ns=(now, now))
         self.load()
@@ -42,6 +41,6 @@ class Models:
         self._control.close()
 
     def _state(self) -> tuple[str, str]:
-        """And why."""
+        """Return the state of the model, and its reason."""
         models = {one.name: one for one in self._control.get_model_repository_index().models}
         return models[MODEL].state, models[MODEL].reason

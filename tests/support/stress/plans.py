@@ -1,4 +1,4 @@
-"""The nemesis: by a seed, who asks what, and who leaves, when and how."""
+"""The fault injector: by a seed, which client sends which request, and how and when it is disturbed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tests.support.stress.asks import Ask
+from tests.support.stress.requests import StressRequest
 
 PHASES = ("queued", "prefill", "decode", "last")
-WAYS = {  # by face. A raw socket ends with FIN, or with RST and what was sent to it thrown away
+FAULTS = {  # by protocol. A raw socket is closed with FIN, or with RST, which discards unread data
     "http": ("fin", "rst", "deadline", "stop_request"),
     "grpc": ("deadline", "stop_request", "cancel", "close"),
 }
-LEAVES = ("fin", "rst", "cancel", "close")  # what a client does by itself; the other ways come from elsewhere
-CANCELS = ("cancel", "close")  # of gRPC streams: see Storm
-MAY = {"deadline": "timeout", "stop_request": "CANCELLED"}  # how a request may end beside well; else its client left
-BAD = (  # refused by the engine, never by the server: see clients.GrpcWire
+DISCONNECTS = ("fin", "rst", "cancel", "close")  # faults by which the client itself disconnects
+CANCELS = ("cancel", "close")  # of gRPC streams: see StressTest
+ALLOWED_END = {"deadline": "timeout", "stop_request": "CANCELLED"}  # by fault; "left" for the others
+INVALID = (  # rejected by the engine, not by the server: see clients.GrpcWire
     {"max_tokens": 0},
     {"max_tokens": 99999999999},
     {"temperature": -1},
@@ -32,22 +32,22 @@ BAD = (  # refused by the engine, never by the server: see clients.GrpcWire
 
 @dataclass(frozen=True)
 class Plan:
-    """One request and its fate."""
+    """A request, and the fault that is injected into it."""
 
     id: str
-    face: str  # grpc or http
-    ask: Ask
-    may: tuple[str, ...] = ()  # how it may end, beside well
-    way: str | None = None  # of the nemesis; None: it waits for its end
-    phase: str | None = None  # at which it is meant to go
-    delay: float = 0.0  # seconds until then, where that is before the first token
-    after: int = 0  # tokens after which it goes, where it is later
-    pause: float = 0.0  # seconds after its first tokens in which it does not read
+    protocol: str  # grpc or http
+    request: StressRequest
+    allowed_ends: tuple[str, ...] = ()  # how it may end, other than complete
+    fault: str | None = None  # None: the client waits for the end
+    phase: str | None = None  # at which the fault is injected, approximately
+    delay: float = 0.0  # seconds until then, for phases before the first token
+    after: int = 0  # tokens until then, for later phases
+    pause: float = 0.0  # seconds for which the client stops reading after the first tokens
     extra: dict[str, Any] | None = None  # more sampling parameters: a deadline, a salt, a priority
 
     @property
     def sampling(self) -> dict[str, Any]:
-        return self.ask.sampling | (self.extra or {})
+        return self.request.sampling | (self.extra or {})
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -55,68 +55,77 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> Plan:
-    return Plan(**values | {"ask": Ask(**values["ask"]), "may": tuple(values["may"])})
+    request = StressRequest(**values["request"])
+    return Plan(**values | {"request": request, "allowed_ends": tuple(values["allowed_ends"])})
 
 
 def plans(
     seed: int,
-    asks: Sequence[Ask],
+    requests: Sequence[StressRequest],
     *,
-    kills: float,
-    bad: float = 0.02,
+    faulty: float,
+    invalid: float = 0.02,
     pauses: float = 0.02,
     cancels: bool = True,
     name: str = "r",
 ) -> Iterator[Plan]:
-    """Without end. kills, bad, pauses: the share of requests that go early, are nonsense, or stop reading for a
-    while. cancels: whether gRPC streams may be."""
-    dice = random.Random(seed)
+    """Yield plans endlessly.
+
+    Args:
+        faulty, invalid, pauses: shares of requests that end early, are invalid, or whose client stops reading for a
+            while.
+        cancels: whether gRPC streams may be cancelled.
+    """
+    rng = random.Random(seed)
     number = 0
     while True:
-        face, draw = dice.choice(("grpc", "http")), dice.random()
-        plan = Plan(f"{name}{number}", face, dice.choice(asks), extra=_extra(dice, number))
-        if draw < kills:
-            ways = [way for way in WAYS[face] if cancels or way not in CANCELS]
-            if "beam_width" in plan.ask.sampling:  # ended early it has other beams than it would have come to
-                ways.remove("deadline")
-            plan = _doomed(dice, plan, dice.choice(ways))
-        elif draw < kills + bad:
-            nonsense = Ask(plan.ask.text, dict(dice.choice(BAD)), [[]], [""], [])
-            plan = replace(plan, ask=nonsense, may=("INVALID_ARGUMENT",), extra=None)
-        elif draw < kills + bad + pauses:
-            plan = replace(plan, pause=dice.uniform(0.05, 0.4))
+        protocol, draw = rng.choice(("grpc", "http")), rng.random()
+        plan = Plan(f"{name}{number}", protocol, rng.choice(requests), extra=_extra(rng, number))
+        if draw < faulty:
+            faults = [fault for fault in FAULTS[protocol] if cancels or fault not in CANCELS]
+            if "beam_width" in plan.request.sampling:  # the best beams may differ before the end
+                faults.remove("deadline")
+            plan = _with_fault(rng, plan, rng.choice(faults))
+        elif draw < faulty + invalid:
+            invalid_request = StressRequest(plan.request.text, dict(rng.choice(INVALID)), [[]], [""], [])
+            plan = replace(plan, request=invalid_request, allowed_ends=("INVALID_ARGUMENT",), extra=None)
+        elif draw < faulty + invalid + pauses:
+            plan = replace(plan, pause=rng.uniform(0.05, 0.4))
         yield plan
         number += 1
 
 
-def plan_killed_clients(seed: int, asks: Sequence[Ask], *, name: str, count: int, cancels: bool = True) -> list[Plan]:
-    """Requests of a client that will be killed, wherever they are by then."""
-    dice, faces = random.Random(seed), ("grpc", "http") if cancels else ("http",)
+def plan_killed_clients(
+    seed: int, requests: Sequence[StressRequest], *, name: str, count: int, cancels: bool = True
+) -> list[Plan]:
+    """Return the plans of a client process that will be killed, at any time of its requests."""
+    rng, protocols = random.Random(seed), ("grpc", "http") if cancels else ("http",)
     return [
         Plan(
-            f"{name}{number}", dice.choice(faces), dice.choice(asks), ("left",), "kill",
-            extra=_extra(dice, number),
+            f"{name}{number}", rng.choice(protocols), rng.choice(requests), ("left",), "kill",
+            extra=_extra(rng, number),
         )
         for number in range(count)
     ]  # fmt: skip
 
 
-def _extra(dice: random.Random, number: int) -> dict[str, Any]:
-    """A prompt under a salt of its own is computed anew, under one of few it is found in the cache."""
-    salt = f"own{number}" if dice.random() < 0.5 else f"shared{dice.randrange(3)}"
-    return {"cache_salt": salt, "priority": dice.choice((0, 0, 0, 1))}
+def _extra(rng: random.Random, number: int) -> dict[str, Any]:
+    """Return a cache salt and a priority. A prompt with a unique salt is never cached, one of a few salts may be."""
+    salt = f"own{number}" if rng.random() < 0.5 else f"shared{rng.randrange(3)}"
+    return {"cache_salt": salt, "priority": rng.choice((0, 0, 0, 1))}
 
 
-def _doomed(dice: random.Random, plan: Plan, way: str) -> Plan:
-    phase = dice.choice(PHASES)
-    most = min(map(len, plan.ask.tokens))
-    after = {"last": most - 1, "decode": dice.randint(1, max(1, most - 2))}.get(phase, 0)
-    delay = {"queued": dice.uniform(0, 0.003), "prefill": dice.uniform(0.003, 0.05)}.get(phase, 0.0)
-    doomed = replace(plan, way=way, phase=phase, may=(MAY.get(way, "left"),), delay=delay, after=max(0, after))
-    if way != "deadline":
-        return doomed
-    # The server counts, so only the first phases can be aimed at.
-    phase = dice.choice(("queued", "prefill", "decode"))
+def _with_fault(rng: random.Random, plan: Plan, fault: str) -> Plan:
+    phase = rng.choice(PHASES)
+    most = min(map(len, plan.request.tokens))
+    after = {"last": most - 1, "decode": rng.randint(1, max(1, most - 2))}.get(phase, 0)
+    delay = {"queued": rng.uniform(0, 0.003), "prefill": rng.uniform(0.003, 0.05)}.get(phase, 0.0)
+    ends = (ALLOWED_END.get(fault, "left"),)
+    planned = replace(plan, fault=fault, phase=phase, allowed_ends=ends, delay=delay, after=max(0, after))
+    if fault != "deadline":
+        return planned
+    # The server measures the deadline, so the phase is only approximate, and "last" cannot be chosen.
+    phase = rng.choice(("queued", "prefill", "decode"))
     limit = {"queued": (1, 3), "prefill": (3, 40), "decode": (20, 200)}[phase]
-    extra = (plan.extra or {}) | {"timeout_ms": dice.randint(*limit)}
-    return replace(doomed, phase=phase, delay=0.0, after=0, extra=extra)
+    extra = (plan.extra or {}) | {"timeout_ms": rng.randint(*limit)}
+    return replace(planned, phase=phase, delay=0.0, after=0, extra=extra)

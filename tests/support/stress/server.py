@@ -1,4 +1,4 @@
-"""A server to storm: a random model of printable characters, and what the server tells of itself."""
+"""The server under test: a random model of printable characters, and the server's metrics and log."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from client.serving.server_files import REPOSITORY_ROOT
 from tests.support.in_process import save_tiny
-from tests.support.stress.asks import LETTERS, MODEL
 from tests.support.stress.footprint import footprint
+from tests.support.stress.requests import LETTERS, MODEL
 
 FLOOR = "floor"
 FLOOR_FILES = Path(__file__).with_name(FLOOR)
 OPTIONS = {
     "dtype": "float32",
     "block_size": 4,
-    "num_gpu_blocks_override": 256,  # what 32 sequences of the longest kind do not fit into
+    "num_gpu_blocks_override": 256,  # too few for 32 of the longest sequences
     "max_num_seqs": 32,
-    "max_num_batched_tokens": 64,  # longer prompts come in chunks
-    "max_queue_size": 0,  # thousands wait
+    "max_num_batched_tokens": 64,  # longer prompts are split into chunks
+    "max_queue_size": 0,  # thousands of requests wait
 }
 ROOMY = OPTIONS | {
     "max_num_seqs": 8192,
     "max_num_batched_tokens": 8192,
     "num_gpu_blocks_override": 1_000_000,
-    "enable_prefix_caching": False,  # to let go of a million blocks that are known takes seconds at the end
+    "enable_prefix_caching": False,  # freeing a million cached blocks takes seconds at the end
 }
 
 
@@ -46,7 +46,7 @@ class Log:
         self._drops: list[tuple[str, float]] = []
         self._raised: list[str] = []
         self._before = ""
-        self._tracing: str | None = None  # the line before a trace whose end has not come
+        self._tracing: str | None = None  # the line before a traceback that is not complete yet
 
     def __call__(self, line: str) -> None:
         line = line.rstrip()
@@ -60,18 +60,18 @@ class Log:
         self._before = line
 
     def drops(self) -> list[tuple[str, float]]:
-        """Ids, and times by the monotonic clock, since it was asked last."""
+        """Return ids and times by the monotonic clock, since the last call."""
         seen, self._drops = self._drops, []
         return seen
 
     def raised(self) -> list[str]:
-        """Each exception, after the line before it, since it was asked last."""
+        """Return each exception with the line before its traceback, since the last call."""
         seen, self._raised = self._raised, []
         return seen
 
 
 class Server(Protocol):
-    """As TritonServer is one."""
+    """The part of TritonServer that the stress tests use."""
 
     http_port: int
     shm_prefix: str
@@ -96,8 +96,10 @@ class Server(Protocol):
 
 
 def save_printable(directory: Path, positions: int = 256) -> PreTrainedModel:
-    """Two layers with random weights, whose 94 tokens are a printable character each: the position of a character is
-    that of its token."""
+    """Save a model with two layers and random weights.
+
+    Each of its 94 tokens is a printable character, so that the offset of a character is that of its token.
+    """
     config = LlamaConfig(
         vocab_size=len(LETTERS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=positions,
@@ -106,26 +108,26 @@ def save_printable(directory: Path, positions: int = 256) -> PreTrainedModel:
 
 
 def engine_alone(directory: Path) -> Path:
-    """A model repository with the engine and none of the models in front of it: it is loaded in half the time."""
+    """Create a model repository with only the engine's own model, which loads in half the time."""
     source = REPOSITORY_ROOT / "model_repository" / MODEL
     shutil.copytree(source, directory / MODEL, ignore=shutil.ignore_patterns("__pycache__"))
     return directory
 
 
 def with_floor(directory: Path) -> Path:
-    """And with a model that only holds requests, to be measured the same way."""
+    """Create a repository that also has a model that only holds requests, to measure the cost of the server itself."""
     shutil.copytree(FLOOR_FILES, engine_alone(directory) / FLOOR, ignore=shutil.ignore_patterns("__pycache__"))
     return directory
 
 
 def held(server: Server, model: str) -> int:
-    """Requests that a model has, the engine's or the floor's, as of some tenths of a second ago."""
+    """Return the open requests of a model, the engine or the floor. Metrics are some tenths of a second old."""
     name = "floor_requests" if model == FLOOR else "paged_requests"
     return sum(int(float(value)) for value in re.findall(rf"^{name}\{{.*?\}} (\S+)$", _metrics(server), re.M))
 
 
 def counters(server: Server) -> dict[str, float]:
-    """Of the engine: blocks by state, requests by state, preemptions."""
+    """Return metrics of the engine: blocks by state, requests by state, preemptions."""
     found = {state: 0.0 for state in ("total", "used", "free", "cached", "running", "waiting", "preemptions")}
     for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", _metrics(server), re.M):
         label = re.search(r'(?:state|kind)="(.*?)"', labels)
@@ -142,24 +144,26 @@ def _metrics(server: Server) -> str:
 
 
 def _held(server: Server) -> dict[str, Any]:
-    """All that has to be as it was once nobody asks for anything."""
+    """Return everything that has to be the same before and after the requests."""
     return counters(server) | footprint(server.pid, server.shm_prefix)
 
 
 def wait_until_idle(
-    server: Server, before: dict[str, Any] | None = None, *, patience: float = 20.0
+    server: Server, before: dict[str, Any] | None = None, *, timeout: float = 20.0
 ) -> tuple[float, dict]:
-    """Wait until nothing runs and what `before` held is what it holds now, or patience ends; the seconds that took, and
-    what it holds. Without `before` until what it holds no longer changes."""
+    """Wait until the server is idle with the same footprint as `before`, or until the timeout.
+
+    Without `before`, wait until the footprint no longer changes. Return the seconds that it took, and the footprint.
+    """
     begun, latest = time.monotonic(), None
     while True:
         now = _held(server)
         took = time.monotonic() - begun
         same = before or latest
-        if took > patience or (_idle(now) and same and _same(same, now)):
+        if took > timeout or (_idle(now) and same and _same(same, now)):
             return took, now
         latest = now
-        time.sleep(0.02 if before else 1.0)  # the server's own processes run on the same cores
+        time.sleep(0.02 if before else 1.0)  # polling takes CPU time from the server
 
 
 def _idle(now: dict[str, Any]) -> bool:
@@ -167,7 +171,7 @@ def _idle(now: dict[str, Any]) -> bool:
 
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """In what was noted before."""
+    """Compare the footprint with the one before."""
     if before["shm"] != now["shm"]:
         return False
     return all(
@@ -177,8 +181,8 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def until(condition: Callable[[], bool], what: str, *, patience: float = 60.0) -> None:
-    deadline = time.monotonic() + patience
+def until(condition: Callable[[], bool], what: str, *, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.02)

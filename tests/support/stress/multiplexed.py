@@ -1,4 +1,4 @@
-"""Thousands of requests that are open at the same time, from a few gRPC streams."""
+"""Thousands of concurrent requests on a few gRPC streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.stress.plans import Plan
 
 
 class MultiplexedClients:
-    """Each of its streams carries many requests, until all have ended or all leave at once."""
+    """Clients whose requests share streams, until all requests have ended or all streams are cancelled."""
 
     def __init__(self, grpc_url: str, history: History, model: str):
         self._grpc_url, self._history, self._model = grpc_url, history, model
@@ -25,12 +25,12 @@ class MultiplexedClients:
         self._streams: list[tuple[Any, Any, asyncio.Future[None]]] = []
 
     async def open(self, plans: Iterable[Plan]) -> None:
-        """One stream more, with these requests on it."""
+        """Open another stream with these requests."""
         channel = connect(self._grpc_url)
         call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
         self._streams.append((channel, call, asyncio.ensure_future(self._listen(call))))
         for plan in plans:
-            plan = replace(plan, face="grpc")
+            plan = replace(plan, protocol="grpc")
             self._open[plan.id] = plan
             self._history.invoke(plan)
             await call.write(message_of(plan, self._model))
@@ -55,7 +55,7 @@ class MultiplexedClients:
         for channel, _, _ in self._streams:
             await channel.close()
         for id in self._open:
-            self._history.put({"t": left, "kind": "terminal", "id": id, "how": "left", "way": "cancel"})
+            self._history.put({"t": left, "kind": "terminal", "id": id, "how": "left", "fault": "cancel"})
 
     async def _listen(self, call: Any) -> None:
         try:

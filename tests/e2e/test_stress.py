@@ -1,7 +1,7 @@
-"""Stress tests with a real server: clients killed in every way and phase, an exhausted pool, thousands of concurrent
-requests, and models that are loaded and unloaded. See tests/support/stress.
+"""Stress tests with fault injection against a real server; see tests/support/stress.
 
-There are two sizes: a short one that runs with the other tests, and a long one that ends after --hours.
+Streams are killed with every fault in every phase, the block pool is exhausted, thousands of requests run at once, and
+models are reloaded. There are two sizes: for `make test`, and for `make nightly`, where each test ends after --hours.
 """
 
 import json
@@ -26,13 +26,13 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
-    killed: int  # streams, half of them in each of two runs
-    left: int  # streams killed while the server is not overloaded
-    held: int  # requests at once
+    killed: int  # streams, half of them in each of two tests
+    left: int  # streams killed with few concurrent requests
+    held: int  # concurrent requests
     preemptions: int
     responses: int  # of the soak test
-    cycles: int  # of loading
-    restarts: int  # of servers
+    cycles: int  # reloads of the model
+    restarts: int  # of the server
 
 
 SIZES = [
@@ -43,8 +43,8 @@ SIZES = [
 
 @pytest.fixture(params=SIZES)
 def size(request):
-    """The size that --storm selects."""
-    asked = dict(one.split("=") for one in request.config.getoption("storm").split())
+    """The sizes of the tests, with the changes of --stress."""
+    asked = dict(one.split("=") for one in request.config.getoption("stress").split())
     return replace(request.param, **{name: int(count) for name, count in asked.items()})
 
 
@@ -66,8 +66,8 @@ def logging_repository(tmp_path_factory):
     return faults.inject_into_repository(with_floor(tmp_path_factory.mktemp("logging")), {"log_drops": 1})
 
 
-def well(verdict):
-    """Check that no violation was found; the message has all of them."""
+def checked(verdict):
+    """Return a verdict, which must have no problems."""
     assert not verdict.problems, str(verdict)
     return verdict
 
@@ -75,25 +75,26 @@ def well(verdict):
 def test_no_request_is_lost_under_stress(printable, logging_repository, size, hours, tmp_path, tell):
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
-        storm = StressTest(server, tmp_path, SEED, log=log, tell=tell, hours=hours)
-        for ask in [ask for ask in storm.asks if ask.sampling == ask.sampling | {"temperature": 0}][:4]:
-            if "n" not in ask.sampling:  # the expected tokens are those of transformers
-                prompt = byte_tokenizer().encode(ask.text)
-                assert ask.tokens == [generate_with_transformers(printable[1], prompt, ask.sampling["max_tokens"])]
-        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
-        well(storm.dry(size.preemptions))
-        assert well(storm.soak(size.responses)).responses >= size.responses or storm.was_cut
-        well(storm.stop())
+        stress = StressTest(server, tmp_path, SEED, log=log, report=tell, hours=hours)
+        greedy = [one for one in stress.requests if one.sampling == one.sampling | {"temperature": 0}]
+        for one in greedy[:4]:
+            if "n" not in one.sampling:  # the expected tokens themselves are those of transformers
+                prompt = byte_tokenizer().encode(one.text)
+                assert one.tokens == [generate_with_transformers(printable[1], prompt, one.sampling["max_tokens"])]
+        assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
+        checked(stress.exhaust_pool(size.preemptions))
+        assert checked(stress.soak(size.responses)).responses >= size.responses or stress.was_cut
+        checked(stress.stop())
 
 
 def test_cancelled_streams_leak_nothing(printable, logging_repository, size, hours, tmp_path):
-    """Over gRPC only: see StressTest."""
+    """gRPC streams: see StressTest."""
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
-        storm = StressTest(server, tmp_path, SEED, cancels=True, asks=48, log=log, hours=hours)
-        assert well(storm.kill(size.killed // 2)).killed.total() >= size.killed // 2 or storm.was_cut
-        well(storm.leave(size.left))
-        well(storm.hold(size.held))
+        stress = StressTest(server, tmp_path, SEED, cancels=True, requests=48, log=log, hours=hours)
+        assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
+        checked(stress.leave(size.left))
+        checked(stress.hold(size.held))
         server.kill()
 
 
@@ -102,9 +103,9 @@ def test_thousands_of_concurrent_streams(repository, tmp_path):
     save_printable(tmp_path / "model", positions=1024)
     log = Log()
     with TritonServer(tmp_path / "model", ROOMY, repository=repository, echo=log) as server:
-        storm = StressTest(server, tmp_path, SEED, asks=16, log=log)
-        assert well(storm.stream(6_000, tokens=600)).most_begun >= 2_000
-        well(storm.stop())
+        stress = StressTest(server, tmp_path, SEED, requests=16, log=log)
+        assert checked(stress.stream(6_000, tokens=600)).most_begun >= 2_000
+        checked(stress.stop())
 
 
 def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_path, tell):
@@ -115,40 +116,41 @@ def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_p
         plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server,
         closing(Models(server, repository)) as models,
     ):
-        storm = StressTest(server, tmp_path, SEED, asks=16, tell=tell, hours=hours)
-        verdict = well(storm.reload(models, size.cycles))
-        assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # sent while no server ran
+        stress = StressTest(server, tmp_path, SEED, requests=16, report=tell, hours=hours)
+        verdict = checked(stress.reload(models, size.cycles))
+        assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while the model was not loaded
         models.close()
-        well(storm.stop())
+        checked(stress.stop())
 
 
 def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size, hours, tmp_path, tell):
-    """It uses the same ports and generates the same output."""
+    """It has the same ports, and returns the same outputs as before."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
         log = Log()
         with TritonServer(printable[0], OPTIONS, repository=repository, echo=log, **ports) as server:
             ports = {name: getattr(server, name) for name in ("http_port", "grpc_port", "metrics_port")}
-            storm = StressTest(server, tmp_path, SEED, asks=16, log=log)
-            assert storm.asks == (first := first or storm.asks)
-            well(storm.kill(50))
-            well(storm.crash() if number % 2 else storm.stop())
+            stress = StressTest(server, tmp_path, SEED, requests=16, log=log)
+            assert stress.requests == (first := first or stress.requests)
+            checked(stress.kill(50))
+            checked(stress.crash() if number % 2 else stress.stop())
         assert not list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
-        table.done("servers stopped or killed, and started again", number > 0)
-        tell(f"{number} of {size.restarts} servers started again")
+        table.record("servers stopped or killed, and restarted", number > 0)
+        tell(f"{number} of {size.restarts} servers restarted")
         if number and time.monotonic() > end:
             break
 
 
 def test_injected_faults_are_detected(printable, tmp_path):
-    """The faults are a leaked block, a missing and a duplicate final response, and a wrong token."""
+    """A leaked block, a missing final response, a duplicate one, and a wrong token."""
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
     repository = faults.inject_into_repository(with_floor(tmp_path / "repository"), asked)
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        storm = StressTest(server, tmp_path, SEED, patience=5, control=True)
-        storm.asks = [ask for ask in storm.asks if "stop" not in ask.sampling]  # after which no token is compared
-        verdict = storm.calm(600)
-        server.kill()  # stopping it would wait for the lost request
+        stress = StressTest(server, tmp_path, SEED, timeout=5, control=True)
+        # A wrong token after a stop string would not be visible.
+        stress.requests = [one for one in stress.requests if "stop" not in one.sampling]
+        verdict = stress.steady(600)
+        server.kill()  # it would wait for the lost requests
     found = {kind: {one.id for one in verdict.problems if one.kind == kind} for kind in verdict.kinds}
     assert "blocks" in found["leak"]
     assert len(found["lost"]) == len(found["double terminal"]) == 1

@@ -1,4 +1,4 @@
-"""Requests, and the oracle: what each of them gets alone."""
+"""Requests, and their expected output: what the server returns for each of them without load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 MODEL = "paged_llm"
 LETTERS = "".join(map(chr, range(ord("!"), ord("~") + 1)))  # the vocabulary: token 0 is "!", and so on
-ALWAYS = {  # asked by everyone, so that tokens, text and end can be held against the oracle's
+RETURN_FLAGS = {  # in every request, so that tokens, text and finish reason can be compared
     "return_token_ids": True,
     "return_num_output_tokens": True,
     "return_finish_reason": True,
@@ -22,8 +22,8 @@ ALWAYS = {  # asked by everyone, so that tokens, text and end can be held agains
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request, and what it gets alone: of each sample."""
+class StressRequest:
+    """A request, and the expected output of each sample."""
 
     text: str
     sampling: dict[str, Any]
@@ -32,9 +32,14 @@ class Ask:
     finish: list[str] = field(default_factory=list)
 
 
-def catalogue(random: random.Random, count: int, *, prompt: tuple[int, int], output: tuple[int, int]) -> list[Ask]:
-    """Requests of every kind whose tokens are known beforehand: greedy, drawn by a seed, several samples, beams, and
-    such as end at a token or a string. prompt, output: in tokens, from and up to."""
+def make_requests(
+    random: random.Random, count: int, *, prompt: tuple[int, int], output: tuple[int, int]
+) -> list[StressRequest]:
+    """Return deterministic requests of every kind: greedy, seeded, several samples, beams, stop tokens and strings.
+
+    Args:
+        prompt, output: minimum and maximum length in tokens.
+    """
     kinds: Sequence[dict[str, Any]] = (
         {"temperature": 0},
         {"temperature": 0},
@@ -49,39 +54,43 @@ def catalogue(random: random.Random, count: int, *, prompt: tuple[int, int], out
     for index in range(count):
         sampling = kinds[index % len(kinds)] | {"max_tokens": random.randint(*output)}
         sampling |= {"seed": index} if sampling["temperature"] else {}
-        made.append(Ask("".join(random.choices(LETTERS, k=random.randint(*prompt))), sampling))
+        made.append(StressRequest("".join(random.choices(LETTERS, k=random.randint(*prompt))), sampling))
     return made
 
 
-def record_expected(http_url: str, asks: Sequence[Ask]) -> list[Ask]:
-    """The same with what the server answers, one after the other."""
-    return [_answered(ask, _generate(http_url, ask)) for ask in asks]
+def record_expected(http_url: str, requests: Sequence[StressRequest]) -> list[StressRequest]:
+    """Send the requests one after the other, and return them with the server's output as the expected one."""
+    return [_with_output(request, _generate(http_url, request)) for request in requests]
 
 
-def _generate(http_url: str, ask: Ask) -> dict[str, Any]:
-    body = json.dumps({"text_input": ask.text} | ALWAYS | {"sampling_parameters": json.dumps(ask.sampling)}).encode()
-    request = urllib.request.Request(f"http://{http_url}/v2/models/{MODEL}/generate", body)
+def _generate(http_url: str, request: StressRequest) -> dict[str, Any]:
+    inputs = {"text_input": request.text, "sampling_parameters": json.dumps(request.sampling)} | RETURN_FLAGS
+    body = json.dumps(inputs).encode()
+    http_request = urllib.request.Request(f"http://{http_url}/v2/models/{MODEL}/generate", body)
     try:
-        with urllib.request.urlopen(request, timeout=120) as reply:
+        with urllib.request.urlopen(http_request, timeout=120) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
-        raise AssertionError(f"{ask}: {error.read().decode()}") from None
+        raise AssertionError(f"{request}: {error.read().decode()}") from None
 
 
-def _answered(ask: Ask, answer: dict[str, Any]) -> Ask:
+def _with_output(request: StressRequest, answer: dict[str, Any]) -> StressRequest:
     counts, tokens = as_list(answer["num_output_tokens"]), as_list(answer["token_ids"])
     return replace(
-        ask, tokens=split(tokens, counts), texts=as_list(answer["text_output"]), finish=as_list(answer["finish_reason"])
+        request,
+        tokens=split(tokens, counts),
+        texts=as_list(answer["text_output"]),
+        finish=as_list(answer["finish_reason"]),
     )
 
 
 def as_list(value: Any) -> list[Any]:
-    """The generate endpoints write a tensor of one element without brackets."""
+    """Return a list: the generate endpoints write a tensor of one element without brackets."""
     return value if isinstance(value, list) else [value]
 
 
 def split(tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """One sample's tokens after the other's."""
+    """Split the concatenated tokens of all samples."""
     parts, start = [], 0
     for count in counts:
         parts.append(list(tokens[start : start + count]))
