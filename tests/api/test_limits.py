@@ -72,7 +72,7 @@ TESTED_ELSEWHERE = {
     "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
     "chat_template_timeout": "text/test_conversation.test_a_template_that_does_not_terminate_is_stopped",
     "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
-    "structured_outputs_timeout": ("guided/test_compiler.test_compile_timeout_does_not_block_other_grammars"),
+    "structured_outputs_timeout": ("guided/test_sandbox.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",
     "(--max-open-requests)": "client/test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
@@ -86,11 +86,11 @@ TESTED_ELSEWHERE = {
 NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
 # Constants that bound no client input: model and adapter files, batches of rows, pictures, error messages.
 CONSTANTS = {
-    "MAX_ALPHA", "MAX_ATTEMPTS", "MAX_BATCH_SIZE", "MAX_BYTES", "MAX_CONCURRENT_INPUTS", "MAX_CONFIG_BYTES",
-    "MAX_HEADER_BYTES", "MAX_LAYERS", "MAX_LENGTH", "MAX_MEASURED_ELEMENTS", "MAX_PATTERN_CHARS", "MAX_POINTS",
-    "MAX_POSITIONS", "MAX_PREFIX_BYTES", "MAX_PROMPT_ROWS", "MAX_QUEUED_BLOCKS", "MAX_REASON_CHARS",
-    "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SAMPLED_ROWS", "MAX_SHOWN_NAMES", "MAX_STRING", "MAX_TEMPLATE_CHARS",
-    "MAX_TOKENS", "MAX_VARIANTS", "_MAX_SHOWN",
+    "MAX_ALPHA", "MAX_ATTEMPTS", "MAX_BATCH_SIZE", "MAX_BYTES", "MAX_CHANGE", "MAX_CONCURRENT_INPUTS",
+    "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES", "MAX_HEAD_START", "MAX_LAYERS", "MAX_LENGTH", "MAX_MEASURED_ELEMENTS",
+    "MAX_PATTERN_CHARS", "MAX_POINTS", "MAX_POSITIONS", "MAX_PREFIX_BYTES", "MAX_PROMPT_ROWS", "MAX_QUEUED_BLOCKS",
+    "MAX_REASON_CHARS", "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SAMPLED_ROWS", "MAX_SCORED", "MAX_SHOWN_NAMES",
+    "MAX_STRING", "MAX_TEMPLATE_CHARS", "MAX_TOKENS", "MAX_VARIANTS", "_MAX_SHOWN",
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ VIOLATIONS = (
 )
 
 
-@pytest.mark.parametrize(("rule", "options"), zip(RULES, VIOLATIONS, strict=True))
+@pytest.mark.parametrize(("rule", "options"), list(zip(RULES, VIOLATIONS, strict=True)))
 def test_every_rule_rejects_its_combination_by_name(rule, options):
     text = refusal(**options)
     assert text.startswith(f"{rule.option}=")
