@@ -185,7 +185,7 @@ def test_inputs_of_the_upstream_tests(served, client):
     first = begin(client, "1", **short).get(timeout=WAIT).as_numpy("text_output")
     assert begin(client, "1", **stop).get(timeout=WAIT).status() == "StatusCode.CANCELLED"
     assert begin(client, "2", **short).get(timeout=WAIT).as_numpy("text_output") == first
-    assert begin(client, "", **stop).get(timeout=WAIT).message().endswith("the request id of what is to be stopped")
+    assert begin(client, "", **stop).get(timeout=WAIT).message().endswith("set it to that of the request to end")
     idle(served)
 
 
