@@ -1,4 +1,4 @@
-"""A stand-in for the module that Triton gives its Python models."""
+"""A fake of the module triton_python_backend_utils."""
 
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -45,10 +45,10 @@ PB_UTILS = SimpleNamespace(
 
 
 class Sent(SimpleQueue):
-    """What one client got: (tensors by name, error text, whether it was the last)."""
+    """The responses of one client: (tensors by name, error text, whether it was final)."""
 
     def __init__(self, trouble=0):
-        self.trouble = trouble  # sends that fail
+        self.trouble = trouble  # number of sends that fail
 
     def send(self, response, flags):
         if self.trouble:

@@ -1,4 +1,4 @@
-"""A stream of one client, as the responder sees it."""
+"""Fake clients of the responder."""
 
 import threading
 from dataclasses import fields
@@ -21,7 +21,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class Client:
-    """One open stream, from the server's side."""
+    """An open stream whose responses are collected in `got`: (text, error, whether it was final)."""
 
     def __init__(self, key, stream=True, stop=()):
         self.cancelled = False

@@ -1,4 +1,4 @@
-"""A real Triton server with the real demo model behind it, one for all tests here, and raw clients to it."""
+"""Real Triton servers, shared by the end-to-end tests, and raw clients of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from client.serving.server_files import find_server
 from client.serving.tritonserver import TritonServer, server_environment
 
 MODEL = "paged_llm"
-WAIT = 120  # seconds after which an answer that never comes fails the test
+WAIT = 120  # seconds after which a missing response fails the test
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +40,11 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def server(demo_model) -> Iterator[TritonServer]:
-    """fp32, so that tokens are those of `generate`; a pool that one prompt near max_model_len almost fills, so that
-    the next one has to wait. The first response is the first token's, however busy the machine."""
+    """A server of the demo model.
+
+    It computes in fp32, so that its tokens equal those of transformers. One prompt near max_model_len almost fills the
+    pool, so that the next one waits. No empty first responses are sent.
+    """
     options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
     with TritonServer(demo_model, options) as running:
         yield running
@@ -49,7 +52,8 @@ def server(demo_model) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny) -> Iterator[TritonServer]:
-    """A random model whose steps take milliseconds, with a pool of 24 blocks. Streams begin with an empty response."""
+    """A server of a random model with steps of milliseconds and a pool of 24 blocks. Streams begin with an empty
+    response."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
     options |= {"first_response_ms": 0, "structured_outputs_timeout": 2}
     with TritonServer(tiny[0], options) as running:
@@ -58,12 +62,12 @@ def tiny_server(tiny) -> Iterator[TritonServer]:
 
 @dataclass
 class PlainServer:
-    """A tritonserver that was started as an operator starts one."""
+    """A tritonserver that was started without the launcher."""
 
     http_url: str
     grpc_url: str
     metrics_url: str
-    log: list[str]  # its lines, up to where it was ready
+    log: list[str]  # lines until it was ready
     backends: Path | None
     process: subprocess.Popen[str]
     shm_prefix: str
@@ -87,8 +91,11 @@ class PlainServer:
 def plain_server(
     repository: Path, *flags: str, backends: Path | None = None, without: Path | None = None, **variables: str
 ) -> Iterator[PlainServer]:
-    """tritonserver on a model repository, with no wrapper and no variable but those that the wheel's server itself
-    needs, and those that are given. `without` is taken from the paths where Python looks for modules."""
+    """Run tritonserver on a model repository, without the launcher.
+
+    The environment has only `variables` and those that the server of the wheel needs. `without` is removed from
+    PYTHONPATH.
+    """
     files = find_server()
     ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
     backends = backends or files.backend_directory
@@ -107,10 +114,10 @@ def plain_server(
         log = [""]
         while "Started HTTPService" not in log[-1]:
             log.append(process.stdout.readline())
-            assert log[-1], "".join(log)  # it ended
-        # What it prints later is read, too: a full pipe would hold it up.
+            assert log[-1], "".join(log)  # the server has ended
+        # Keep reading its output: a full pipe would block it.
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        until(lambda: listens(ports["http"]), "an open port, which the server promises before it is")
+        until(lambda: listens(ports["http"]), "an open port, which the server announces too early")
         urls = (f"localhost:{port}" for port in ports.values())
         yield PlainServer(*urls, log, backends, process, shm_prefix)
     finally:
@@ -125,6 +132,8 @@ def listens(port: int) -> bool:
 
 @dataclass
 class Response:
+    """A response of the model, or an error of the stream."""
+
     text: str | None
     outputs: dict[str, list[Any]]
     error: InferenceServerException | None
@@ -133,7 +142,7 @@ class Response:
 
 @dataclass
 class RawStream:
-    """One gRPC stream of tritonclient, as its own users write it."""
+    """A gRPC stream of tritonclient."""
 
     client: grpcclient.InferenceServerClient
     responses: queue.Queue[Response] = field(default_factory=queue.Queue)
@@ -145,14 +154,14 @@ class RawStream:
         return self.responses.get(timeout=WAIT)
 
     def all(self) -> list[Response]:
-        """Everything up to and including the final response."""
+        """Return all responses up to the final one."""
         responses = [self.next()]
         while not responses[-1].final and not responses[-1].error:
             responses.append(self.next())
         return responses
 
     def close(self) -> None:
-        """End it as a client does that has all it asked for."""
+        """End the stream without cancelling its requests."""
         self.client.stop_stream()
 
     def cancel(self) -> None:
@@ -161,7 +170,7 @@ class RawStream:
 
 @contextmanager
 def raw_stream(server: TritonServer, *, strict: bool = False) -> Iterator[RawStream]:
-    """`strict` asks for gRPC status codes, at the price that an error ends the stream."""
+    """Open a stream. strict: ask for gRPC status codes; an error then ends the stream."""
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         stream = RawStream(client)
         headers = {"triton_grpc_error": "true"} if strict else None
@@ -186,7 +195,7 @@ def read(result: Any, error: InferenceServerException | None) -> Response:
 
 
 def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
-    """str -> BYTES, bool -> BOOL; a dict or list travels as JSON, an array as it is."""
+    """Convert values to tensors: a str to BYTES, a bool to BOOL, a dict or list to JSON, an array as it is."""
     made = []
     for name, value in inputs.items():
         if isinstance(value, dict | list):
@@ -205,7 +214,7 @@ def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
 def post(
     server: TritonServer | PlainServer, body: dict[str, Any] | bytes, endpoint: str = "generate", *, model: str = MODEL
 ) -> tuple[int, str]:
-    """(HTTP status, body) of the generate extension."""
+    """Call the generate extension and return (HTTP status, body)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     url = f"http://{server.http_url}/v2/models/{model}/{endpoint}"
     try:
@@ -216,7 +225,7 @@ def post(
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
-    """Our samples at /metrics, by `name{label}` with the state, reason, kind or direction as the label."""
+    """Return the `paged_` metrics by `name{label}`, where the label is the state, reason, kind or direction."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
         text = reply.read().decode()
     found = {}
@@ -227,21 +236,23 @@ def metrics(server: TritonServer) -> dict[str, float]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Ask again until it holds: for what only /metrics can tell, where there is no event to wait for."""
+    """Poll until the condition holds, where there is no event to wait for."""
     deadline = time.monotonic() + WAIT
     while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
 
 
 def idle(server: TritonServer) -> None:
-    """Wait until nothing runs or waits, and nobody holds a block. A map of the pool brings the metrics up to date,
-    which else are some tenths of a second late."""
+    """Wait until no request runs or waits and no block is in use.
 
-    def quiet() -> bool:
+    Requesting a pool map brings the metrics up to date, which otherwise are some tenths of a second old.
+    """
+
+    def is_idle() -> bool:
         post(server, {"pool_map": True})
         now = metrics(server)
         busy = now["paged_kv_blocks{used}"] + now["paged_requests{running}"] + now["paged_requests{waiting}"]
         available = now["paged_kv_blocks{free}"] + now["paged_kv_blocks{cached}"]
         return busy == 0 and available == now["paged_kv_blocks{total}"]
 
-    until(quiet, "an idle server with every block free or cached")
+    until(is_idle, "an idle server with every block free or cached")

@@ -1,4 +1,4 @@
-"""Requests of tensorrtllm_backend clients, without a server."""
+"""Requests of tensorrtllm_backend clients, for tests without a server."""
 
 import json
 
@@ -24,7 +24,7 @@ NEEDED = {
 
 
 def rows(model, *values):
-    """Tensors with a row for each dict of values."""
+    """Return tensors with a row per dict of values."""
     made = {}
     for name in values[0]:
         lists = [one[name] for one in values]
@@ -36,7 +36,7 @@ def rows(model, *values):
 
 
 def ask(model=ENSEMBLE, **values):
-    """Of one row. The newer model has no rows."""
+    """Return the Ask of a request with one row; the LLM API model has no rows."""
     tensors = rows(model, NEEDED[model] | values)
     (one,) = Interface(model).read({name: value[0] for name, value in tensors.items()} if model == LLMAPI else tensors)
     return one

@@ -25,7 +25,7 @@ TYPES = {
 
 
 def inputs(client=grpcclient, **values):
-    """A list holds the rows: [B, …], as tensorrtllm_backend's clients make their arrays."""
+    """Return input tensors from lists of rows, with the types that tensorrtllm_backend's clients use."""
     made = []
     for name, rows in values.items():
         tensor = np.array(rows, dtype=TYPES.get(name))
@@ -45,6 +45,8 @@ def inputs(client=grpcclient, **values):
 
 @dataclass
 class Stream:
+    """A gRPC stream to one of the models."""
+
     client: grpcclient.InferenceServerClient
     model: str
     responses: queue.Queue = field(default_factory=queue.Queue)
@@ -55,7 +57,7 @@ class Stream:
         )
 
     def next(self):
-        """(outputs, whether it is final), or raises the error."""
+        """Return (outputs, whether the response is final), or raise the error."""
         result, error = self.responses.get(timeout=WAIT)
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Requests as Triton hands them to a Python model, built from plain values."""
+"""Requests as Triton passes them to a Python model, built from Python values."""
 
 import numpy as np
 import pytest

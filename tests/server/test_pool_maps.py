@@ -1,23 +1,16 @@
-"""Pool maps, from the engine to the clients: every caller gets one answer, even if the engine fails."""
+"""Pool map requests: every client gets one answer, even if the engine fails."""
 
 import json
 from dataclasses import replace
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.api.request import GenerateRequest
-from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import EngineDied, PoolMap
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
-from tests.support.in_process import WAIT, tiny_assembly
 from tests.support.pb_utils import PB_UTILS, Sent
 from tests.support.streams import POOL, STATS
 
@@ -111,34 +104,3 @@ def test_send_failure_affects_only_its_client(responder):
     responder.emit(POOL)
     assert intact.the_only()[1] is None
     assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
-
-
-def test_pool_map_of_running_scheduler():
-    """Two samples of a prompt of two and a half blocks: a block that both hold counts once."""
-    scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
-    scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
-    plan = scheduler.schedule()
-    scheduler.commit(plan, StepResult.of_tokens([50, 60]))
-    pool = PoolMap.of(scheduler, scheduler.stats)
-    assert sorted(pool.states) == [*".....222"]
-    assert (pool.tokens, pool.stats.running) == (10, 1)
-    plan = scheduler.schedule()
-    scheduler.commit(plan, StepResult.of_tokens([51, 61]))
-    pool = PoolMap.of(scheduler, scheduler.stats)
-    assert sorted(pool.states) == [*"....1122"]
-    assert pool.tokens == 8 + 3 + 3
-    scheduler.abort(0)
-    pool = PoolMap.of(scheduler, scheduler.stats)
-    assert sorted(pool.states) == [*"......cc"]
-    assert (pool.tokens, pool.stats.running) == (0, 0)
-
-
-def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
-    assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
-    engine = assembly.engine(steps.put)
-    for _ in range(5):
-        engine.snapshot_pool()
-    engine.start()
-    assert isinstance(steps.get(timeout=WAIT), PoolMap)
-    engine.stop()
-    assert steps.empty()
