@@ -35,7 +35,7 @@ from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
-from paged_backend.models.forms import forms
+from paged_backend.models.forms import Form, forms
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 
@@ -126,26 +126,36 @@ def prove(
         uses_quantized_weights = quantized or getattr(model.config, "quantization_config", None) is not None
         compare = partial(_compare, model, expected, layers, block_size, kv_dtype, uses_quantized_weights)
         for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
-            try:
-                compare()
-            except UnsupportedModel as error:
-                failure = error
-                log.warning("%s, %s: %s", type(model).__name__, form.name, error)
-                continue
-            log.info("%s runs %s", type(model).__name__, form.name)
-            restore = form.release_unused(model)
-            try:
-                if form.unused:
-                    compare()
-            except UnsupportedModel as error:  # the model reads a weight without calling its layer: some routers
-                restore()
-                name = type(model).__name__
-                log.warning("%s keeps the weights beside their copies, because without them: %s", name, error)
-            return layers
+            failure = _failure(compare)
+            if failure is None:
+                log.info("%s runs %s", type(model).__name__, form.name)
+                _release_unused(model, form, compare)
+                return layers
+            log.warning("%s, %s: %s", type(model).__name__, form.name, failure)
         assert failure is not None
         raise failure
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{type(model).__name__} cannot be served through pages: {error}") from error
+        raise UnsupportedModel(f"{type(model).__name__} cannot be served with paged attention: {error}") from error
+
+
+def _failure(compare: Callable[[], None]) -> UnsupportedModel | None:
+    try:
+        compare()
+    except UnsupportedModel as error:
+        return error
+    return None
+
+
+def _release_unused(model: PreTrainedModel, form: Form, compare: Callable[[], None]) -> None:
+    """Free the weights that the form does not use, unless the model needs them nevertheless.
+
+    Some routers are linear layers that are never called; the model reads their weights.
+    """
+    restore = form.release_unused(model)
+    if form.unused and (failure := _failure(compare)):
+        restore()
+        name = type(model).__name__
+        log.warning("%s keeps the weights beside their copies, because without them: %s", name, failure)
 
 
 @torch.inference_mode()
@@ -221,7 +231,7 @@ def _compare(
         except UnsupportedModel:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"its layers cannot be paged: {type(error).__name__}: {error}") from error
+            raise UnsupportedModel(f"its paged forward pass fails: {type(error).__name__}: {error}") from error
         for (prompt, position), logits in found.items():
             difference = _relative_error(logits, expected[prompt][position])
             if not difference <= tolerance:

@@ -34,14 +34,14 @@ def save(config, directory):
             ),
             "layers",
         ),
-        (hf.StableLmConfig(**COMMON), "paged"),
+        (hf.StableLmConfig(**COMMON), "its paged forward pass fails"),
         (hf.JambaConfig(**COMMON, use_mamba_kernels=False, mamba_d_state=4, num_experts=1), "layers call"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_unsupported_model_is_rejected_by_name(tmp_path, config, reason):
     save(config, tmp_path)
-    with pytest.raises(UnsupportedModel, match=f"ForCausalLM cannot be served through pages: .*{reason}"):
+    with pytest.raises(UnsupportedModel, match=f"ForCausalLM cannot be served with paged attention: .*{reason}"):
         tiny_assembly(tmp_path, max_model_len=64)
 
 
