@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.batch import PackedBatch
-from paged_backend.execution.runner import LaunchedStep, Runner, RunnerDied
+from paged_backend.execution.launched_step import LaunchedStep
+from paged_backend.execution.runner import Runner, RunnerDied
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.step_result import StepResult
 

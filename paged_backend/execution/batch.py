@@ -83,14 +83,57 @@ def pack(
     write no keys and values, and their logits are not used.
     """
     chunks = plan.chunks
+    rows = _pack_rows(chunks, block_size, gqa_group, uniform)
+    row_ends = rows.query_starts[1:].tolist()
+    sample_rows, draw_rows, sampling = _sampling(plan, row_ends)
+    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.draws and chunk.embeds)
+    prompt_chunks = enumerate(chunks) if plan.has_prompt_outputs else ()
+    return PackedBatch(
+        input_ids=torch.from_numpy(rows.tokens)[None],
+        position_ids=torch.from_numpy(rows.positions)[None],
+        paging=Paging(
+            slots=torch.from_numpy(rows.slots),
+            block_tables=torch.from_numpy(rows.block_tables),
+            context_lens=torch.from_numpy(rows.context_lens.astype(np.int32)),
+            query_starts=torch.from_numpy(rows.query_starts.astype(np.int32)),
+            max_query_len=int(rows.lengths.max()),
+            max_context_len=int(rows.context_lens.max()),
+            shared=rows.shared,
+        ),
+        sample_rows=torch.from_numpy(sample_rows),
+        draw_rows=None if draw_rows is None else torch.from_numpy(draw_rows),
+        sampling=sampling,
+        uses_previous_step=bool((rows.tokens < 0).any()),
+        checks=_checks(chunks, row_ends),
+        drafting=_drafting(chunks, row_ends) if draft else None,
+        prompt_chunks=tuple((index, len(chunk.scored)) for index, chunk in prompt_chunks if chunk.scored),
+        hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
+        hidden_chunks=hidden_chunks,
+        adapters=_adapter_rows(plan, rows.lengths) if plan.adapters else None,
+    )
+
+
+class _Rows(NamedTuple):
+    """The rows of a batch, as NumPy arrays."""
+
+    tokens: np.ndarray  # [num_tokens] int64
+    positions: np.ndarray  # [num_tokens] int64
+    slots: np.ndarray  # [num_tokens] int64; -1 for padding rows
+    block_tables: np.ndarray  # [num_seqs, max_blocks] int32
+    context_lens: np.ndarray  # [num_seqs] int64
+    lengths: np.ndarray  # [num_seqs] int64: rows of each sequence
+    query_starts: np.ndarray  # [num_seqs + 1] int64
+    shared: SharedPrefixes | None
+
+
+def _pack_rows(
+    chunks: tuple[Chunk, ...], block_size: int, gqa_group: int | None, uniform: UniformBatch | None
+) -> _Rows:
     firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
-    tables, lengths = _block_tables(chunks), ends - firsts
-    shared = (
-        shared_prefixes(tables, ends, lengths, block_size=block_size, group=gqa_group)
-        if gqa_group is not None
-        else None
-    )
+    tables, lengths, shared = _block_tables(chunks), ends - firsts, None
+    if gqa_group is not None:
+        shared = shared_prefixes(tables, ends, lengths, block_size=block_size, group=gqa_group)
     if shared is None:  # only sequences with a single row share prefixes
         lengths = _padded_lengths(firsts, ends, uniform)
     starts = ends - lengths
@@ -99,51 +142,30 @@ def pack(
     owner = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     slots[positions < firsts[owner]] = -1
-    tokens = _tokens(chunks, starts.tolist())
-    drawing = [
+    return _Rows(_tokens(chunks, starts.tolist()), positions, slots, tables, ends, lengths, query_starts, shared)
+
+
+def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray | None, SamplingBatch]:
+    """Return `sample_rows`, `draw_rows` and `sampling` of the batch."""
+    chunks = plan.chunks
+    draws = [
         (sequence, position)
         for chunk in chunks
         for sequence in chunk.draws
         for position in range(chunk.first_draw, chunk.start + chunk.length + 1)
     ]
-    row_ends = query_starts[1:].tolist()
-    last = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _draw_rows(chunk, end)]
-    counts = np.fromiter((count for _, count in last), np.int64, len(last))
-    sample_rows = np.fromiter((row for row, _ in last), np.int64, len(last))
+    rows = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _draw_rows(chunk, end)]
+    counts = np.fromiter((count for _, count in rows), np.int64, len(rows))
+    sample_rows = np.fromiter((row for row, _ in rows), np.int64, len(rows))
     draw_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
-    sampling = prepare(drawing)
+    sampling = prepare(draws)
     if plan.has_prompt_outputs and any(chunk.scored for chunk in chunks):
         drawn_from = np.repeat(sample_rows, counts)
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)
-        draw_rows = np.searchsorted(sample_rows, drawn_from)
+        draw_rows = sample_rows.searchsorted(drawn_from)
         sampling = replace(sampling, prompts=_prompt_rows(chunks, sample_rows.searchsorted(scored)))
-    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.draws and chunk.embeds)
-    return PackedBatch(
-        input_ids=torch.from_numpy(tokens)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        paging=Paging(
-            slots=torch.from_numpy(slots),
-            block_tables=torch.from_numpy(tables),
-            context_lens=torch.from_numpy(ends.astype(np.int32)),
-            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
-            max_query_len=int(lengths.max()),
-            max_context_len=int(ends.max()),
-            shared=shared,
-        ),
-        sample_rows=torch.from_numpy(sample_rows),
-        draw_rows=None if draw_rows is None else torch.from_numpy(draw_rows),
-        sampling=sampling,
-        uses_previous_step=bool((tokens < 0).any()),
-        checks=_checks(chunks, row_ends),
-        drafting=_drafting(chunks, row_ends) if draft else None,
-        prompt_chunks=tuple((index, len(chunk.scored)) for index, chunk in enumerate(chunks) if chunk.scored)
-        if plan.has_prompt_outputs
-        else (),
-        hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
-        hidden_chunks=hidden_chunks,
-        adapters=_adapter_rows(plan, lengths) if plan.adapters else None,
-    )
+    return sample_rows, draw_rows, sampling
 
 
 def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
