@@ -179,6 +179,15 @@ def test_options_in_the_tuning_guide_exist():
     assert named - PACKAGES <= {field.name for field in fields(EngineConfig)}
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_benchmarks_in_the_text_exist(document):
+    shared = (ROOT / "paged_bench/_report.py").read_text()
+    for name, arguments in re.findall(r"paged bench (\w+)((?: [^\s`;#]+)*)", document.read_text()):
+        source = shared + (ROOT / f"paged_bench/{name}.py").read_text()
+        for flag in re.findall(r"--[a-z_-]+", arguments):
+            assert f'"{flag}"' in source, f"paged bench {name} has no {flag}"
+
+
 # --- glossary ------------------------------------------------------------------------------------------------------
 
 
