@@ -11,9 +11,9 @@ from tests.support.in_process import generate_with_transformers, running, save_t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_match_generate(family, tmp_path):
     model = save_tiny(FAMILIES[family](), tmp_path)
-    rnd = random.Random(family)
-    prompts = [[rnd.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 33, 40)]
+    rng = random.Random(family)
+    prompts = [[rng.randrange(3, 320) for _ in range(length)] for length in (1, 5, 17, 33, 40)]
     with running(tiny_assembly(tmp_path)) as engine:
         assert engine.generate(prompts, max_tokens=16) == [
-            generate_with_transformers(model, one, 16) for one in prompts
+            generate_with_transformers(model, prompt, 16) for prompt in prompts
         ]
