@@ -45,8 +45,9 @@ class ChunkPlanner:
 
     def extend_all(self, ordered: list[tuple[Group, Sequence]], builder: PlanBuilder) -> None:
         """Plan the next chunk of each sequence that still runs."""
+        running = self._requests.running
         for group, sequence in ordered:
-            if group.key in self._requests.running:  # an earlier one may have preempted it
+            if group.key in running:  # an earlier one may have preempted it
                 self.extend(group, sequence, builder)
 
     def extend(self, group: Group, sequence: Sequence, builder: PlanBuilder) -> None:

@@ -35,11 +35,11 @@ class Chunk:
     start: int
     length: int
     draws: tuple[Sequence, ...]
+    allocated: Allocation = NO_BLOCKS  # counted in the request's usage unless the sequence has ended by the commit
     forks: tuple[Sequence, ...] = ()  # sequences that share its blocks from then on
     draft_tokens: tuple[int, ...] = ()
     scored: range = range(0)  # positions of the prompt after which the next token gets log probabilities
     ends_request: bool = False  # whether it ends the prompt of a request without output
-    allocated: Allocation = NO_BLOCKS  # counted in the request's usage unless the sequence has ended by the commit
 
     @property
     def first_draw(self) -> int:

@@ -40,22 +40,20 @@ class PlanBuilder:
         """Add the next `length` tokens of a sequence."""
         start = sequence.computed
         end = start + length
-        draws: tuple[Sequence, ...] = ()
-        forks: tuple[Sequence, ...] = ()
-        if not group.forked and end == sequence.num_prompt:
-            forks = tuple(group.sequences[1:])
         is_last = end == len(sequence.tokens)
+        draws: tuple[Sequence, ...] = ()
         if is_last and group.has_output:
             draws = (sequence,) if group.forked else tuple(group.sequences)
+        forks = () if group.forked or end != sequence.num_prompt else tuple(group.sequences[1:])
         self.budget -= length
         if group.scores_prompt or not group.has_output:
             scored = group.unscored(start, end)
             self.scored_budget -= len(scored)
             self._has_prompt_outputs = True
             ends_request = is_last and not group.has_output
-            self.chunks.append(Chunk(sequence, start, length, draws, forks, (), scored, ends_request, allocated))
+            self.chunks.append(Chunk(sequence, start, length, draws, allocated, forks, (), scored, ends_request))
         else:
-            self.chunks.append(Chunk(sequence, start, length, draws, forks, allocated=allocated))
+            self.chunks.append(Chunk(sequence, start, length, draws, allocated, forks))
 
     def add_copies(self, key: int, copies: Iterable[Copy]) -> None:
         """Add the copies that a request needs before its chunk."""

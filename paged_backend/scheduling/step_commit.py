@@ -26,49 +26,50 @@ class StepCommitter:
     def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
         """Commit every chunk. Requests and samples that have ended since the step was planned are left out."""
         deltas: list[TokenDelta] = []
+        running, tables, errors, logprobs = self._requests.running, self._tables, result.errors, result.logprobs
         draw = 0
         for index, chunk in enumerate(plan.chunks):
-            group = self._requests.running.get(chunk.sequence.request.key)
+            group = running.get(chunk.sequence.request.key)
             if group:
                 if chunk.allocated is not NO_BLOCKS and not chunk.sequence.ended:
-                    self._tables.count(group, chunk.allocated)
+                    tables.count(group, chunk.allocated)
                 for sequence in (chunk.sequence, *chunk.forks):  # the one that computed for others may have ended
                     if not sequence.ended:
-                        self._tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
+                        tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
             if plan.has_prompt_outputs and group and not chunk.sequence.ended:
                 deltas += self._commit_prompt(group, chunk, result, index)
             for sequence in chunk.draws:
                 if group is not None and not sequence.ended:
-                    if draw in result.errors:
-                        deltas.append(self._requests.fail_group(group, result.errors[draw]))
+                    if draw in errors:
+                        deltas.append(self._requests.fail_group(group, errors[draw]))
                     elif group.beams:
                         deltas += self._beams.commit(group, sequence, result.candidates[draw])
                     else:
-                        logprobs = result.logprobs.get(draw)
-                        tokens, num_drafts = result.tokens[draw], len(chunk.draft_tokens)
-                        deltas.append(self._append(group, sequence, tokens, num_drafts, logprobs))
+                        delta = self._append(group, sequence, result.tokens[draw], len(chunk.draft_tokens))
+                        deltas.append(_with_logprobs(delta, logprobs[draw]) if draw in logprobs else delta)
                 draw += 1
         assert draw == len(result.tokens), f"{len(result.tokens)} results for {draw} draws"
         return deltas
 
-    def _append(
-        self, group: Group, sequence: Sequence, tokens: list[int], num_drafts: int, logprobs: list[Logprobs] | None
-    ) -> TokenDelta:
+    def _append(self, group: Group, sequence: Sequence, tokens: list[int], num_drafts: int) -> TokenDelta:
         """Append the tokens of a draw, up to the one that ends the output. num_drafts: draft tokens of the chunk."""
         request, first = sequence.request, sequence.committed
-        num_tokens, finish = _end_of_output(request, tokens, first - sequence.num_prompt)
         sequence.tokens[first] = tokens[0]
+        finish = _finish_reason(request, tokens[0], first + 1 - sequence.num_prompt)
         if num_drafts:
             self._counters.accepted_tokens += len(tokens) - 1
             group.draft_tokens += num_drafts
             group.accepted_tokens += len(tokens) - 1
-            tokens = tokens[:num_tokens]
+            count = 1
+            while finish is None and count < len(tokens):
+                finish = _finish_reason(request, tokens[count], first + 1 + count - sequence.num_prompt)
+                count += 1
+            tokens = tokens[:count]
             self._tables.accept(group, sequence, tokens)
-            group.account.served_tokens += num_tokens - 1  # the first was counted when the step was planned
+            group.account.served_tokens += count - 1  # the first was counted when the step was planned
         if finish:
             self._requests.finish_sequence(group, sequence)
-        told = tuple(logprobs[:num_tokens]) if logprobs else ()
-        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage, told)
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
 
     def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
         """Commit what a chunk gives of the prompt itself: log probabilities, a hidden state, the end of a request that
@@ -94,13 +95,12 @@ class StepCommitter:
         ]
 
 
-def _end_of_output(request: GenerateRequest, tokens: list[int], generated: int) -> tuple[int, FinishReason | None]:
-    """Return how many of these tokens belong to an output of `generated` tokens so far, and why it ends, if it does."""
-    sampling = request.sampling
-    for count, token in enumerate(tokens, 1):
-        length = generated + count
-        if token in request.stop_ids and (request.guides or length >= sampling.min_tokens):
-            return count, FinishReason.STOP
-        if length >= sampling.max_tokens:
-            return count, FinishReason.LENGTH
-    return len(tokens), None
+def _with_logprobs(delta: TokenDelta, logprobs: list[Logprobs]) -> TokenDelta:
+    return delta._replace(logprobs=tuple(logprobs[: len(delta.token_ids)]))
+
+
+def _finish_reason(request: GenerateRequest, token: int, length: int) -> FinishReason | None:
+    """Return why an output of `length` tokens ends with its last token, or None if it goes on."""
+    if token in request.stop_ids and (request.guides or length >= request.sampling.min_tokens):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if length >= request.sampling.max_tokens else None

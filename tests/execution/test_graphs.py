@@ -105,7 +105,7 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
         sequence = Group(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
         sequence.blocks = [*range(18), 20 + key]
         sequence.tokens.extend(drafts)
-        chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), (), drafts))
+        chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), draft_tokens=drafts))
     packed = pack(Plan(tuple(chunks)), block_size=16, gqa_group=4, uniform=UniformBatch(queries=4, seqs=8))
     if prompt > cascade.MIN_SHARED_TOKENS:
         assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
