@@ -11,7 +11,7 @@ from paged_backend.api.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def refusal(**options):
+def rejection(**options):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options({"model": "m"} | options)
     return str(caught.value)
@@ -53,14 +53,14 @@ def test_model_json_of_the_repository_is_valid():
     ],
 )
 def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, limit):
-    text = refusal(**{name: value})
+    text = rejection(**{name: value})
     assert text.startswith(f"{name}={json.dumps(value)}: ")
     assert limit in text
 
 
 def test_an_unknown_option_is_rejected_with_the_closest_name():
-    assert refusal(max_num_seq=3) == "max_num_seq: unknown engine option; did you mean max_num_seqs?"
-    known = refusal(zzz=1).partition("known options are ")[2].split(", ")
+    assert rejection(max_num_seq=3) == "max_num_seq: unknown engine option; did you mean max_num_seqs?"
+    known = rejection(zzz=1).partition("known options are ")[2].split(", ")
     assert {"model", "max_stop_strings"} < set(known)
 
 

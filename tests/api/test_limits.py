@@ -169,8 +169,8 @@ def test_limits_are_engine_options(tiny):
             ({"text_input": "abcdefghi"}, {}, "must be at most 8 (max_prompt_chars"),
             ({"text_input": "abcd"}, {"word_bias": {"abc": 1}}, "(max_logit_biases)"),
         ):
-            refusal = server.call(**inputs, sampling_parameters=json.dumps(sampling)).refusal()
-            assert limit in refusal
+            rejection = server.call(**inputs, sampling_parameters=json.dumps(sampling)).rejection()
+            assert limit in rejection
         assert server.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1, "stop": "a"}')
 
 
@@ -183,7 +183,7 @@ def test_max_prompt_chars_applies_to_the_rendered_conversation(tiny):
         )
         once = {"messages": messages, "sampling_parameters": '{"max_tokens": 1}'}
         tokenizer.chat_template = "{{ messages[0].content * 3 }}"
-        assert "messages: 12 characters; must be at most 8 (max_prompt_chars" in server.call(**once).refusal()
+        assert "messages: 12 characters; must be at most 8 (max_prompt_chars" in server.call(**once).rejection()
         tokenizer.chat_template = "{{ messages[0].content * 2 }}"
         assert server.ask(**once)
 
@@ -198,4 +198,4 @@ def test_parameters_that_are_not_utf8_are_rejected(tiny):
         caller = Caller(text_input="abcd")
         caller.parameters = parameters
         server.service.submit(caller)
-        assert "INVALID_ARGUMENT: the request's parameters or id: byte 2 is not valid UTF-8" in caller.refusal()
+        assert "INVALID_ARGUMENT: the request's parameters or id: byte 2 is not valid UTF-8" in caller.rejection()

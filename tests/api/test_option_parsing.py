@@ -14,7 +14,7 @@ def read(**options):
     return EngineConfig.from_options({"model": "m"} | options)
 
 
-def refusal(**options):
+def rejection(**options):
     with pytest.raises(ConfigError) as caught:
         read(**options)
     return str(caught.value)
@@ -57,7 +57,7 @@ def test_null_selects_the_default():
     ],
 )
 def test_rejected_limits(options, message):
-    assert refusal(**options).startswith(message)
+    assert rejection(**options).startswith(message)
 
 
 def test_merged_options_merge_limits_one_by_one():

@@ -7,26 +7,26 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.option_rules import RULES
 
 
-def refusal(**options):
+def rejection(**options):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options({"model": "m"} | options)
     return str(caught.value)
 
 
 def test_max_num_batched_tokens_must_be_at_least_max_num_seqs():
-    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in refusal(
+    assert "max_num_batched_tokens=8: must be at least max_num_seqs=16" in rejection(
         max_num_batched_tokens=8, max_num_seqs=16
     )
 
 
 def test_options_that_exclude_each_other_are_rejected():
-    said = refusal(async_scheduling=True, num_speculative_tokens=4)
+    said = rejection(async_scheduling=True, num_speculative_tokens=4)
     assert "async_scheduling=true: with num_speculative_tokens=4 a step depends on" in said
-    said = refusal(compile_level=1, tensor_parallel_size=2)
+    said = rejection(compile_level=1, tensor_parallel_size=2)
     assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
     for other in ("compile_level=1", "tensor_parallel_size=2"):
         name, value = other.split("=")
-        said = refusal(quantization="int8", **{name: int(value)})
+        said = rejection(quantization="int8", **{name: int(value)})
         assert f'quantization="int8": not supported with {other}; leave one of them out' in said
 
 
@@ -47,6 +47,6 @@ VIOLATIONS = (
 
 @pytest.mark.parametrize(("rule", "options"), list(zip(RULES, VIOLATIONS, strict=True)))
 def test_every_rule_rejects_its_combination_by_name(rule, options):
-    text = refusal(**options)
+    text = rejection(**options)
     assert text.startswith(f"{rule.option}=")
     assert all(name in text for name in options)

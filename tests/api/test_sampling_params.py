@@ -12,7 +12,7 @@ from paged_backend.api.sampling_params import SamplingParams
 LIMITS = EngineLimits(max_model_len=8192, vocab_size=1000, num_blocks=256, block_size=16, max_num_seqs=64)
 
 
-def refusal(**values):
+def rejection(**values):
     with pytest.raises(RequestError) as caught:
         SamplingParams.parse(values, LIMITS)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
@@ -134,7 +134,7 @@ def test_values_are_converted_to_their_type(name, value, read):
     ],
 )
 def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, limit):
-    text = refusal(**{name: value})
+    text = rejection(**{name: value})
     assert text.startswith(f"INVALID_ARGUMENT: {name}=")
     assert limit in text
     assert len(text) < 700
@@ -142,8 +142,8 @@ def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, lim
 
 @pytest.mark.parametrize("bias", [100.5, "much", None, True])
 def test_an_invalid_bias_is_rejected_with_its_token(bias):
-    assert refusal(logit_bias={"5": bias}).startswith(f"INVALID_ARGUMENT: logit_bias[5]={json.dumps(bias)}: must be")
-    assert refusal(word_bias={"a": bias}).startswith(f'INVALID_ARGUMENT: word_bias["a"]={json.dumps(bias)}: must be')
+    assert rejection(logit_bias={"5": bias}).startswith(f"INVALID_ARGUMENT: logit_bias[5]={json.dumps(bias)}: must be")
+    assert rejection(word_bias={"a": bias}).startswith(f'INVALID_ARGUMENT: word_bias["a"]={json.dumps(bias)}: must be')
 
 
 def test_unsupported_parameters_accept_values_without_effect():
@@ -162,8 +162,8 @@ def test_unsupported_parameters_accept_values_without_effect():
 
 
 def test_best_of_must_be_at_least_n():
-    assert "best_of=2: must be n=3..64" in refusal(n=3, best_of=2)
-    assert "best_of=4: must be n=2 with beam_width=4" in refusal(n=2, best_of=4, beam_width=4)
+    assert "best_of=2: must be n=3..64" in rejection(n=3, best_of=2)
+    assert "best_of=4: must be n=2 with beam_width=4" in rejection(n=2, best_of=4, beam_width=4)
     params = SamplingParams.parse({"n": 2, "best_of": 2, "beam_width": 4}, LIMITS)
     assert (params.num_seqs, params.selects_best_of) == (4, False)
 
@@ -187,7 +187,7 @@ def test_one_sample_may_be_requested_explicitly(name):
     ],
 )
 def test_parameters_without_effect_on_beams_are_rejected(sampling, text):
-    assert text in refusal(**{"beam_width": 2} | sampling)
+    assert text in rejection(**{"beam_width": 2} | sampling)
 
 
 def test_beams_accept_the_default_and_the_greedy_temperature():
@@ -196,13 +196,13 @@ def test_beams_accept_the_default_and_the_greedy_temperature():
 
 
 def test_min_tokens_above_max_tokens_is_rejected():
-    assert "min_tokens=5: must be 0..max_tokens=4" in refusal(min_tokens=5, max_tokens=4)
+    assert "min_tokens=5: must be 0..max_tokens=4" in rejection(min_tokens=5, max_tokens=4)
 
 
 def test_a_long_value_is_cut_in_the_message():
-    assert len(refusal(stop=[json.dumps("x" * 10_000)])) < 200
+    assert len(rejection(stop=[json.dumps("x" * 10_000)])) < 200
 
 
 def test_an_error_is_valid_utf8():
     """Names from JSON may hold lone surrogates."""
-    assert refusal(**{"\ud800": 1}).encode().startswith(b"INVALID_ARGUMENT: \\ud800=1: unknown sampling parameter")
+    assert rejection(**{"\ud800": 1}).encode().startswith(b"INVALID_ARGUMENT: \\ud800=1: unknown sampling parameter")

@@ -17,7 +17,7 @@ def read(**options):
     return EngineConfig.from_options({"model": "m"} | options)
 
 
-def refusal(**options):
+def rejection(**options):
     with pytest.raises(ConfigError) as caught:
         read(**options)
     return str(caught.value)
@@ -197,7 +197,7 @@ def test_other_values_are_rejected_with_name_value_and_reason(name):
     reason = vllm_options.UNSUPPORTED[name].reason
     assert reason
     for value in ("else", REJECTED[name]):
-        text = refusal(**{name: value})
+        text = rejection(**{name: value})
         assert text.startswith(f"{name}={json.dumps(value)}: must be ") and text.endswith(reason)
 
 
@@ -222,7 +222,7 @@ def test_other_values_are_rejected_with_name_value_and_reason(name):
 )
 def test_rejections_say_what_is_possible(options, reason):
     ((name, value),) = options.items()
-    assert refusal(**options).startswith(f"{name}={json.dumps(value)}: {reason}")
+    assert rejection(**options).startswith(f"{name}={json.dumps(value)}: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -260,14 +260,14 @@ def test_spellings_of_values_in_vllm_model_files(written, meant):
 @pytest.mark.parametrize("more", [{"method": "eagle"}, {"draft_tensor_parallel_size": 2}])
 def test_other_speculation_methods_are_rejected(more):
     config = {"model": "d", "num_speculative_tokens": 3} | more
-    assert refusal(speculative_config=config).startswith('speculative_config={"model": "d"')
+    assert rejection(speculative_config=config).startswith('speculative_config={"model": "d"')
 
 
 def test_speculation_set_by_two_options_is_rejected():
     config = {"model": "d", "num_speculative_tokens": 3}
-    assert refusal(speculative_config=config, num_speculative_tokens=4).startswith("speculative_config=")
+    assert rejection(speculative_config=config, num_speculative_tokens=4).startswith("speculative_config=")
 
 
 def test_an_unknown_name_is_rejected_with_the_closest_known_one():
-    assert "invalid_attribute: unknown engine option" in refusal(invalid_attribute=True)
-    assert refusal(disable_log_request=True).endswith("did you mean disable_log_requests?")
+    assert "invalid_attribute: unknown engine option" in rejection(invalid_attribute=True)
+    assert rejection(disable_log_request=True).endswith("did you mean disable_log_requests?")

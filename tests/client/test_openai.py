@@ -354,9 +354,9 @@ class TestCostOfRefusals:
         for wrong in (0, None, "x", [], [0], ["x"], {}, {"x": 0}):
             for sent in ([wrong] * 1000, ["x"] * 999 + [wrong], [0] * 999 + [wrong], entries(wrong)):
                 kind, body = REQUESTS[path]
-                refusal = refused_body(kind, put(FULL if len(place) > 1 else body, place, sent))
-                assert refusal is None or len(refusal.message) < 500
-                found = refusal and refusal.__context__
+                rejection = refused_body(kind, put(FULL if len(place) > 1 else body, place, sent))
+                assert rejection is None or len(rejection.message) < 500
+                found = rejection and rejection.__context__
                 assert not isinstance(found, ValidationError) or found.error_count() < 100
 
     @pytest.mark.parametrize("value", [["x"] * 10**5, [[]] * 10**5, {str(i): i for i in range(10**5)}], ids=type)

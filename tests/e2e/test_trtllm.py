@@ -486,7 +486,7 @@ def test_every_upstream_tensor_is_declared_and_accepted(tiny_server, model):
 GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
 
 
-def refusal(server):
+def rejection(server):
     try:
         answers(server, "ensemble", **ASKED)
     except InferenceServerException as error:
@@ -508,7 +508,7 @@ def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
             begun, _ = stream.next()
             control.unload_model("paged_llm")
             assert text_of([begun, *stream.all()]) == expected
-        until(lambda: refusal(server) == GONE, "an engine that is gone, some time after the server says so")
+        until(lambda: rejection(server) == GONE, "an engine that is gone, some time after the server says so")
         control.load_model("paged_llm")
         assert text_of(answers(server, "ensemble", **ASKED)) == expected
         idle(server)

@@ -251,7 +251,7 @@ def test_error_names_the_constraints_that_exclude_all_tokens(tiny):
     with serving(tiny[0]) as service:
         calls = [service.call(text_input="x", sampling_parameters=json.dumps(case)) for case in cases.values()]
         for names, call in zip(cases, calls, strict=True):
-            assert f"no token is left: {names} exclude every possible next token" in call.refusal()
+            assert f"no token is left: {names} exclude every possible next token" in call.rejection()
 
 
 @pytest.mark.parametrize("sampling", [{"choice": ["<|end|>x"]}, {"regex": r"<\|end\|>x"}], ids=["choice", "regex"])

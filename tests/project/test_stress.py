@@ -57,7 +57,7 @@ def cycle(stubs=1, shm=6):
     return {"kind": "cycle", "number": 3, "stubs": stubs, "shm": shm, "before": 6}
 
 
-def refusal(refused):
+def rejection(refused):
     return {"kind": "refusal", "refused": refused}
 
 
@@ -73,7 +73,7 @@ VALID = [invoke(), tokens([5], at=0), tokens([6, 7], at=1), finish()]
         [invoke(allowed_ends=["left"]), tokens([5]), left()],
         [invoke(allowed_ends=["timeout"]), tokens([5]), finish("timeout")],
         [invoke(allowed_ends=["CANCELLED"]), error("CANCELLED: the request was cancelled by its client")],
-        [PROBE, *VALID, idle(), idle(free=1, cached=7), refusal(True), stopped()],
+        [PROBE, *VALID, idle(), idle(free=1, cached=7), rejection(True), stopped()],
         [cycle()],
     ],
 )
@@ -118,7 +118,7 @@ def test_valid_histories_have_no_problems(events):
         ([cycle(stubs=0)], "leak"),
         ([cycle(shm=7)], "leak"),
         ([{"kind": "grows", "by": 1.1, "most": 1}], "leak"),
-        ([refusal(False)], "bad stop"),
+        ([rejection(False)], "bad stop"),
         ([stopped(seconds=6)], "slow"),
         ([stopped(code=1)], "bad stop"),
         ([stopped(left=1)], "bad stop"),

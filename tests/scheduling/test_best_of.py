@@ -59,9 +59,9 @@ def test_best_of_equal_to_n_keeps_order_and_streams(service):
 def test_unsupported_best_of_is_rejected(service):
     assert (
         "best_of=3: must be n=2 when streaming"
-        in service.call(**inputs(n=2, best_of=3), stream=True, exclude_input_in_output=True).refusal()
+        in service.call(**inputs(n=2, best_of=3), stream=True, exclude_input_in_output=True).rejection()
     )
     turn = Caller(**inputs(best_of=2))
     turn.correlation_id, turn.flags = lambda: 7, lambda: 1
     service.service.submit(turn)
-    assert "best_of=2: must be 1 in a session" in turn.refusal()
+    assert "best_of=2: must be 1 in a session" in turn.rejection()

@@ -327,7 +327,7 @@ def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypa
     broken.inputs = lambda: 1 / 0
     for caller in (before, broken, after):
         service.submit(caller)
-    assert broken.refusal() == "Error generating stream: INTERNAL: ZeroDivisionError: division by zero"
+    assert broken.rejection() == "Error generating stream: INTERNAL: ZeroDivisionError: division by zero"
     assert broken.empty()
     assert before.all() and after.all()
     assert sorted(ended)[0] == "error" and len(ended) == 3
@@ -347,8 +347,8 @@ def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock,
     running = ask(service)
     gate.wait()
     waiting = [ask(service), ask(service, timeout_ms=HOUR)]
-    refused = ask(service).answer()
-    assert refused == (
+    rejected = ask(service).answer()
+    assert rejected == (
         "Error generating stream: UNAVAILABLE: 2 requests wait, which is max_queue_size; send it again later"
     )
     clock.ahead += HOUR / 1e3
@@ -458,7 +458,7 @@ def test_stop_request_ends_a_request_by_id(serve, gate):
     assert stop(service, "one").answer() == {"num_stopped": [2]}
     for one in (running, waiting):
         assert one.answer() == "CANCELLED: the request was ended by a stop_request"
-    assert stop(service, "one").answer() == stop(service, "nobody's").answer() == {"num_stopped": [0]}
+    assert stop(service, "one").answer() == stop(service, "unknown").answer() == {"num_stopped": [0]}
     gate.open()
     assert finish(other) == ("length", 9)
     assert stop(service, "other").answer() == {"num_stopped": [0]}
@@ -535,7 +535,7 @@ def test_a_request_rejected_by_the_engine_is_not_logged_as_an_internal_error(ser
     gate.open()
     bad = Caller(text_input="abcd", sampling_parameters='{"regex": "("}')
     service.submit(bad)
-    assert "INVALID_ARGUMENT: regex" in bad.refusal()
+    assert "INVALID_ARGUMENT: regex" in bad.rejection()
     monkeypatch.setattr(Stream, "take", lambda self, delta, when: 1 / 0)
     assert "INTERNAL: ZeroDivisionError" in ask(service).answer()
     assert ended == ["refused", "error"]

@@ -108,10 +108,10 @@ def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trip
 
 
 def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
-    told, clients = SimpleQueue(), [Client(key) for key in range(2)]
+    reported, clients = SimpleQueue(), [Client(key) for key in range(2)]
 
     def report(found):
-        told.put(found.cancelled)
+        reported.put(found.cancelled)
         if found.cancelled == [clients[0].stream]:
             raise RuntimeError("it went wrong")
 
@@ -119,7 +119,7 @@ def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
     made.start()
     for client in clients:
         client.cancelled = True
-        assert told.get(timeout=WAIT) == [client.stream]
+        assert reported.get(timeout=WAIT) == [client.stream]
     made.stop()
     assert "it went wrong" in caplog.text
 

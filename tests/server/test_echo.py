@@ -81,7 +81,7 @@ def test_stop_string_is_not_matched_in_the_echoed_prompt(service):
 
 def test_unsupported_echo_is_rejected(service):
     messages = '[{"role": "user", "content": "x"}]'
-    error = service.call(messages=messages, sampling_parameters='{"echo": true}').refusal()
+    error = service.call(messages=messages, sampling_parameters='{"echo": true}').rejection()
     assert "echo=true: has no effect with messages; leave it out" in error
-    error = service.call(text_input=TEXT, sampling_parameters='{"max_tokens": 0, "echo": false}').refusal()
+    error = service.call(text_input=TEXT, sampling_parameters='{"max_tokens": 0, "echo": false}').rejection()
     assert "max_tokens=0: must be 1..256, or 0 with prompt_logprobs or echo" in error

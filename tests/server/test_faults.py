@@ -108,7 +108,7 @@ def test_dead_engine_fails_all_requests_and_is_not_ready(faulty):
         assert any(died in error for error in found)
         assert all(died in error or late in error for error in found)
         assert not calls.service.ready
-        assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).refusal()
+        assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).rejection()
 
 
 def test_cache_of_a_dead_engine_is_not_written_to_disk(faulty, tmp_path):
@@ -128,7 +128,7 @@ def test_base_exception_in_the_loop_fails_all_requests(faulty, monkeypatch):
 
     with faulty() as calls:
         monkeypatch.setattr(calls.service._assembly.scheduler, "schedule", panic)
-        assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).refusal()
+        assert "INTERNAL: the engine died: Panic: index out of bounds" in calls.call(**ASKED).rejection()
 
 
 def test_stalled_step_fails_open_requests(faulty):

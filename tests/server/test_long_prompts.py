@@ -35,7 +35,7 @@ def test_a_decode_panic_fails_only_its_request(tiny, inputs, sampling):
         server.service._assembly.loaded.tokenizer.backend_tokenizer.decoder = decoders.Strip("b", 0, 2)
         asked = {"max_tokens": 3, "logit_bias": {panics: 100}} | sampling
         caller = server.call(**inputs, sampling_parameters=json.dumps(asked))
-        assert "INTERNAL: DecodeError: PanicException: index out of bounds" in caller.refusal()
+        assert "INTERNAL: DecodeError: PanicException: index out of bounds" in caller.rejection()
         assert server.service.ready
         assert server.ask(text_input="aa", sampling_parameters='{"max_tokens": 3}')
 
@@ -83,7 +83,7 @@ def test_long_prompts_count_as_waiting(serve, slow):
     for one in waiting:
         serve.service.submit(one)
     slow.began.get(timeout=WAIT)
-    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()
+    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").rejection()
     slow.go_on.set()
     for one in waiting:
         assert one.all()
@@ -96,7 +96,7 @@ def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
     first = request_of(LONG)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
-    assert "1 requests of this cache_salt are open" in serve.call(text_input=LONG).refusal()
+    assert "1 requests of this cache_salt are open" in serve.call(text_input=LONG).rejection()
     assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1, "cache_salt": "other"}')
     slow.go_on.set()
     assert first.all()
@@ -117,11 +117,11 @@ def test_a_blocked_rejection_does_not_delay_other_requests(serve):
 
 
 def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
-    first, gone = request_of(LONG), request_of(LONG, is_cancelled=True)
+    first, cancelled = request_of(LONG), request_of(LONG, is_cancelled=True)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
-    serve.service.submit(gone)
-    assert "CANCELLED" in gone.refusal()  # before its turn to be tokenized
+    serve.service.submit(cancelled)
+    assert "CANCELLED" in cancelled.rejection()  # before its turn to be tokenized
     slow.go_on.set()
     assert first.all()
     assert slow.began.empty()
@@ -136,7 +136,7 @@ def test_stop_request_finds_a_long_prompt(serve, slow):
     stop.request_id = lambda: "a"
     serve.service.submit(stop)
     assert stop.all() == [{"num_stopped": [1]}]
-    assert "CANCELLED" in long.refusal()  # at once
+    assert "CANCELLED" in long.rejection()  # at once
     slow.go_on.set()
     assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
 
@@ -154,8 +154,8 @@ def advance_an_hour(monkeypatch):
 
 
 def request_with_timeout(**more):
-    told = {"return_finish_reason": True, "return_num_output_tokens": True}
-    return Caller(text_input=LONG, sampling_parameters=json.dumps({"timeout_ms": HOUR} | more), **told)
+    returned = {"return_finish_reason": True, "return_num_output_tokens": True}
+    return Caller(text_input=LONG, sampling_parameters=json.dumps({"timeout_ms": HOUR} | more), **returned)
 
 
 @pytest.mark.parametrize("limit", ["timeout_ms", "timeout"])
@@ -176,7 +176,7 @@ def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, advance_an_
             assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
     assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
     assert (
-        "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").refusal()
+        "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").rejection()
     )  # their texts are still in memory
     slow.go_on.set()
     until(lambda: not serve.service._admission.long_prompts.pending)
@@ -214,7 +214,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
         patch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: 1 / 0)
         failing = turn(LONG)
         serve.service.submit(failing)
-        assert "ZeroDivisionError" in failing.refusal()
+        assert "ZeroDivisionError" in failing.rejection()
     after = turn("ef")
     serve.service.submit(after)
     assert after.all()
@@ -226,4 +226,4 @@ def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
     monkeypatch.setattr(admission, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
-        assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).refusal()
+        assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()

@@ -86,8 +86,8 @@ def play(directory, rnd):
                 assert (tokens, reasons) == alone[kind][:2]
         assert {b"length", b"stop", b"timeout", *ERRORS} <= ends.keys(), ends
         for one in stops:
-            (told,) = one.all()
-            assert told["num_stopped"][0] >= 0
+            (response,) = one.all()
+            assert response["num_stopped"][0] >= 0
         until(lambda: not calls.service._assembly.scheduler.has_work)
         calls.service._assembly.scheduler.check()
         assert calls.service._assembly.scheduler.blocks.num_used == 0

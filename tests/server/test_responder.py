@@ -106,10 +106,10 @@ def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypat
 def test_simultaneous_cancellations_are_counted_together(opened):
     """An update of a metric is a round trip to the server, too."""
     responder, metrics, _ = opened
-    told = []
+    recorded = []
     for outcome in metrics._finished.values():
         (metric,) = outcome._metrics
-        metric.increment = told.append
+        metric.increment = recorded.append
     clients = [Client(key) for key in range(96)]
     clients[0].may_send.clear()
     for client in clients:
@@ -118,8 +118,8 @@ def test_simultaneous_cancellations_are_counted_together(opened):
     clients[0].may_send.set()
     for client in clients:
         client.got.get(timeout=WAIT)
-    assert sum(told) == 96
-    assert len(told) <= 12
+    assert sum(recorded) == 96
+    assert len(recorded) <= 12
 
 
 def test_metrics_are_flushed_before_the_final_response(opened):
@@ -190,8 +190,8 @@ def step_with_logprobs(key, text, finish=None):
     """Return a step whose tokens have a logprob of -0.5 each."""
     output = step(key, text, finish)
     (delta,) = output.deltas
-    told = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
-    return replace(output, deltas=(delta._replace(logprobs=told),))
+    recorded = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
+    return replace(output, deltas=(delta._replace(logprobs=recorded),))
 
 
 def test_responses_have_their_own_logprobs_and_the_cumulative_sum(opened):

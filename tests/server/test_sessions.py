@@ -41,7 +41,7 @@ def begun(sessions, name=NAME, tokens=(1, 2, 3), **flags):
     return turn
 
 
-def refusal(sessions, name=NAME, **flags):
+def rejection(sessions, name=NAME, **flags):
     with pytest.raises(RequestError) as caught:
         sessions.begin(name, **{"start": False, "end": False} | flags)
     return str(caught.value)
@@ -75,18 +75,18 @@ def test_a_session_cannot_mix_text_and_messages(sessions):
 
 
 def test_an_unknown_session_is_rejected(sessions):
-    assert refusal(sessions).startswith("INVALID_ARGUMENT: sequence_id=7: no such session")
+    assert rejection(sessions).startswith("INVALID_ARGUMENT: sequence_id=7: no such session")
 
 
 def test_sessions_of_different_salts_are_separate(sessions):
     begun(sessions, SessionName("tenant", 7))
-    assert "no such session" in refusal(sessions, SessionName("", 7))
+    assert "no such session" in rejection(sessions, SessionName("", 7))
 
 
 def test_a_concurrent_turn_is_rejected(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
-    assert "UNAVAILABLE: sequence_id=7: its last turn is not answered yet" in refusal(sessions)
-    assert "not answered yet" in refusal(sessions, start=True)
+    assert "UNAVAILABLE: sequence_id=7: its last turn is not answered yet" in rejection(sessions)
+    assert "not answered yet" in rejection(sessions, start=True)
     turn.finish([1], "")
     sessions.begin(NAME, start=False, end=False)
 
@@ -104,7 +104,7 @@ def test_an_expired_session_is_rejected_and_unpinned(sessions, clock, unpinned):
     sessions.expire()
     assert unpinned == [NAME]
     assert sessions.seconds_left() is None
-    assert "expired after session_ttl=10 seconds" in refusal(sessions)
+    assert "expired after session_ttl=10 seconds" in rejection(sessions)
 
 
 def test_a_session_does_not_expire_during_a_turn(sessions, clock, unpinned):
@@ -121,7 +121,7 @@ def test_sequence_end_removes_the_session(sessions, unpinned):
     begun(sessions)
     begun(sessions, start=False, end=True)
     assert unpinned == [NAME]
-    assert "no such session" in refusal(sessions)
+    assert "no such session" in rejection(sessions)
 
 
 def test_a_failed_turn_restores_the_session(sessions, unpinned):
@@ -135,7 +135,7 @@ def test_a_failed_turn_restores_the_session(sessions, unpinned):
 def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
     sessions.begin(NAME, start=True, end=False).undo()
     assert unpinned == [NAME]
-    assert "no such session" in refusal(sessions)
+    assert "no such session" in rejection(sessions)
 
 
 def test_sequence_start_replaces_the_session(sessions, unpinned):
@@ -147,7 +147,7 @@ def test_sequence_start_replaces_the_session(sessions, unpinned):
 def test_sessions_beyond_max_sessions_are_rejected(sessions, clock):
     begun(sessions, SessionName("", 1))
     begun(sessions, SessionName("", "two"))
-    assert "UNAVAILABLE: sequence_id=7: max_sessions=2 are open" in refusal(sessions, start=True)
+    assert "UNAVAILABLE: sequence_id=7: max_sessions=2 are open" in rejection(sessions, start=True)
     clock.now = 10
     begun(sessions)
     assert len(sessions) == 1
@@ -235,8 +235,8 @@ def served(tiny):
 def test_max_sessions_mib_limits_all_sessions(served):
     turn = served(max_sessions_mib=1)
     assert turn(1, 600_000, sequence_start=True).all()
-    refused = turn(2, 600_000, sequence_start=True).refusal()
-    assert "UNAVAILABLE: sequence_id=2: its 600" in refused and "max_sessions_mib=1" in refused
+    rejected = turn(2, 600_000, sequence_start=True).rejection()
+    assert "UNAVAILABLE: sequence_id=2: its 600" in rejected and "max_sessions_mib=1" in rejected
     assert turn(2, 600_000, sequence_start=True, sequence_end=True).all()  # it is not stored
     assert turn(1, 100, sequence_end=True).all()
     assert turn(2, 600_000, sequence_start=True).all()
@@ -246,7 +246,7 @@ def test_max_json_chars_limits_a_session(served):
     turn = served(max_json_chars=500)
     assert turn(1, 150, sequence_start=True).all()
     assert turn(1, 150).all()
-    assert 'characters": must be at most 500 characters (max_json_chars)' in turn(1, 150).refusal()
+    assert 'characters": must be at most 500 characters (max_json_chars)' in turn(1, 150).rejection()
     assert turn(1, 10).all()  # it is unchanged
 
 
@@ -254,8 +254,8 @@ def test_max_tenant_sessions_applies_per_tenant(served):
     turn = served(max_tenant_sessions=1)
     for salt in ("", "one"):
         assert turn(1, 0, salt, sequence_start=True).all()
-        refused = turn(2, 0, salt, sequence_start=True).refusal()
-        assert "UNAVAILABLE: sequence_id=2: max_tenant_sessions=1 of this cache_salt are open; end one" in refused
+        rejected = turn(2, 0, salt, sequence_start=True).rejection()
+        assert "UNAVAILABLE: sequence_id=2: max_tenant_sessions=1 of this cache_salt are open; end one" in rejected
         assert turn(1, 0, salt, sequence_start=True).all()  # again
     assert turn(1, 0, sequence_end=True).all()
     assert turn(2, 0, sequence_start=True).all()

@@ -124,7 +124,7 @@ def test_offsets_include_an_echoed_prompt(service):
     ],
 )
 def test_invalid_input_ids_are_rejected(service, ids, reason):
-    assert reason in service.call(input_ids=ids).refusal()
+    assert reason in service.call(input_ids=ids).rejection()
 
 
 def test_a_session_with_token_id_prompts(service):
@@ -161,7 +161,7 @@ def test_a_session_rejects_truncation(service):
     caller = Caller(input_ids=IDS, sampling_parameters=sampling(truncate_prompt_tokens=3))
     caller.correlation_id, caller.flags = lambda: 8, lambda: 3
     service.service.submit(caller)
-    assert "truncate_prompt_tokens=3: a session keeps all of its prompt" in caller.refusal()
+    assert "truncate_prompt_tokens=3: a session keeps all of its prompt" in caller.rejection()
 
 
 @pytest.fixture(scope="module")

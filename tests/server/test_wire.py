@@ -14,7 +14,7 @@ from paged_backend.server.tensors import INPUTS, LIST_PARAMETERS, NUMPY_TYPES, O
 from paged_backend.server.wire.control import CONTROL_REQUESTS, read_control_request
 from paged_backend.server.wire.read import read_call
 from paged_backend.server.wire.write import SampleOutput, error_text, write_response
-from tests.support.wire_requests import flag, read, refusal, strings, text
+from tests.support.wire_requests import flag, read, rejection, strings, text
 
 CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
 
@@ -82,13 +82,13 @@ def test_list_parameters_as_tensors():
 def test_a_list_as_tensor_and_sampling_parameter_is_rejected(name):
     value = strings("5") if LIST_PARAMETERS[name].data_type == "TYPE_STRING" else np.array([5], dtype=np.int32)
     expected = f"{name}: is both a tensor and a sampling parameter"
-    assert refusal(text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}).startswith(
-        expected
-    )
+    assert rejection(
+        text_input=text("x"), sampling_parameters=text(json.dumps({name: [5]})), **{name: value}
+    ).startswith(expected)
 
 
 def test_a_list_as_tensor_and_request_parameter_is_rejected():
-    assert refusal({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
+    assert rejection({"stop": "b"}, text_input=text("x"), stop=strings("a")).startswith("stop: is both a tensor")
 
 
 def test_a_token_id_prompt_is_not_echoed_by_default():
@@ -113,7 +113,7 @@ def test_a_sampling_parameter_overrides_a_request_parameter():
 
 @pytest.mark.parametrize("name", ["max-tokens", "top-p", "temprature", "Stop-Token-Ids"])
 def test_a_misspelled_parameter_is_not_taken_for_a_header(name):
-    assert refusal({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
+    assert rejection({name: 1}, text_input=text("x")).startswith(f"{name}=1: unknown parameter; did you mean ")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_sequence_id_from_the_request_or_its_parameters(parameters, own, contr
     ],
 )
 def test_an_invalid_sequence_is_rejected(parameters, reason):
-    assert reason in refusal(parameters, text_input=text("x"))
+    assert reason in rejection(parameters, text_input=text("x"))
 
 
 @pytest.mark.parametrize(
@@ -159,18 +159,18 @@ def test_a_request_id_from_the_request_or_its_parameters(parameters, own, found)
 
 @pytest.mark.parametrize("name", [5, True, None, "é" * 129])
 def test_an_invalid_request_id_is_rejected(name):
-    assert "must be a" in refusal({"id": name}, text_input=text("x"))
+    assert "must be a" in rejection({"id": name}, text_input=text("x"))
 
 
 def test_a_lone_surrogate_in_messages_is_rejected():
     turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
-    assert "messages: contain a lone surrogate" in refusal({}, messages=turns)
+    assert "messages: contain a lone surrogate" in rejection({}, messages=turns)
 
 
 def test_only_a_sequence_end_may_omit_the_prompt():
     assert read({"sequence_id": 7, "sequence_end": True}, text_input=text("")).only_ends_session
     assert read({"sequence_id": 7, "sequence_end": True}).only_ends_session
-    assert "none is given" in refusal({"sequence_id": 7})
+    assert "none is given" in rejection({"sequence_id": 7})
 
 
 def test_forwarded_headers_are_ignored():
@@ -203,9 +203,9 @@ def test_error_text_sent_to_clients():
         read(text_input=text("x"), stream=flag(True), exclude_input_in_output=flag(False))
     letter = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
     assert (caught.value.code, error_text(caught.value)) == (ErrorCode.INVALID_ARGUMENT, letter)
-    told = {code: error_text(RequestError(code, "no")) for code in ErrorCode}
-    assert told.pop(ErrorCode.CANCELLED) == "CANCELLED: no"
-    assert told == {code: f"Error generating stream: {code.value}: no" for code in told}
+    values = {code: error_text(RequestError(code, "no")) for code in ErrorCode}
+    assert values.pop(ErrorCode.CANCELLED) == "CANCELLED: no"
+    assert values == {code: f"Error generating stream: {code.value}: no" for code in values}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_error_text_sent_to_clients():
     ],
 )
 def test_bad_tensors(tensors, reason):
-    assert refusal(**tensors).startswith(reason)
+    assert rejection(**tensors).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_bad_tensors(tensors, reason):
     ],
 )
 def test_bad_parameters(parameters, reason):
-    assert refusal(parameters, text_input=text("x")).startswith(reason)
+    assert rejection(parameters, text_input=text("x")).startswith(reason)
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])
@@ -279,8 +279,8 @@ def test_token_ids_and_offsets_of_all_samples_are_concatenated():
     call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
     parts = [SampleOutput("ab", None, [4, 5], [0, 1]), SampleOutput("", None, [], [])]
     found = [write_response(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
-    told = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
-    assert told == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
+    values = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
+    assert values == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
     assert {value.dtype for name, value in found[0].items() if name != "text_output"} == {np.dtype(np.int32)}
     assert "prompt_token_ids" not in found[1]
 
@@ -288,10 +288,10 @@ def test_token_ids_and_offsets_of_all_samples_are_concatenated():
 ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
 
 
-def logprobs_of(call, told, sums, **options):
+def logprobs_of(call, values, sums, **options):
     parts = [
         SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
-        for one, total in zip(told, sums, strict=True)
+        for one, total in zip(values, sums, strict=True)
     ]
     outputs = write_response(call, parts, prompt_token_ids=[1], **options)
     assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)

@@ -49,7 +49,7 @@ class Caller(SimpleQueue):
             responses.append(outputs)
         return responses
 
-    def refusal(self) -> str:
+    def rejection(self) -> str:
         """Return the error that is the only response."""
         _, error, last = self.get(timeout=WAIT)
         assert error and last

@@ -80,7 +80,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, request_iterator, context):
         request = next(request_iterator)
         if request.model_name != "paged_llm":
-            yield refusal(f"Request for unknown model: '{request.model_name}' is not found")
+            yield rejection(f"Request for unknown model: '{request.model_name}' is not found")
             return
         script = self.seen.script(grpc_inputs(request), request.id)
         # Before the first piece: a call that is cancelled during one does not come back to this function.
@@ -89,14 +89,14 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         for outputs in pieces(script):
             yield service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
         if "fail" in script:
-            yield refusal(script["fail"])
+            yield rejection(script["fail"])
         if "hold" in script:
             self.seen.left.wait(WAIT)
         if "vanish" in script:
             self.server.stop(grace=0).wait(WAIT)
 
 
-def refusal(message: str) -> Any:
+def rejection(message: str) -> Any:
     return service_pb2.ModelStreamInferResponse(error_message=message)
 
 

@@ -424,12 +424,12 @@ class Machine(State):
         blocks = [-1, self.blocks.num_blocks, *list(self.device.free)[:2], *list(self.device.cached)[:2]]
         block = blocks[self.choices.below(len(blocks))]
         before = everything(self.blocks)
-        refusal = ""
+        rejection = ""
         try:
             self.blocks.free([block])
         except ValueError as error:
-            refusal = str(error)
-        assert f"block {block}:" in refusal
+            rejection = str(error)
+        assert f"block {block}:" in rejection
         assert everything(self.blocks) == before
         self.seen["double free of a cached block"] += block in self.device.cached
 

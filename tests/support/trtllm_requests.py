@@ -46,7 +46,7 @@ def sampling(model=ENSEMBLE, **values):
     return json.loads(ask(model, **values).tensors["sampling_parameters"][0])
 
 
-def refusal(model=ENSEMBLE, **values):
+def rejection(model=ENSEMBLE, **values):
     with pytest.raises(RequestError) as caught:
         ask(model, **values)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT

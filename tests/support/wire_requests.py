@@ -19,7 +19,7 @@ def read(parameters=None, timeout_us=0, **tensors):
     return read_call(tensors, parameters or {}, timeout_us)
 
 
-def refusal(parameters=None, **tensors):
+def rejection(parameters=None, **tensors):
     with pytest.raises(RequestError) as caught:
         read(parameters, **tensors)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT

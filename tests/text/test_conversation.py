@@ -14,7 +14,7 @@ from paged_backend.text import templates
 from paged_backend.text.templates import check_template, render
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT
-from tests.support.wire_requests import read, refusal, text
+from tests.support.wire_requests import read, rejection, text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
@@ -51,12 +51,12 @@ def test_messages_and_tools_are_passed_through():
     ],
 )
 def test_invalid_tools_are_rejected(tools, reason):
-    assert reason in refusal(**sent(TURNS, tools=tools))
+    assert reason in rejection(**sent(TURNS, tools=tools))
 
 
 def test_tools_without_messages_are_rejected():
-    assert "tools: only supported together with messages" in refusal(text_input=text("x"), tools=text("[]"))
-    assert "tools: not valid JSON" in refusal(**sent(TURNS) | {"tools": text("[")})
+    assert "tools: only supported together with messages" in rejection(text_input=text("x"), tools=text("[]"))
+    assert "tools: not valid JSON" in rejection(**sent(TURNS) | {"tools": text("[")})
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,18 @@ def test_tools_without_messages_are_rejected():
     ],
 )
 def test_invalid_tool_calls_are_rejected(turn, reason):
-    assert reason in refusal(**sent([turn]))
+    assert reason in rejection(**sent([turn]))
 
 
 def test_conversation_limits_are_enforced():
     limit = f'messages="{InputLimits.max_messages + 1} messages": must be at most {InputLimits.max_messages}'
-    assert limit in refusal(**sent([{"role": "user", "content": ""}] * (InputLimits.max_messages + 1)))
+    assert limit in rejection(**sent([{"role": "user", "content": ""}] * (InputLimits.max_messages + 1)))
     large = text("[" * (InputLimits.max_json_chars + 1))  # invalid JSON
     limit = f'="{InputLimits.max_json_chars + 1} characters": must be at most {InputLimits.max_json_chars}'
-    assert f"messages{limit}" in refusal(messages=large)
-    assert f"tools{limit}" in refusal(**sent(TURNS) | {"tools": large})
-    assert f"sampling_parameters{limit}" in refusal(text_input=text("x"), sampling_parameters=large)
-    assert f"embedding_request{limit}" in refusal(embedding_request=large)
+    assert f"messages{limit}" in rejection(messages=large)
+    assert f"tools{limit}" in rejection(**sent(TURNS) | {"tools": large})
+    assert f"sampling_parameters{limit}" in rejection(text_input=text("x"), sampling_parameters=large)
+    assert f"embedding_request{limit}" in rejection(embedding_request=large)
 
 
 def test_a_session_over_max_messages_is_rejected(tiny, tmp_path):
@@ -99,7 +99,7 @@ def test_a_session_over_max_messages_is_rejected(tiny, tmp_path):
 
     with serving(tmp_path, max_messages=3) as server:
         sent_turn(server, sequence_start=True).all()
-        assert 'messages="5 messages": must be at most 3' in sent_turn(server).refusal()
+        assert 'messages="5 messages": must be at most 3' in sent_turn(server).rejection()
 
 
 def with_template(template):

@@ -127,4 +127,4 @@ def test_bad_words_are_not_generated(service, free):
     ],
 )
 def test_invalid_stop_words_are_rejected_by_name(service, name, value, message):
-    assert name + message in service.call(**asked(**{name: value})).refusal()
+    assert name + message in service.call(**asked(**{name: value})).rejection()

@@ -8,7 +8,7 @@ import pytest
 from paged_backend.api.errors import RequestError
 from paged_backend.trtllm import llmapi
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
-from tests.support.trtllm_requests import ask, refusal, sampling
+from tests.support.trtllm_requests import ask, rejection, sampling
 
 GREEDY = {"max_tokens": 5, "temperature": 0}
 
@@ -47,11 +47,13 @@ def test_defaults():
 def test_adapters_are_selected_by_name():
     asked = {"lora_id": [4], "lora_name": ["pirate"], "lora_path": ["/adapters/pirate"]}
     assert sampling(LLMAPI, **asked)["lora_name"] == "pirate"
-    assert refusal(LLMAPI, **asked, lora_ckpt_source=["nemo"]) == 'lora_ckpt_source="...": not supported; leave it out'
+    assert (
+        rejection(LLMAPI, **asked, lora_ckpt_source=["nemo"]) == 'lora_ckpt_source="...": not supported; leave it out'
+    )
 
 
 def test_a_batch_of_prompts_is_rejected():
-    assert refusal(LLMAPI, text_input=["a", "b"]) == "text_input: has 2 elements per row; must have 1"
+    assert rejection(LLMAPI, text_input=["a", "b"]) == "text_input: has 2 elements per row; must have 1"
 
 
 TIMES = [f"{one}_time_ns" for one in ("arrival", "first_scheduled", "first_token", "last_token")]

@@ -96,8 +96,8 @@ def test_an_unloaded_engine_is_reported(relay):
 def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
     first = submit(relay)
     channel = engine.next()
-    refusal = "UNAVAILABLE: 1 rows are open and 1 are added; at most 1 may be open (max_open_rows)"
-    assert submit(relay).next() == (refusal, True)
+    rejection = "UNAVAILABLE: 1 rows are open and 1 are added; at most 1 may be open (max_open_rows)"
+    assert submit(relay).next() == (rejection, True)
     channel.send(response("a", "stop"), final=True)
     assert first.next() == ([b"a"], True)
     until(lambda: not relay._rows)

@@ -15,7 +15,7 @@ from paged_backend.trtllm.interfaces import Interface
 from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.rows import use_client_names
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
-from tests.support.trtllm_requests import NEEDED, ask, refusal, rows, sampling
+from tests.support.trtllm_requests import NEEDED, ask, rejection, rows, sampling
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ def test_old_and_new_tensor_names(names):
 
 
 def test_two_names_for_one_parameter_are_rejected():
-    assert refusal(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one parameter; give one of them"
+    assert rejection(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one parameter; give one of them"
 
 
 def test_penalties():
@@ -146,7 +146,7 @@ def test_end_id_replaces_the_model_eos():
 def test_embedding_bias_words():
     given = sampling(embedding_bias_words=["sea", ""], embedding_bias_weights=[2.5, 1.0])
     assert given["word_bias"] == {"sea": 2.5}
-    assert refusal(embedding_bias_words=["sea"]) == (
+    assert rejection(embedding_bias_words=["sea"]) == (
         "embedding_bias_weights=[]: must have as many elements as embedding_bias_words, 1"
     )
 
@@ -166,13 +166,13 @@ def test_guided_decoding(kind, guide, expected):
 
 
 def test_invalid_guides_are_rejected():
-    assert refusal(guided_decoding_guide_type=["yaml"]) == (
+    assert rejection(guided_decoding_guide_type=["yaml"]) == (
         'guided_decoding_guide_type="yaml": must be one of json, json_schema, regex, ebnf_grammar'
     )
-    assert refusal(guided_decoding_guide_type=["regex"]) == (
+    assert rejection(guided_decoding_guide_type=["regex"]) == (
         "guided_decoding_guide=null: is needed with guided_decoding_guide_type=regex"
     )
-    assert refusal(guided_decoding_guide=["a+"]).startswith("guided_decoding_guide_type=null")
+    assert rejection(guided_decoding_guide=["a+"]).startswith("guided_decoding_guide_type=null")
     assert sampling(guided_decoding_guide_type=[""], guided_decoding_guide=[""]) == {"max_tokens": 5, "temperature": 0}
 
 
@@ -194,7 +194,7 @@ def test_unsupported_inputs_are_rejected_by_name(model, name, dims):
     shape = [2 if size == -1 else size for size in dims]
     word = "something" if spec.data_type == "TYPE_STRING" else 3
     given = {name: np.full(shape, word, object).tolist()}
-    assert re.fullmatch(rf"{name}=.*: not supported; leave it out", refusal(model, **given))
+    assert re.fullmatch(rf"{name}=.*: not supported; leave it out", rejection(model, **given))
 
 
 ASKING_FOR_NOTHING = {
@@ -255,7 +255,7 @@ def test_token_ids():
     assert one.prompt == ()
     assert ask(CORE).prompt == (7, 8, 9), "comes back before the output"
     assert ask(CORE, exclude_input_in_output=[True]).prompt == ()
-    assert refusal(CORE, input_lengths=[4]) == "input_lengths=4: must be 1..3, the length of input_ids"
+    assert rejection(CORE, input_lengths=[4]) == "input_lengths=4: must be 1..3, the length of input_ids"
 
 
 def test_stop_and_bad_words_of_token_ids():
@@ -267,7 +267,7 @@ def test_stop_and_bad_words_of_token_ids():
     assert given["stop_words_token_ids"] == [[3, 4]]
     assert given["bad_words_token_ids"] == [[8], [9, 10]]
     assert use_client_names(" bad_words_token_ids=999: must", one.renamed) == " bad_words_list=999: must"
-    assert refusal(CORE, stop_words_list=[[5, 6], [3, -1]]) == (
+    assert rejection(CORE, stop_words_list=[[5, 6], [3, -1]]) == (
         "stop_words_list=[3]: must be the increasing ends of words, at most 2"
     )
     assert sampling(CORE, embedding_bias=[0.0, 0.5, 0.0])["logit_bias"] == {"1": 0.5}
