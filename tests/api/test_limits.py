@@ -75,12 +75,12 @@ TESTED_ELSEWHERE = {
     "structured_outputs_timeout": ("guided/test_sandbox.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",
-    "(--max-open-requests)": "client/test_openai_operators.test_more_requests_than_may_be_open_are_refused_unread",
-    "(--max-request-bytes)": "client/test_openai.test_a_body_over_the_limit_is_refused",
-    "(--max-prompts)": "client/test_openai.test_more_prompts_than_may_be_are_refused",
-    "(--max-inputs)": "client/test_openai_embeddings.test_what_is_refused",
-    "(--body-timeout)": "client/test_openai_operators.test_a_body_that_does_not_come_in_time_gives_its_place_back",
-    "(--chat-template-timeout)": "client/test_openai.test_a_template_that_does_not_end_is_ended",
+    "(--max-open-requests)": "client/test_openai_operators.test_max_open_requests",
+    "(--max-request-bytes)": "client/test_openai.test_oversized_body_is_rejected",
+    "(--max-prompts)": "client/test_openai.test_too_many_prompts_are_rejected",
+    "(--max-inputs)": "client/test_openai_embeddings.test_invalid_requests_are_rejected",
+    "(--body-timeout)": "client/test_openai_operators.test_body_timeout_frees_the_slot",
+    "(--chat-template-timeout)": "client/test_openai.test_template_timeout",
 }
 # Options with such names that bound no client input.
 NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}

@@ -1,4 +1,4 @@
-"""Benchmarks run to their end and write what they promise. Their figures are nobody's assertion."""
+"""Benchmarks run and write their records and a picture. Measured values are not checked."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ from tests.support.in_process import save_tiny
 from tests.support.records import records_of
 
 
-def test_engine_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeypatch):
+def test_engine_benchmark(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     file = tmp_path / "figures.json"
     workloads = ["--workload", "mixed", "--workload", "beam4"]
@@ -65,7 +65,7 @@ def test_engine_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeyp
     assert "round 2 of 2: paged" in shown.err
 
 
-def test_a_padded_batch_has_as_many_requests_as_there_is_memory_for(tiny):
+def test_padded_batch_is_limited_by_memory(tiny):
     jobs = [Job([1] * prompt, 4) for prompt in (5, 12, 7)]
     row = (12 + 4) * 3 * 2 * 2 * 16 * 4  # slots, layers, keys and values, heads, width, float32
     for memory, count in ((math.inf, 3), (2 * row, 2), (2 * row - 1, 1), (0, 1)):
@@ -74,7 +74,7 @@ def test_a_padded_batch_has_as_many_requests_as_there_is_memory_for(tiny):
         assert run.peak_tokens == sum(len(job.prompt) + 3 for job in jobs[:count])
 
 
-def test_requests_that_arrive_over_time_are_counted_from_their_arrival(tiny, tmp_path):
+def test_latency_starts_at_the_arrival(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--workload", "alpaca", "--rate", "50", "--alone", "--requests", "4", "--rounds", "1"]
     assert main(["bench", "engine", "--model", str(tiny[0]), *arguments, "--json", str(file)]) == 0
@@ -83,13 +83,13 @@ def test_requests_that_arrive_over_time_are_counted_from_their_arrival(tiny, tmp
     assert records["output_throughput alpaca"]["peers"] == {}
 
 
-def test_the_workload_of_nano_vllm_has_its_tokens():
+def test_nano_vllm_workload_has_its_token_counts():
     jobs = workload("nano", 256, vocab_size=100, limit=4096)
     assert (sum(len(job.prompt) for job in jobs), sum(job.output for job in jobs)) == (142_827, 133_966)
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))
-def test_a_workload_fits_the_model_and_is_the_same_each_time(name):
+def test_workloads_fit_the_model_and_are_deterministic(name):
     jobs = workload(name, 32, vocab_size=50, limit=300, rate=10.0)
     assert jobs == workload(name, 32, vocab_size=50, limit=300, rate=10.0)
     assert all(len(job.prompt) >= 1 and len(job.prompt) + job.output <= 300 and job.output >= 1 for job in jobs)
@@ -98,7 +98,7 @@ def test_a_workload_fits_the_model_and_is_the_same_each_time(name):
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_a_model_without_weights_has_a_configuration_that_transformers_knows(name):
+def test_models_without_weights_have_valid_configurations(name):
     config = AutoConfig.from_pretrained(MODELS / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -106,7 +106,7 @@ def test_a_model_without_weights_has_a_configuration_that_transformers_knows(nam
     assert billions == pytest.approx({"Qwen3-0.6B": 0.596, "Llama-3.1-8B": 8.03}[name], rel=0.01)
 
 
-def test_kernels_writes_its_records_and_a_picture(tmp_path, capsys):
+def test_kernels_benchmark(tmp_path, capsys):
     file = tmp_path / "figures.json"
     assert main(["bench", "kernels", "--quick", "--only", "decode", "--json", str(file)]) == 0
     records = records_of(file)
@@ -127,7 +127,7 @@ def test_kernels_writes_its_records_and_a_picture(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", [{"mixed": True}, {"pool": torch.int8}, {"query": 9, "context": 40}])
-def test_an_attention_cell_has_the_same_answer_from_all(change):
+def test_all_attention_contestants_agree(change):
     half = torch.float32
     cell = replace(Cell("decode", 3, 70, 1, 6, 2, 16, half, half), **change)
     prepared = AttentionInputs(cell, torch.device("cpu"), 1 << 20)
@@ -136,13 +136,13 @@ def test_an_attention_cell_has_the_same_answer_from_all(change):
         assert error(prepared, make(prepared)(0)) < 1e-4
 
 
-def test_a_wrong_answer_shows_as_an_error():
+def test_wrong_attention_output_is_detected():
     cell = Cell("decode", 3, 70, 1, 6, 2, 16, torch.float32, torch.float32)
     prepared = AttentionInputs(cell, torch.device("cpu"), 1 << 20)
     assert error(prepared, CONTESTANTS["paged"](prepared)(0).roll(1, 0)) > 0.1
 
 
-def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
+def test_memory_benchmark(tiny, tmp_path):
     file = tmp_path / "figures.json"
     assert main(["bench", "memory", "--model", str(tiny[0]), "--quick", "--json", str(file)]) == 0
     records = records_of(file)
@@ -155,8 +155,8 @@ def test_memory_writes_its_records_and_a_picture(tiny, tmp_path):
         assert abs(saved["value"] - saved["peers"]["by arithmetic"]) < 1
 
 
-def test_every_target_of_attention_is_held_against_somebody():
-    """Of the grid for a GPU: one byte against two, a shared prefix against none, one long context."""
+def test_every_attention_target_has_a_baseline():
+    """Targets that compare cells of the GPU grid: KV dtype, shared prefix and long context."""
     cells = kernels.grid(torch.device("cuda"), quick=False)
     aimed = {who: value for cell in cells for who, value in targets(cell).items()}
     assert aimed.keys() <= CONTESTANTS.keys()
@@ -182,19 +182,19 @@ def test_every_target_of_attention_is_held_against_somebody():
         (["kernels", "--only", "nothing"], "argument --only: 'nothing': in none of"),
     ],
 )
-def test_a_bad_argument_is_refused_before_the_work(capsys, arguments, message):
+def test_invalid_arguments_are_rejected_before_the_run(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
     assert message in capsys.readouterr().err
 
 
-def test_a_benchmark_names_what_it_does_not_know(capsys):
+def test_unknown_option_is_reported(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "engine", "--fast"])
     assert "--fast" in capsys.readouterr().err
 
 
-def test_a_window_longer_than_a_sequence_can_be_is_refused(tiny, capsys):
+def test_window_longer_than_the_context_is_rejected(tiny, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "kv_dtype", "--quick", "--model", str(tiny[0]), "--length", "100000"])
     assert "argument --length: 100000: must be at most" in capsys.readouterr().err
@@ -207,13 +207,13 @@ def test_a_window_longer_than_a_sequence_can_be_is_refused(tiny, capsys):
         (["speculation", "--draft", "/nope"], 'paged bench: speculative_model="/nope": '),
     ],
 )
-def test_what_the_engine_refuses_is_told_in_a_line(tiny, arguments, message, capsys):
+def test_engine_errors_are_reported_in_one_line(tiny, arguments, message, capsys):
     name, *rest = arguments
     assert main(["bench", name, "--quick", "--model", str(tiny[0]), *rest]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
+def test_kv_dtype_benchmark(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--windows", "2", "--length", "40", "--json", str(file)]
     assert main(["bench", "kv_dtype", *arguments]) == 0
@@ -226,7 +226,7 @@ def test_kv_dtype_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs AVX512-VNNI")
-def test_quantization_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch):
+def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("paged_backend.models.linear.MIN_ELEMENTS", 0)
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
@@ -239,7 +239,7 @@ def test_quantization_writes_its_records_and_a_picture(tiny, tmp_path, monkeypat
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
+def test_speculation_benchmark(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--length", "20", "--output", "12", "--guesses", "3"]
     assert main(["bench", "speculation", *arguments, "--draft", str(tiny[0]), "--json", str(file)]) == 0
@@ -251,8 +251,8 @@ def test_speculation_writes_its_records_and_a_picture(tiny, tmp_path, capsys):
         assert value[f"{kind}: throughput_ratio (3 looked up)"] > 0
 
 
-def test_guided_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeypatch):
-    """With a peer that is not installed."""
+def test_guided_benchmark_without_its_peer(tiny, tmp_path, capsys, monkeypatch):
+    """The peer is not installed."""
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--model", str(tiny[0]), "--rounds", "1", "--batches", "2", "--json", str(file)]
@@ -265,7 +265,7 @@ def test_guided_writes_its_records_and_a_picture(tiny, tmp_path, capsys, monkeyp
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prompt_that_is_more_than_the_others_together_has_room(tmp_path, capsys):
+def test_long_prompt_fits_into_the_pool(tmp_path, capsys):
     shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=320)
     save_tiny(LlamaConfig(**shape, max_position_embeddings=8192), tmp_path)
     arguments = ["--model", str(tmp_path), "--quick", "--workload", "long", "--alone"]
@@ -273,7 +273,7 @@ def test_a_prompt_that_is_more_than_the_others_together_has_room(tmp_path, capsy
     assert "4096 prompt and 128 output tokens" in capsys.readouterr().out
 
 
-def test_what_is_named_beside_quick_holds():
+def test_explicit_options_override_quick():
     made = parser("engine", "")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--requests", type=int)
@@ -288,7 +288,7 @@ def test_what_is_named_beside_quick_holds():
     assert chosen("--requests", "9", "--quick") == (1, 9)
 
 
-def test_lora_writes_its_records_and_a_picture(tiny, tmp_path):
+def test_lora_benchmark(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--model", str(tiny[0]), "--rows", "4", "--adapters", "2", "--rounds", "1"]
     assert main(["bench", "lora", *arguments, "--json", str(file)]) == 0

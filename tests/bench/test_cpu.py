@@ -1,4 +1,4 @@
-"""The benchmark on a CPU: contestants in other environments, and what becomes of those that cannot be had."""
+"""Tests of the CPU benchmark: contestants in other environments, scenarios and the report."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def fake(tmp_path):
     child.close()
 
 
-def test_a_child_runs_jobs_and_says_what_it_runs_with(fake, tmp_path):
+def test_child_runs_jobs_and_returns_its_settings(fake, tmp_path):
     assert fake.load(first=7)["first"] == 7
     run = fake([Job([5, 6, 7], 2, arrival=9.0), Job([8, 9], 1, n=2)])
     assert run.outputs == [[5, 6], [8]]
@@ -72,7 +72,7 @@ def test_a_child_runs_jobs_and_says_what_it_runs_with(fake, tmp_path):
     assert "a library that prints" in (tmp_path / "log").read_text()
 
 
-def test_what_goes_wrong_in_a_child_is_told_and_its_log_named(fake, tmp_path):
+def test_child_errors_name_the_log(fake, tmp_path):
     with pytest.raises(ChildError, match=r"load: TypeError: .*unexpected keyword"):
         fake.load(second=7)
     with pytest.raises(ChildError, match="run: IndexError"):
@@ -83,7 +83,7 @@ def test_what_goes_wrong_in_a_child_is_told_and_its_log_named(fake, tmp_path):
         fake([Job([5], 1)])
 
 
-def test_a_child_sleeps_between_two_commands_with_its_whole_group(fake):
+def test_child_process_group_is_stopped_between_commands(fake):
     about = fake.load(first=1)
     assert about["group"] == about["pid"]
     deadline = time.monotonic() + 60
@@ -92,7 +92,7 @@ def test_a_child_sleeps_between_two_commands_with_its_whole_group(fake):
     assert fake([Job([5], 1)]).outputs == [[5]]
 
 
-def test_a_child_that_is_closed_ends_by_itself_first(tmp_path):
+def test_closed_child_exits_by_itself(tmp_path):
     script, end = tmp_path / "fake_child.py", tmp_path / "end"
     after = f"open({str(end)!r}, 'w').close()"
     script.write_text(FAKE.format(children=str(CHILDREN)) + after)
@@ -102,7 +102,7 @@ def test_a_child_that_is_closed_ends_by_itself_first(tmp_path):
     assert end.exists()
 
 
-def test_a_child_goes_with_the_process_that_started_it(tmp_path):
+def test_child_exits_with_its_parent(tmp_path):
     script = tmp_path / "fake_child.py"
     script.write_text(FAKE.format(children=str(CHILDREN)))
     parent = (
@@ -127,7 +127,7 @@ def run_of(*outputs, gap=1.0):
     )
 
 
-def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target():
+def test_absent_and_failed_peers_are_reported():
     def fails(jobs):
         raise RuntimeError("out of memory\nand more")
 
@@ -141,7 +141,7 @@ def test_a_peer_that_is_absent_or_fails_is_listed_with_the_reason_and_the_target
     assert (another.value, another.unit, another.target) == (None, "not measured: no wheel", 2.0)
 
 
-def test_a_run_without_a_steady_moment_is_listed_with_the_reason():
+def test_run_without_steady_step_is_reported():
     contestants = Contestants({who: lambda jobs: run_of([1]) for who in (OURS, VLLM_NAME)})
     scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {VLLM_NAME: 1.3}, 28.0)
     records = {one.name: one for one in measure(scenario, contestants, 10, rounds=1, exact=False)}
@@ -163,7 +163,7 @@ def test_ratios_above_one_are_in_our_favour(figure, unit):
     assert (same.value, same.target, dict(same.peers)) == (0.0, None, {"tokens before they differ, median": 2})
 
 
-def test_contestants_get_the_same_tokens_in_a_round_and_others_in_the_next():
+def test_each_round_has_new_tokens_for_all_contestants():
     asked = {OURS: [], VLLM_NAME: []}
 
     def contestant(who):
@@ -181,25 +181,25 @@ def test_contestants_get_the_same_tokens_in_a_round_and_others_in_the_next():
     assert len({tuple(prompt) for (prompt,) in asked[OURS]}) == 3
 
 
-def test_what_requests_share_they_share_in_other_tokens():
+def test_permuted_tokens_keep_shared_prefixes():
     first, second = permute_tokens(4, [Job([1, 2, 3], 5), Job([1, 2, 4], 6)], 50)
     assert first.prompt[:2] == second.prompt[:2] != [1, 2]
     assert first.prompt[2] != second.prompt[2]
 
 
-def test_a_step_is_timed_only_while_all_sequences_decode():
+def test_step_time_needs_all_sequences_decoding():
     stamps = [[1.0, 2.0, 3.0, 7.0, 11.0, 12.0], [3.0, 7.0, 11.0, 15.0, 16.0, 17.0]]
     assert step_ms(Run(17.0, 2, stamps), []) == 4000.0
     with pytest.raises(ValueError, match="no step in which all 2 sequences decode"):
         step_ms(Run(4.0, 2, [[1.0, 2.0], [3.0, 4.0]]), [])
 
 
-def test_outputs_that_must_be_the_same_have_a_target():
+def test_exact_agreement_has_a_target():
     exact = agreement("same", [run_of([1, 2], [3])], [run_of([1, 2], [3])], exact=True)
     assert (exact.value, exact.target, dict(exact.peers)) == (100.0, 100.0, {})
 
 
-def test_each_target_is_told_as_reached_or_missed_by_how_much():
+def test_target_report():
     lines = list(
         target_report(
             [
@@ -215,7 +215,7 @@ def test_each_target_is_told_as_reached_or_missed_by_how_much():
     assert "no wheel" in lines[3]
 
 
-def test_the_scenarios_are_those_of_the_targets():
+def test_scenarios_and_their_targets():
     found = {one.name: one for one in scenarios(1000, 2048, 8.0, quick=False)}
     assert found[DECODE].target == 28.0
     assert list(found[DECODE].ratios.values()) == [1.5, 2.5, 10.0]
@@ -233,12 +233,12 @@ def test_the_scenarios_are_those_of_the_targets():
         assert covered == {who for names in PEERS.values() for who in names}
 
 
-def test_even_lengths_have_the_tokens_that_were_measured_before():
+def test_even_workload_token_counts():
     jobs = workload("even", 32, vocab_size=100, limit=4096)
     assert (sum(len(job.prompt) for job in jobs), sum(job.output for job in jobs)) == (4609, 3260)
 
 
-def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsys):
+def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark sets for the processes that it starts
     threads, file = torch.get_num_threads(), tmp_path / "figures.json"
@@ -273,7 +273,7 @@ def test_cpu_writes_its_records_and_a_picture(tiny, tmp_path, monkeypatch, capsy
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
-def test_a_bad_argument_is_refused_before_the_work(capsys, arguments, message):
+def test_invalid_arguments_are_rejected_before_the_run(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "cpu", *arguments])
     assert message in capsys.readouterr().err

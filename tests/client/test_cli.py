@@ -1,4 +1,4 @@
-"""The `paged` command line: what it understands, what it refuses, what it prints and how it exits."""
+"""Tests of the `paged` command line: arguments, errors, output and exit codes."""
 
 import io
 import json
@@ -25,7 +25,7 @@ SAY = 'say=["Hello", " there"]'
 
 @pytest.fixture(params=SERVERS)
 def fake(request):
-    """A fake server; `.flags` are those that lead to it."""
+    """A fake server; `.flags` select it."""
     with SERVERS[request.param]() as seen:
         yield SimpleNamespace(seen=seen, flags=["--protocol", request.param, "--url", seen.url])
 
@@ -38,7 +38,7 @@ def grpc_fake():
 
 @pytest.fixture
 def serve_calls(monkeypatch):
-    """What launch.serve is called with, in place of starting a server."""
+    """The calls of launch.serve, which is replaced."""
     calls = []
     monkeypatch.setattr(launch, "serve", lambda *args, **kwargs: calls.append((args, kwargs)) or 7)
     return calls
@@ -51,13 +51,13 @@ def standard_input(monkeypatch, text, *, terminal=False):
 
 
 def sampling(fake, number=0):
-    """The sampling parameters of a request, without those that steer the fake server."""
+    """Return the sampling parameters of a request, without those that control the fake server."""
     sent = json.loads(fake.seen.requests[number]["sampling_parameters"])
     return {key: value for key, value in sent.items() if key not in ("say", "hold", "fail")}
 
 
 class TestServe:
-    def test_everything_reaches_the_launcher(self, serve_calls):
+    def test_arguments_are_passed_to_the_launcher(self, serve_calls):
         options = [
             "-o",
             "dtype=float32",
@@ -75,12 +75,12 @@ class TestServe:
         flags = ["--log-verbose=1", "--", "-o"]
         assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, "multi_lora": None})]
 
-    def test_a_bad_option_is_named_before_anything_starts(self, serve_calls, capsys):
+    def test_invalid_option_is_rejected_before_the_server_starts(self, serve_calls, capsys):
         assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
         assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
         assert serve_calls == []
 
-    def test_the_model_may_be_an_option(self, serve_calls):
+    def test_model_may_be_given_as_an_option(self, serve_calls):
         assert main(["serve", "-o", "model=/m"]) == 7
         ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
         assert serve_calls == [(("/m", {}), {**ports, "server_args": [], "multi_lora": None})]
@@ -96,19 +96,19 @@ class TestServe:
             (["a", "-o", "k=1", "-o", "k=2"], "-o k=2: k is given twice"),
         ],
     )
-    def test_wrong_options_are_named(self, serve_calls, capsys, arguments, named):
+    def test_invalid_options_are_rejected(self, serve_calls, capsys, arguments, named):
         assert main(["serve", *arguments]) == 2
         assert named in capsys.readouterr().err
         assert serve_calls == []
 
     @pytest.mark.parametrize("port", ["0", "65536", "x", "-1", "²"])
-    def test_a_port_outside_its_range_is_refused(self, serve_calls, capsys, port):
+    def test_port_out_of_range_is_rejected(self, serve_calls, capsys, port):
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "a", f"--http-port={port}"])
         assert "must be 1..65535" in capsys.readouterr().err
 
 
-def test_values_are_json_where_they_parse_as_json():
+def test_pairs_are_parsed_as_json_or_text():
     pairs = parse_pairs("-p", ["a=1", "b=1.5", "c=true", "d=null", 'e=["x"]', 'f="1"', "g=x y", "h=", "i=[1"])
     assert pairs == {
         "a": 1,
@@ -124,7 +124,7 @@ def test_values_are_json_where_they_parse_as_json():
 
 
 class TestProbe:
-    def test_a_token_is_asked_for_before_all_others_by_a_tenant_of_its_own(self, fake):
+    def test_probe_has_highest_priority_and_its_own_cache_salt(self, fake):
         salts = set()
         for _ in range(2):
             assert main(["probe", *fake.flags]) == 0
@@ -143,7 +143,7 @@ class TestProbe:
         ],
         ids=str,
     )
-    def test_only_a_full_queue_is_a_sign_of_life_beside_a_token(self, error, code, monkeypatch):
+    def test_full_queue_counts_as_healthy(self, error, code, monkeypatch):
         def fails(*args, **kwargs):
             raise error
 
@@ -152,7 +152,7 @@ class TestProbe:
 
 
 class TestGenerate:
-    def test_the_answer_is_printed_and_the_flags_are_sent(self, fake, capsys):
+    def test_output_is_printed_and_flags_are_sent(self, fake, capsys):
         flags = [
             "--max-tokens",
             "5",
@@ -181,12 +181,12 @@ class TestGenerate:
             "ignore_eos": True,
         }
 
-    def test_only_max_tokens_has_a_default(self, grpc_fake, capsys):
+    def test_default_sampling_parameters(self, grpc_fake, capsys):
         assert main(["generate", "x", *grpc_fake.flags, "-p", SAY]) == 0
         assert sampling(grpc_fake) == {"max_tokens": 256}
 
     @pytest.mark.parametrize("argument", [[], ["-"]])
-    def test_the_prompt_from_standard_input(self, grpc_fake, monkeypatch, argument):
+    def test_prompt_from_standard_input(self, grpc_fake, monkeypatch, argument):
         standard_input(monkeypatch, "two\nlines\n")
         assert main(["generate", *argument, *grpc_fake.flags, "-p", SAY]) == 0
         assert grpc_fake.seen.requests[0]["text_input"] == "two\nlines"
@@ -197,7 +197,7 @@ class TestGenerate:
         assert main(["generate", "x", *grpc_fake.flags, "--no-stream", "-p", SAY]) == 0
         assert printed == [("Hello there",)]
 
-    def test_stats_go_to_standard_error(self, grpc_fake, capsys):
+    def test_stats_are_printed_to_standard_error(self, grpc_fake, capsys):
         assert main(["generate", "x", *grpc_fake.flags, "--stats", "-p", SAY]) == 0
         captured = capsys.readouterr()
         assert captured.out == "Hello there\n"
@@ -209,7 +209,7 @@ class TestGenerate:
         report = session.Timing(0.0).report(Completion("a", "stop", 7, 4, others))
         assert report.startswith("7 prompt tokens, 10 output tokens (stop, length); ")
 
-    def test_an_error_keeps_what_was_printed(self, fake, capsys):
+    def test_error_after_partial_output(self, fake, capsys):
         fail = "fail=INVALID_ARGUMENT: top_p=2: no"
         assert main(["generate", "x", *fake.flags, "-p", SAY, "-p", fail]) == 1
         captured = capsys.readouterr()
@@ -232,18 +232,18 @@ class TestGenerate:
             (["--url", "http://localhost:8001"], "url='http://localhost:8001'"),
         ],
     )
-    def test_wrong_usage_is_named(self, capsys, flags, named):
+    def test_usage_errors(self, capsys, flags, named):
         assert main(["generate", "x", *flags]) == 2
         assert named in capsys.readouterr().err
 
-    def test_standard_input_that_is_no_text(self, monkeypatch, capsys):
+    def test_standard_input_must_be_utf8(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
         assert main(["generate"]) == 2
         assert "standard input: not UTF-8" in capsys.readouterr().err
 
     def test_ctrl_c_cancels_the_request(self, fake):
-        """As a process of its own: the signal, the exit code and the server's view of it are the point."""
-        # A shell's background jobs ignore SIGINT, and so would our child.
+        """Runs in a subprocess, to test the signal, the exit code and the cancellation on the server."""
+        # The background jobs of a shell ignore SIGINT, and so would our child.
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         code += "from client.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", code, "generate", "x", *fake.flags, "-p", SAY, "-p", "hold=true"]
@@ -254,9 +254,9 @@ class TestGenerate:
         assert (process.returncode, out, err) == (130, b"", b"")
         assert fake.seen.left.wait(WAIT)
 
-    def test_a_reader_that_leaves_is_no_traceback(self, grpc_fake):
+    def test_closed_output_pipe_has_no_traceback(self, grpc_fake):
         command = [sys.executable, "-m", "client", "generate", "x", *grpc_fake.flags]
-        # More than a pipe holds, so that the command is still writing when its reader leaves.
+        # More than the buffer of a pipe, so that the command is still writing when its reader closes it.
         many = json.dumps(["x" * 1000] * 100)
         with subprocess.Popen(
             [*command, "-p", f"say={many}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -268,7 +268,7 @@ class TestGenerate:
 
 
 class TestChat:
-    def test_standard_input_is_asked_once(self, fake, monkeypatch, capsys):
+    def test_piped_input_is_a_single_turn(self, fake, monkeypatch, capsys):
         standard_input(monkeypatch, "What is it?\n")
         assert main(["chat", *fake.flags, "--system", "Be brief.", "-p", SAY]) == 0
         assert capsys.readouterr().out == "Hello there\n"
@@ -280,7 +280,7 @@ class TestChat:
         assert "text_input" not in request
 
     def converse(self, fake, monkeypatch, lines, *flags):
-        """Type `lines` at a terminal, then Ctrl-D; a line that is an exception is raised instead."""
+        """Enter `lines` at a terminal, then Ctrl-D. A line that is an exception is raised instead."""
         standard_input(monkeypatch, "", terminal=True)
         monkeypatch.setitem(sys.modules, "readline", SimpleNamespace())
         left = iter([*lines, EOFError()])
@@ -295,7 +295,7 @@ class TestChat:
         assert main(["chat", *fake.flags, *flags]) == 0
         return [json.loads(request["messages"]) for request in fake.seen.requests]
 
-    def test_the_conversation_goes_on(self, fake, monkeypatch):
+    def test_conversation_keeps_its_history(self, fake, monkeypatch):
         sent = self.converse(fake, monkeypatch, ["one", " ", KeyboardInterrupt(), "two"], "-p", SAY)
         first, second = sent
         assert [message["content"] for message in first] == ["one"]
@@ -305,12 +305,12 @@ class TestChat:
             ("user", "two"),
         ]
 
-    def test_a_failed_turn_leaves_no_trace(self, fake, monkeypatch, capsys):
+    def test_failed_turn_is_not_in_the_history(self, fake, monkeypatch, capsys):
         sent = self.converse(fake, monkeypatch, ["one", "two"], "-p", "say=[]", "-p", "fail=UNAVAILABLE: full")
         assert [[message["content"] for message in messages] for messages in sent] == [["one"], ["two"]]
         assert capsys.readouterr().err == "paged: UNAVAILABLE: full\n" * 2
 
-    def test_ctrl_c_ends_the_answer_and_keeps_its_text(self, grpc_fake, monkeypatch, capsys):
+    def test_ctrl_c_keeps_the_partial_reply(self, grpc_fake, monkeypatch, capsys):
         interrupted = iter([True])
 
         def print_deltas(self, stream, whole):
@@ -329,7 +329,7 @@ class TestChat:
 class TestBench:
     @pytest.fixture(autouse=True)
     def package(self, tmp_path, monkeypatch):
-        """A benchmark that the command finds, and a helper module that is none."""
+        """A package with a benchmark and a private helper module."""
         bench = tmp_path / "paged_bench"
         bench.mkdir()
         (bench / "__init__.py").touch()
@@ -342,12 +342,12 @@ class TestBench:
         for name in [name for name in sys.modules if name.startswith("paged_bench")]:
             del sys.modules[name]
 
-    def test_the_arguments_are_the_benchmarks_own(self, capsys):
+    def test_bench_passes_all_arguments_on(self, capsys):
         assert main(["bench", "throughput", "--url", "x", "--", "-h"]) == 3
         assert capsys.readouterr().out == "['--url', 'x', '--', '-h']\n"
 
     @pytest.mark.parametrize("arguments", [[], ["nope"], ["_helper"]])
-    def test_an_unknown_name_lists_the_known_ones(self, capsys, arguments):
+    def test_unknown_benchmark_lists_available_ones(self, capsys, arguments):
         assert main(["bench", *arguments]) == 2
         message = capsys.readouterr().err
         assert "\n  throughput" in message
@@ -355,7 +355,7 @@ class TestBench:
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["generate", "--top-k", "x"]])
-def test_what_argparse_refuses(arguments, capsys):
+def test_argparse_errors(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: paged" in capsys.readouterr().err

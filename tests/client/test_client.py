@@ -1,4 +1,4 @@
-"""The client library: what it sends, what it makes of every answer, and how every request ends."""
+"""Tests of the client library: requests, responses, and how requests end."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ NINE = {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
 EVENTS = 'data: {"a": 1}\n\ndata: {"b": "é"}\n\n'.encode()
 
 
-def test_importing_the_client_loads_neither_protocol():
+def test_importing_the_client_imports_no_transport():
     code = "import sys, client; print({'grpc', 'aiohttp', 'numpy', 'tritonclient'} & sys.modules.keys())"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
@@ -68,12 +68,12 @@ class TestErrors:
             ("", "UNKNOWN", ""),
         ],
     )
-    def test_the_class_is_split_from_the_message(self, text, code, message):
+    def test_error_class_and_message_are_parsed(self, text, code, message):
         error = PagedError.parse(text)
         assert (error.code, error.message) == (code, message)
         assert str(error) == f"{code}: {message}"
 
-    def test_a_text_with_no_class_gets_the_one_of_its_transport(self):
+    def test_message_without_class_gets_the_transport_code(self):
         assert PagedError.parse("gone", "UNAVAILABLE").code == "UNAVAILABLE"
         assert PagedError.parse("INTERNAL: gone", "UNAVAILABLE").code == "INTERNAL"
 
@@ -109,12 +109,12 @@ class TestRequest:
         }
 
     @pytest.mark.parametrize(("count", "asks"), [(0, True), (5, True), (None, False)])
-    def test_log_probabilities_are_asked_for_with_their_parameter(self, count, asks):
+    def test_logprobs_parameter_sets_the_return_flags(self, count, asks):
         values = request_values("hé", None, {"logprobs": count}, stream=True)
         names = ("return_logprobs", "return_cumulative_logprob")
         assert [values.get(name, False) for name in names] == [asks, asks]
 
-    def test_messages_stand_in_for_the_prompt(self):
+    def test_messages_replace_the_prompt(self):
         messages = [{"role": "user", "content": "hé"}]
         values = request_values(None, messages, {}, stream=False)
         assert json.loads(values["messages"]) == messages
@@ -136,12 +136,12 @@ class TestRequest:
             ("a", None, {"stop": "\ud800"}, "stop: character"),
         ],
     )
-    def test_what_no_request_can_carry_is_named(self, prompt, messages, sampling, named):
+    def test_invalid_arguments_are_rejected(self, prompt, messages, sampling, named):
         with pytest.raises(ValueError, match=named):
             request_values(prompt, messages, sampling, stream=True)
 
     @pytest.mark.parametrize("prompt", ["hé\0", [5, 2**31 - 1]])
-    def test_both_protocols_carry_the_same_values(self, prompt):
+    def test_both_protocols_encode_the_same_values(self, prompt):
         values = request_values(prompt, None, {"stop": "é", "return_token_ids": True}, stream=True)
         request = grpc_wire.infer_request("m", values, "id-1")
         assert (request.model_name, request.id) == ("m", "id-1")
@@ -157,7 +157,7 @@ class TestResponse:
         response = service_pb2.ModelStreamInferResponse(infer_response=grpc_response(outputs))
         assert grpc_wire.read_fields(response) == {name: [value] for name, value in outputs.items()}
 
-    def test_a_token_count_without_a_dimension_is_read_too(self):
+    def test_scalar_token_count_is_accepted(self):
         response = grpc_response({"text_output": "a", "num_input_tokens": 4})
         del response.outputs[1].shape[:]
         message = service_pb2.ModelStreamInferResponse(infer_response=response)
@@ -174,12 +174,12 @@ class TestResponse:
         assert http_wire.read_fields(data) == {"text_output": ["a"], "num_output_tokens": [2]}
 
     @pytest.mark.parametrize("data", ["", "[]", '{"text'])
-    def test_an_event_that_is_no_object_is_an_internal_error(self, data):
+    def test_event_that_is_not_an_object_is_an_internal_error(self, data):
         with pytest.raises(PagedError) as raised:
             http_wire.read_fields(data)
         assert raised.value.code == "INTERNAL"
 
-    def test_deltas_add_up(self):
+    def test_deltas_are_concatenated_to_a_completion(self):
         transcript = Transcript()
         first = {"text_output": ["a"], "finish_reason": ["None"], "num_input_tokens": [3], "num_output_tokens": [2]}
         assert transcript.add(first) == [Delta("a", 2, None)]
@@ -188,7 +188,7 @@ class TestResponse:
         assert transcript.add(last) == [Delta("b", 1, "length")]
         assert transcript.completion() == Completion("ab", "length", 3, 3)
 
-    def test_samples_are_told_apart_and_end_on_their_own(self):
+    def test_samples_are_separate_and_finish_independently(self):
         transcript = Transcript()
         first = {"text_output": ["a", ""], "finish_reason": ["None", "None"], "num_output_tokens": [1, 0]}
         assert transcript.add(first | {"num_input_tokens": [3]}) == [Delta("a", 1, None, 0)]
@@ -201,8 +201,8 @@ class TestResponse:
         assert transcript.completion() == Completion("ab", "length", 3, 2, (Completion("c", "stop", 3, 2),))
 
     @pytest.mark.parametrize("n", [1, 2])
-    def test_what_is_told_of_the_prompt_may_come_in_parts(self, n):
-        """Of a slow prompt its log probabilities come after an empty response, which has all else."""
+    def test_prompt_fields_may_arrive_in_several_responses(self, n):
+        """The log probabilities of a slow prompt arrive after an empty response with the other fields."""
         transcript = Transcript()
         empty = {"text_output": [""] * n, "finish_reason": ["None"] * n, "num_output_tokens": [0] * n}
         last = {"text_output": ["a"] * n, "finish_reason": ["stop"] * n, "num_output_tokens": [1] * n}
@@ -213,7 +213,7 @@ class TestResponse:
         assert [one.prompt_token_ids for one in deltas if one.prompt_token_ids] == [(5,)]
         assert [one.prompt_logprobs for one in deltas if one.prompt_logprobs] == [(None,)]
 
-    def test_log_probabilities_of_pieces_make_those_of_the_whole(self):
+    def test_logprobs_of_deltas_are_concatenated(self):
         transcript = Transcript()
         told = [{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}, "9": NINE}, {"9": NINE}]
         counts = {"num_output_tokens": [1], "finish_reason": ["None"]}
@@ -228,7 +228,7 @@ class TestResponse:
         whole = transcript.completion()
         assert (whole.logprobs, whole.cumulative_logprob) == (((seven, nine), (nine,)), -1.75)
 
-    def test_token_ids_and_offsets_are_told_apart_by_the_counts(self):
+    def test_token_ids_and_offsets_are_split_by_token_counts(self):
         transcript = Transcript()
         said = {"text_output": ["ab", "c"], "num_output_tokens": [2, 1], "num_input_tokens": [2]}
         first = transcript.add({**said, "token_ids": [4, 5, 6], "text_offsets": [0, 1, 0], "prompt_token_ids": [1, 2]})
@@ -240,7 +240,7 @@ class TestResponse:
         assert (whole.token_ids, whole.text_offsets, whole.prompt_token_ids) == ((4, 5), (0, 1), (1, 2))
         assert (whole.others[0].token_ids, whole.others[0].text_offsets) == ((6, 7), (0, 1))
 
-    def test_without_being_asked_for_they_are_none(self):
+    def test_fields_that_were_not_requested_are_none(self):
         transcript = Transcript()
         (delta,) = transcript.add({"text_output": ["a"], "logprobs": ["null"], "num_output_tokens": [1]})
         assert (delta.logprobs, delta.cumulative_logprob) == (None, None)
@@ -249,15 +249,15 @@ class TestResponse:
 
 class TestEvents:
     @pytest.mark.parametrize("cut", range(len(EVENTS) + 1))
-    def test_a_stream_may_be_cut_anywhere(self, cut):
+    def test_event_stream_may_be_split_anywhere(self, cut):
         parser = http_wire.EventParser()
         assert parser.feed(EVENTS[:cut]) + parser.feed(EVENTS[cut:]) == ['{"a": 1}', '{"b": "é"}']
 
-    def test_line_ends_comments_and_other_fields(self):
+    def test_line_endings_comments_and_other_fields(self):
         parser = http_wire.EventParser()
         assert parser.feed(b": hi\r\nevent: x\r\ndata:1\r\ndata: 2\r\n\r\n\r\n\n") == ["1\n2"]
 
-    def test_an_event_without_its_end_is_not_one(self):
+    def test_incomplete_event_is_not_returned(self):
         assert http_wire.EventParser().feed(b"data: 1\n") == []
 
 
@@ -269,7 +269,7 @@ class TestEvents:
         ("https://host/prefix", "https://host/prefix"),
     ],
 )
-def test_http_addresses(url, expected):
+def test_http_urls(url, expected):
     assert http_wire.generate_url(url, "a b/c") == f"{expected}/v2/models/a%20b%2Fc/generate_stream"
 
 
@@ -282,7 +282,7 @@ def test_http_addresses(url, expected):
         ({"url": "ftp://localhost", "protocol": "http"}, "url='ftp://localhost'"),
     ],
 )
-def test_a_bad_address_is_named(client, arguments, named):
+def test_invalid_url_is_rejected(client, arguments, named):
     with pytest.raises(ValueError, match=named):
         client(**arguments)
 
@@ -313,7 +313,7 @@ async def async_texts(stream):
 
 
 def pool_of(states, **others):
-    """What a server says of its pool."""
+    """Return a pool map as a server sends it."""
     values = {"time": 12.5, "block_size": 16, "running": 1, "waiting": 2, "tokens": 20, "preemptions": 4}
     return values | {"num_blocks": len(states), "states": states, "cached_tokens_hit": 3} | others
 
@@ -329,7 +329,7 @@ NO_MAPS = [
 ]
 
 
-def test_the_counts_of_a_map_add_up():
+def test_pool_map_counts_add_up():
     pool = PoolMap(**pool_of("..cc1129+p"))
     assert (pool.free, pool.cached, pool.owned, pool.shared, pool.pinned) == (2, 2, 2, 3, 1)
     assert pool.used == pool.owned + pool.shared
@@ -338,12 +338,12 @@ def test_the_counts_of_a_map_add_up():
 
 
 class TestClient:
-    def test_a_map_of_the_pool(self, client, fake):
+    def test_pool_map(self, client, fake):
         fake.maps.append(json.dumps(pool_of("12c.", news="a newer server has more to say")))
         assert client.pool_map(timeout=WAIT) == PoolMap(**pool_of("12c."))
         assert fake.requests == [{"pool_map": True, "request_id": ""}]
 
-    def test_a_list_of_adapters(self, client, fake):
+    def test_adapters(self, client, fake):
         assert client.adapters() == ()
         broken = {"name": "b", "rank": None, "resident": False, "error": "no file"}
         fake.adapters = json.dumps([{"name": "a", "rank": 8, "resident": True, "news": 1}, broken])
@@ -351,35 +351,35 @@ class TestClient:
         assert fake.requests[-1] == {"adapters": True, "request_id": ""}
 
     @pytest.mark.parametrize("said", ["{", "[1]", '[{"name": "a"}]', "3"])
-    def test_what_is_no_list_of_adapters(self, client, fake, said):
+    def test_malformed_adapter_list(self, client, fake, said):
         fake.adapters = said
         with pytest.raises(PagedError, match="INTERNAL: the server sent no list of its adapters"):
             client.adapters()
 
     @pytest.mark.parametrize(("said", "code"), NO_MAPS)
-    def test_what_is_no_map(self, client, fake, said, code):
+    def test_malformed_pool_map(self, client, fake, said, code):
         fake.maps.append(said)
         with pytest.raises(PagedError) as raised:
             client.pool_map()
         assert raised.value.code == code
 
-    def test_an_answer_without_a_map(self, client, monkeypatch):
+    def test_response_without_pool_map(self, client, monkeypatch):
         monkeypatch.setattr(sync_client, "POOL_MAP_REQUEST", {"sampling_parameters": '{"say": ["a"]}'})
         with pytest.raises(PagedError, match="INTERNAL: the server sent no map of its pool"):
             client.pool_map()
 
-    def test_ending_a_request_by_its_id(self, client, fake):
+    def test_cancel_by_request_id(self, client, fake):
         assert [client.cancel("r", timeout=WAIT), client.cancel("s")] == [1, 2]
         assert fake.requests == [{"stop_request": True, "request_id": name} for name in ("r", "s")]
         with pytest.raises(ValueError, match="request_id=''"):
             client.cancel("")
 
-    def test_an_answer_without_a_count(self, client, monkeypatch):
+    def test_response_without_count(self, client, monkeypatch):
         monkeypatch.setattr(sync_client, "STOP_REQUEST", {"sampling_parameters": '{"say": ["a"]}'})
         with pytest.raises(PagedError, match="INTERNAL: the server sent no count"):
             client.cancel("r")
 
-    def test_an_embedding(self, client, fake):
+    def test_embedding(self, client, fake):
         assert client.embed("hé", timeout=WAIT, say=["[0.6, 0.8]"]) == Embedding((0.6, 0.8), 7)
         ids = client.embed([np.int64(5), 6], dimensions=2, request_id="r", say=["[1]"])
         assert ids == Embedding((1.0,), 7)
@@ -392,7 +392,7 @@ class TestClient:
             "embedding_request", "sampling_parameters", "return_num_input_tokens", "return_receipt", "request_id",
         }  # fmt: skip
 
-    def test_embeddings_that_fail(self, client):
+    def test_embedding_errors(self, client):
         with pytest.raises(PagedError, match="INVALID_ARGUMENT: no"):
             client.embed("x", say=[], fail="INVALID_ARGUMENT: no")
         for text in ("null", "N/A", '{"a": 1}'):
@@ -417,13 +417,13 @@ class TestClient:
         assert json.loads(fake.requests[0]["messages"]) == [{"role": "user", "content": "x"}]
         assert fake.requests[0]["stream"] is True
 
-    def test_long_text_both_ways(self, client, fake):
+    def test_long_prompt_and_output(self, client, fake):
         text = "é" * 3_000_000
         assert client.generate(text, say=[text]).text == text
         assert fake.requests[0]["text_input"] == text
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_an_error_before_or_after_the_first_piece(self, client, said):
+    def test_error_before_or_after_the_first_delta(self, client, said):
         stream = client.stream("x", say=said, fail="INVALID_ARGUMENT: top_p=2: no")
         assert [next(stream).text for _ in said] == said
         with pytest.raises(PagedError, match="top_p=2: no") as raised:
@@ -432,7 +432,7 @@ class TestClient:
         assert stream.completion is None
         assert list(stream) == []  # an error is told once
 
-    def test_the_servers_own_cancellation_is_an_error(self, client):
+    def test_cancellation_by_the_server_is_an_error(self, client):
         with pytest.raises(PagedError) as raised:
             client.generate("x", say=["a"], fail="CANCELLED: by the server")
         assert raised.value.code == "CANCELLED"
@@ -443,12 +443,12 @@ class TestClient:
         assert raised.value.code == "NOT_FOUND"
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_half_an_answer_is_not_one(self, client, said):
+    def test_truncated_stream_is_an_error(self, client, said):
         with pytest.raises(PagedError) as raised:
             client.generate("x", say=said, cut=True)
         assert raised.value.code == "UNAVAILABLE"
 
-    def test_a_server_that_goes_away(self, client):
+    def test_server_disconnects(self, client):
         stream = client.stream("x", say=["a"], vanish=True)
         assert next(stream).text == "a"
         with pytest.raises(PagedError) as raised:
@@ -461,18 +461,18 @@ class TestClient:
         assert raised.value.code == "UNAVAILABLE"
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_a_timeout_ends_the_request(self, client, fake, said):
+    def test_timeout_cancels_the_request(self, client, fake, said):
         with pytest.raises(PagedError) as raised:
             client.generate("x", timeout=0.2, say=said, hold=True)
         assert raised.value.code == "DEADLINE_EXCEEDED"
         assert fake.left.wait(WAIT)
 
     @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-    def test_a_bad_timeout_is_named(self, client, timeout):
+    def test_invalid_timeout_is_rejected(self, client, timeout):
         with pytest.raises(ValueError, match="timeout="):
             client.stream("x", timeout=timeout)
 
-    def test_leaving_the_block_cancels(self, client, fake):
+    def test_leaving_the_with_block_cancels(self, client, fake):
         with client.stream("x", say=["a"], hold=True) as stream:
             assert next(stream).text == "a"
         assert fake.left.wait(WAIT)
@@ -486,7 +486,7 @@ class TestClient:
         assert fake.left.wait(WAIT)
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_another_thread_cancels_a_waiting_reader(self, client, fake, said):
+    def test_cancel_from_another_thread_wakes_the_reader(self, client, fake, said):
         stream = client.stream("x", say=said, hold=True)
         assert [next(stream).text for _ in said] == said
 
@@ -499,7 +499,7 @@ class TestClient:
         assert fake.left.wait(WAIT)
         assert stream.completion.finish_reason == "cancelled"
 
-    def test_cancelling_a_finished_stream_changes_nothing(self, client):
+    def test_cancelling_a_finished_stream_does_nothing(self, client):
         stream = client.stream("x", say=["a"])
         assert texts(stream) == ["a"]
         stream.cancel()
@@ -515,7 +515,7 @@ class TestClient:
         held.cancel()
         assert fake.left.wait(WAIT)
 
-    def test_no_descriptor_is_left_behind(self, fake, protocol):
+    def test_no_file_descriptor_leaks(self, fake, protocol):
         if protocol == "grpc":
             pytest.skip("gRPC keeps descriptors for its own pollers")
         client = Client(fake.url, protocol=protocol)
@@ -540,7 +540,7 @@ class TestAsyncClient:
 
     @staticmethod
     async def arrived(fake):
-        """The client's event loop has to run meanwhile: it is what speaks to the server."""
+        """Wait without blocking the event loop, which the client needs."""
         assert await asyncio.to_thread(fake.asked.wait, WAIT)
 
     @staticmethod
@@ -555,7 +555,7 @@ class TestAsyncClient:
         assert fake.requests[0]["text_input"] == "hé"
         assert fake.requests[0]["request_id"] == "r"
 
-    def test_a_map_of_the_pool(self, fake, protocol):
+    def test_pool_map(self, fake, protocol):
         fake.maps += [json.dumps(pool_of("12c.")), "UNAVAILABLE: the engine has stopped"]
 
         async def scenario(client):
@@ -567,7 +567,7 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == PoolMap(**pool_of("12c."))
 
-    def test_ending_a_request_by_its_id(self, fake, protocol):
+    def test_cancel_by_request_id(self, fake, protocol):
         async def scenario(client):
             with pytest.raises(ValueError, match="request_id=''"):
                 await client.cancel("")
@@ -575,7 +575,7 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == 1
 
-    def test_an_embedding(self, fake, protocol):
+    def test_embedding(self, fake, protocol):
         async def scenario(client):
             with pytest.raises(PagedError, match="INTERNAL: the server sent no embedding"):
                 await client.embed([5], say=["null"])
@@ -592,7 +592,7 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == Completion("ab", "stop", 7, 4)
 
-    def test_long_text_both_ways(self, fake, protocol):
+    def test_long_prompt_and_output(self, fake, protocol):
         text = "é" * 3_000_000
 
         async def scenario(client):
@@ -629,7 +629,7 @@ class TestAsyncClient:
         assert asyncio.run(code("localhost:1", "paged_llm")) == "UNAVAILABLE"
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_a_timeout_ends_the_request(self, fake, protocol, said):
+    def test_timeout_cancels_the_request(self, fake, protocol, said):
         async def scenario(client):
             with pytest.raises(PagedError) as raised:
                 await client.generate("x", timeout=0.2, say=said, hold=True)
@@ -638,7 +638,7 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == "DEADLINE_EXCEEDED"
 
-    def test_leaving_the_block_cancels(self, fake, protocol):
+    def test_leaving_the_with_block_cancels(self, fake, protocol):
         async def scenario(client):
             async with client.stream("x", say=["a"], hold=True) as stream:
                 assert (await anext(stream)).text == "a"
@@ -647,7 +647,7 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == Completion("a", "cancelled", 7, 2)
 
-    def test_a_break_cancels(self, fake, protocol):
+    def test_break_cancels(self, fake, protocol):
         async def scenario(client):
             async for _ in client.stream("x", say=["a"], hold=True):
                 break
@@ -669,7 +669,7 @@ class TestAsyncClient:
         self.run(fake, protocol, scenario)
 
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_another_task_cancels_a_waiting_reader(self, fake, protocol, said):
+    def test_cancel_from_another_task_wakes_the_reader(self, fake, protocol, said):
         async def scenario(client):
             stream = client.stream("x", say=said, hold=True)
             task = asyncio.create_task(async_texts(stream))
@@ -681,8 +681,8 @@ class TestAsyncClient:
 
         assert self.run(fake, protocol, scenario) == "cancelled"
 
-    def test_cancel_between_the_reply_and_its_reader(self):
-        """The reply has arrived, the task that waits for it has not run yet: it is closed all the same."""
+    def test_cancel_between_reply_and_reader(self):
+        """A reply that has arrived is closed even if the task that waits for it has not run yet."""
 
         async def scenario():
             loop = asyncio.get_running_loop()
@@ -699,7 +699,7 @@ class TestAsyncClient:
 
         assert asyncio.run(scenario()) is None
 
-    def test_many_at_once(self, fake, protocol):
+    def test_many_concurrent_requests(self, fake, protocol):
         async def scenario(client):
             return await asyncio.gather(*(client.generate("x", say=[f"{i}"]) for i in range(150)))
 

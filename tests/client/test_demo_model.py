@@ -1,4 +1,4 @@
-"""The demo model: made once, whole or not at all, and a model that answers and stops."""
+"""Tests of the demo model: its creation and its output."""
 
 import threading
 from pathlib import Path
@@ -10,7 +10,7 @@ from client.serving import demo_model
 
 @pytest.fixture
 def made(monkeypatch):
-    """Replaces the slow making; returns the list of the directories that were made."""
+    """Replaces the slow conversion, and returns the list of created directories."""
     directories = []
 
     def make(directory: Path) -> None:
@@ -21,13 +21,13 @@ def made(monkeypatch):
     return directories
 
 
-def test_it_is_made_once(made, tmp_path):
+def test_demo_model_is_created_once(made, tmp_path):
     first = demo_model.prepare(tmp_path / "models" / "m")
     assert demo_model.prepare(tmp_path / "models" / "m") == first == made[0]
     assert len(made) == 1
 
 
-def test_of_several_at_once_one_makes_it(made, tmp_path):
+def test_only_one_process_creates_the_demo_model(made, tmp_path):
     directory = tmp_path / "m"
     start = threading.Barrier(8)
 
@@ -43,12 +43,12 @@ def test_of_several_at_once_one_makes_it(made, tmp_path):
     assert made == [directory]
 
 
-def test_the_cache_can_be_moved(monkeypatch, tmp_path):
+def test_cache_directory_can_be_changed(monkeypatch, tmp_path):
     monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
     assert demo_model.default_directory() == tmp_path / "models" / "SmolLM2-135M-Instruct"
 
 
-def test_another_file_than_the_known_one_is_refused(monkeypatch, tmp_path):
+def test_wrong_checksum_is_rejected(monkeypatch, tmp_path):
     class Done:
         returncode = 0
 
@@ -63,7 +63,7 @@ def test_another_file_than_the_known_one_is_refused(monkeypatch, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [".m.lock"]
 
 
-def test_it_answers_paris_and_stops():
+def test_demo_model_generates_paris():
     transformers = pytest.importorskip("transformers")
     directory = demo_model.default_directory()
     if not directory.exists():

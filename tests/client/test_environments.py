@@ -1,4 +1,4 @@
-"""Virtual environments beside ours: made once, from packages that lie in a folder."""
+"""Tests of the virtual environments of other packages, with packages from a local directory."""
 
 import subprocess
 import zipfile
@@ -10,7 +10,7 @@ from client.serving.environments import EnvironmentSetupError, LockedEnvironment
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """A folder that is all that pip finds."""
+    """A directory that is the only package index of pip."""
     found = tmp_path / "wheels"
     found.mkdir()
     for name, value in {"PAGED_CACHE_DIR": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": found}.items():
@@ -27,7 +27,7 @@ def put(wheels):
         wheel.writestr("an_engine-1.2.dist-info/RECORD", "")
 
 
-def test_one_is_made_once_and_what_is_in_the_way_is_told(wheels, capsys):
+def test_package_environment_is_created_once(wheels, capsys):
     environment = PackageEnvironment("engine", "an-engine", "1.2", exclude=("torch",))
     with pytest.raises(EnvironmentSetupError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
         environment.ensure()
@@ -41,7 +41,7 @@ def test_one_is_made_once_and_what_is_in_the_way_is_told(wheels, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_is_locked_has_what_its_file_lists_and_no_more(wheels, tmp_path):
+def test_locked_environment_has_exactly_its_requirements(wheels, tmp_path):
     put(wheels)
     file = tmp_path / "pinned.txt"
     file.write_text("# Its requirements would not be found.\nan-engine==1.2\n")

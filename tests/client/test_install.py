@@ -1,4 +1,4 @@
-"""`paged install-backend`: what it writes, and what it leaves alone."""
+"""Tests of `paged install-backend`."""
 
 import subprocess
 import sys
@@ -14,14 +14,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def directory(tmp_path):
-    """A server's backend directory, which has Triton's Python backend."""
+    """A backend directory of a server, with Triton's Python backend."""
     (tmp_path / "python").mkdir()
     return tmp_path
 
 
 def imported_from(file, tmp_path):
-    """Where a stub finds the engine, whose Python knows nothing of it. PyTorch is not loaded, for which a server that
-    only asks for the configuration would wait."""
+    """Return the path from which a Python stub imports the engine.
+
+    PyTorch must not be imported: a server that only requests the configuration would wait for it.
+    """
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     code = (
         f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
@@ -36,20 +38,20 @@ def imported_from(file, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--name", "vllm"]])
-def test_the_backend_finds_the_engine_that_wrote_it(directory, arguments, capsys):
+def test_installed_backend_imports_the_engine(directory, arguments, capsys):
     assert main(["install-backend", str(directory), *arguments]) == 0
     file = directory / (arguments or ["", "paged"])[-1] / "model.py"
     assert capsys.readouterr().out.splitlines() == [str(file)]
     assert imported_from(file, directory) == ROOT / "paged_backend/server/tensors.py"
 
 
-def test_an_installed_package_goes_after_all_else(directory, monkeypatch, tmp_path):
+def test_installed_package_is_last_on_sys_path(directory, monkeypatch, tmp_path):
     monkeypatch.setattr(install, "REPOSITORY_ROOT", tmp_path / "site-packages")
     (file,) = install.install(directory)
     assert f"sys.path.insert(len(sys.path), '{tmp_path}/site-packages')" in file.read_text()
 
 
-def test_writing_again_renews(directory):
+def test_installing_again_replaces_the_file(directory):
     (file,) = install.install(directory)
     file.write_text(file.read_text() + "old")
     assert install.install(directory) == [file]
@@ -58,7 +60,7 @@ def test_writing_again_renews(directory):
 
 
 @pytest.mark.parametrize("name", ["model.py", "libtriton_vllm.so"])
-def test_another_backend_is_left_alone(directory, name, capsys):
+def test_other_backends_are_not_overwritten(directory, name, capsys):
     (directory / "vllm").mkdir()
     (directory / "vllm" / name).write_text("theirs")
     assert main(["install-backend", str(directory), "--name", "vllm"]) == 1
@@ -67,12 +69,12 @@ def test_another_backend_is_left_alone(directory, name, capsys):
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", "python"])
-def test_a_name_that_triton_would_not_take_is_refused(directory, name):
+def test_invalid_backend_name_is_rejected(directory, name):
     with pytest.raises(ValueError, match="must be letters, digits and underscores"):
         install.install(directory, name)
 
 
-def test_without_a_python_backend_to_copy_it_says_so(tmp_path, monkeypatch):
+def test_missing_python_backend_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "find_server", lambda: install_server(backend_directory=None))
     with pytest.raises(install.ServerNotFoundError, match="has no Python backend; use the server's own"):
         install.install(tmp_path)

@@ -1,4 +1,4 @@
-"""paged serve and TritonServer, on a real tritonserver with a model that only echoes."""
+"""Tests of `paged serve` and TritonServer, with a real tritonserver and a model that echoes its options."""
 
 import json
 import os
@@ -66,7 +66,7 @@ needs_server = pytest.mark.skipif(not _server_is_there(), reason="no tritonserve
 
 @pytest.fixture
 def repository(tmp_path):
-    """A model repository like the project's own, with a model that loads in no time."""
+    """A model repository like the project's, with a model that loads immediately."""
     version = tmp_path / "repository" / "paged_llm" / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(ECHO_MODEL)
@@ -78,7 +78,7 @@ def repository(tmp_path):
 
 @pytest.fixture
 def launch(repository, tmp_path):
-    """Runs serve() in a process of its own; yields a function of its arguments. All are dead afterwards."""
+    """Yield a function that runs serve() in a subprocess. All of them are killed at the end."""
     script = (
         "import sys, json; from pathlib import Path; from client.serving import launch, tritonserver\n"
         "tritonserver.TritonServer.__init__.__kwdefaults__['repository'] = Path(sys.argv[1])\n"
@@ -107,7 +107,7 @@ def echoed_options(server: TritonServer) -> dict:
 
 
 def is_running(pid: int) -> bool:
-    """A process that only waits for its parent to notice its end (state Z) does not run."""
+    """Return whether a process runs. A zombie (state Z) does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -115,19 +115,19 @@ def is_running(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that any thread of `pid` has started."""
+    """Return the child processes of all threads of `pid`."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in lists for child in file.read_text().split()]
 
 
 def wait_until(condition) -> None:
-    """Poll for what cannot be awaited, another process's end; the test's own time limit is the bound."""
+    """Poll until a condition holds. The time limit is that of the test."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.05)
 
 
-def test_ports_in_use_are_all_named():
+def test_all_ports_in_use_are_reported():
     with socket.socket() as one, socket.socket() as two:
         for holder in (one, two):
             holder.bind(("", 0))
@@ -137,13 +137,13 @@ def test_ports_in_use_are_all_named():
             choose_ports(http_port=first, grpc_port=0, metrics_port=second)
 
 
-def test_the_same_port_twice_is_refused():
+def test_same_port_twice_is_rejected():
     (port,) = choose_ports(any=0)
     with pytest.raises(ValueError, match=f"grpc_port={port}"):
         choose_ports(http_port=port, grpc_port=port)
 
 
-def test_a_port_out_of_range_is_named():
+def test_port_out_of_range_is_rejected():
     with pytest.raises(ValueError, match=r"http_port=65536: must be 0\.\.65535"):
         choose_ports(http_port=65536)
 
@@ -152,14 +152,14 @@ def test_chosen_ports_differ():
     assert len(set(choose_ports(a=0, b=0, c=0))) == 3
 
 
-def test_a_model_that_is_no_directory_is_named(tmp_path):
+def test_missing_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="/no/such/model"):
         resolve_model("/no/such/model")
     assert resolve_model(tmp_path) == str(tmp_path)
     assert resolve_model("owner/model-1.5B") == "owner/model-1.5B"
 
 
-def test_a_model_that_guesses_is_named_as_the_other_one(tmp_path, monkeypatch):
+def test_speculative_model_is_resolved_like_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_model, "prepare", lambda: tmp_path)
     for name in ("model", "speculative_model"):
         assert resolve_models({"model": "owner/model", "seed": 1, name: "demo"})[name] == str(tmp_path)
@@ -169,12 +169,12 @@ def test_a_model_that_guesses_is_named_as_the_other_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--http-port=1", "--allow-http=false", "--model-repository=/m"])
-def test_a_flag_that_would_contradict_ours_is_refused(tmp_path, flag):
+def test_reserved_server_options_are_rejected(tmp_path, flag):
     with pytest.raises(ValueError, match=f"{flag}: cannot be set"):
         TritonServer(tmp_path, server_args=["--log-verbose=1", flag])
 
 
-def test_options_are_laid_over_the_repositorys(repository, tmp_path):
+def test_options_override_the_repository(repository, tmp_path):
     write_repository(repository, tmp_path / "copy", {"model": "/m", "seed": 7})
     written = json.loads((tmp_path / "copy/paged_llm/1/model.json").read_text())
     assert written == {"model": "/m", "block_size": 16, "seed": 7}
@@ -191,12 +191,12 @@ def test_limits_on_the_command_line_are_merged_with_those_of_model_json(reposito
     assert config.limits == InputLimits(max_tools=8, max_choices=1, max_messages=4, max_stop_strings=2)
 
 
-def test_a_directory_without_the_model_is_refused(tmp_path):
+def test_repository_without_the_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="has no paged_llm/"):
         write_repository(tmp_path, tmp_path / "copy", {})
 
 
-def test_the_repositorys_own_options_are_the_documented_defaults():
+def test_repository_options_are_the_documented_defaults():
     assert json.loads((ROOT / "model_repository/paged_llm/1/model.json").read_text()) == {
         "model": ".cache/models/SmolLM2-135M-Instruct",
         "dtype": "auto",
@@ -213,21 +213,21 @@ def test_the_repositorys_own_options_are_the_documented_defaults():
         "E1 x.cc:654] failed to load 'm' version 1: Internal: ValueError: a\\nb\\n\\nAt:\nI1 more\n",
     ],
 )
-def test_the_models_own_reason_is_found_in_a_log(log):
+def test_load_failure_is_parsed_from_the_log(log):
     assert load_failure(log) == "ValueError: a\nb"
 
 
-def test_the_quotes_of_a_reason_stay_as_they_were():
+def test_load_failure_keeps_its_quotes():
     assert (
         load_failure('E1 x] "failed to load \'m\' version 1: dtype=\\"x\\": no\\n\\nAt:\\n  f\\n"\n') == 'dtype="x": no'
     )
 
 
-def test_a_log_without_a_reason_gives_none():
+def test_log_without_load_failure():
     assert load_failure("I1121 all is well\n") is None
 
 
-def test_the_console_keeps_information_back_until_ready_and_after(capsys):
+def test_console_hides_info_lines(capsys):
     console = Console(verbose=False)
     console.log_line("E1121 while loading\n")
     console.log_line("2026-11-21 10:00:00,000 ERROR paged_llm: disk_cache_dir: cannot be used\n")
@@ -242,13 +242,13 @@ def test_the_console_keeps_information_back_until_ready_and_after(capsys):
     assert rest == ["W1121 warning", "Traceback"]
 
 
-def test_a_verbose_console_shows_all(capsys):
+def test_verbose_console_shows_all_lines(capsys):
     Console(verbose=True).log_line("I1121 information\n")
     assert capsys.readouterr().err == "I1121 information\n"
 
 
 @needs_server
-def test_two_servers_serve_side_by_side_and_leave_nothing(repository, tmp_path):
+def test_two_servers_run_side_by_side_and_clean_up(repository, tmp_path):
     with (
         TritonServer(tmp_path, {"seed": 1}, repository=repository) as one,
         TritonServer(tmp_path, {"seed": 2}, repository=repository) as two,
@@ -266,7 +266,7 @@ def test_two_servers_serve_side_by_side_and_leave_nothing(repository, tmp_path):
 
 
 @needs_server
-def test_a_failed_load_gives_the_models_own_reason(repository, tmp_path):
+def test_failed_load_reports_the_models_error(repository, tmp_path):
     server = TritonServer(tmp_path, {"wrong": 1}, repository=repository)
     with pytest.raises(ServerError, match=r"^the model did not load: ValueError: wrong=1: unknown option$"):
         server.__enter__()
@@ -275,14 +275,14 @@ def test_a_failed_load_gives_the_models_own_reason(repository, tmp_path):
 
 
 @needs_server
-def test_a_flag_that_the_server_does_not_know_is_named(repository, tmp_path):
+def test_unknown_server_option_is_reported(repository, tmp_path):
     server = TritonServer(tmp_path, repository=repository, server_args=["--nonsense"])
     with pytest.raises(ServerError, match=r"exited with code 1: .*unrecognized option '--nonsense'$"):
         server.__enter__()
 
 
 @needs_server
-def test_a_load_that_takes_too_long_is_given_up(repository, tmp_path):
+def test_load_timeout(repository, tmp_path):
     server = TritonServer(tmp_path, {"load_seconds": 60}, repository=repository)
     server.start()
     with pytest.raises(ServerError, match="not ready after 0 s"):
@@ -292,13 +292,13 @@ def test_a_load_that_takes_too_long_is_given_up(repository, tmp_path):
 
 
 def launch_anywhere(launch, **options):
-    """(process, its ports for HTTP, gRPC and metrics)"""
+    """Return (process, its ports for HTTP, gRPC and metrics)."""
     http, grpc, metrics = choose_ports(a=0, b=0, c=0)
     return launch(http_port=http, grpc_port=grpc, metrics_port=metrics, **options), http, grpc, metrics
 
 
 def stop_by_ctrl_c(process):
-    """What it has written to standard error, once it has ended as it should."""
+    """Stop a process with Ctrl-C, check its exit, and return its standard error."""
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 0
@@ -307,7 +307,7 @@ def stop_by_ctrl_c(process):
 
 
 @needs_server
-def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
+def test_serve_prints_endpoints_and_stops_on_ctrl_c(launch):
     process, http, grpc, metrics = launch_anywhere(launch)
     shown = [process.stdout.readline() for _ in range(4)]
     assert shown[0].split() == [
@@ -321,8 +321,8 @@ def test_serve_says_what_to_try_and_stops_on_ctrl_c(launch):
 
 
 @needs_server
-def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
-    """tritonserver itself would: it does not end while a client keeps its stream open."""
+def test_ctrl_c_does_not_wait_for_an_idle_grpc_stream(launch):
+    """tritonserver itself waits until the client closes its stream."""
     process, _, grpc, _ = launch_anywhere(launch, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     answers = queue.SimpleQueue()
@@ -337,8 +337,8 @@ def test_ctrl_c_does_not_wait_for_a_client_that_stays(launch):
 
 
 @needs_server
-def test_ctrl_c_does_not_wait_for_an_idle_connection_over_http(launch):
-    """tritonserver itself would: it unloads nothing before such a connection is closed, or its exit timeout is over."""
+def test_ctrl_c_does_not_wait_for_an_idle_http_connection(launch):
+    """tritonserver itself waits for the connection, or for its exit timeout, before it unloads models."""
     process, http, _, _ = launch_anywhere(launch, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     stays = HTTPConnection("localhost", http)
@@ -351,7 +351,7 @@ def test_ctrl_c_does_not_wait_for_an_idle_connection_over_http(launch):
 
 
 @needs_server
-def test_ctrl_c_stops_a_server_whose_messages_nobody_reads(launch):
+def test_ctrl_c_works_with_closed_standard_error(launch):
     process, *_ = launch_anywhere(launch, verbose=True)
     assert process.stdout.readline().startswith("Ready.")
     process.stderr.close()
@@ -360,7 +360,7 @@ def test_ctrl_c_stops_a_server_whose_messages_nobody_reads(launch):
 
 
 @needs_server
-def test_a_second_signal_stops_a_loading_server_at_once(launch):
+def test_second_signal_kills_a_loading_server(launch):
     process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"load_seconds": 3600})
     assert process.stderr.readline().startswith("Loading the model")
     (server,) = children(process.pid)
@@ -376,7 +376,7 @@ def test_a_second_signal_stops_a_loading_server_at_once(launch):
 
 
 @needs_server
-def test_serve_tells_a_failed_load_in_one_message(launch):
+def test_serve_reports_a_failed_load_in_one_message(launch):
     process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"wrong": 1})
     shown, errors = process.communicate()
     assert process.returncode == 1
@@ -385,7 +385,7 @@ def test_serve_tells_a_failed_load_in_one_message(launch):
 
 
 @needs_server
-def test_serve_names_a_port_in_use(launch):
+def test_serve_reports_a_port_in_use(launch):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -396,7 +396,7 @@ def test_serve_names_a_port_in_use(launch):
 
 
 @needs_server
-def test_the_server_dies_with_a_killed_launcher(launch):
+def test_server_exits_when_the_launcher_is_killed(launch):
     process = launch(http_port=0, grpc_port=0, metrics_port=0)
     assert process.stdout.readline().startswith("Ready.")
     (server,) = children(process.pid)
@@ -406,7 +406,7 @@ def test_the_server_dies_with_a_killed_launcher(launch):
     wait_until(lambda: not any(is_running(pid) for pid in [server, *stubs]))
 
 
-def test_perf_analyzer_runs_in_the_environment_it_is_given():
+def test_perf_analyzer_runs_in_its_environment():
     found = perf_analyzer()
     if found is None:
         pytest.skip("no perf_analyzer for this machine")

@@ -1,4 +1,4 @@
-"""Pictures of a pool: what each shows of a known map, and what `paged map` does with it."""
+"""Tests of the pictures of a block pool, and of `paged map`."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ def over_time(*states):
 
 
 def counts_in(text):
-    """Of each kind, as a header or a legend says it."""
+    """Return the count of each kind in a header or a legend."""
     return {kind.name: int(re.search(rf"([\d,]+) {kind.name} \(", text).group(1).replace(",", "")) for kind in KINDS}
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI gateway before a server without a model: what it refuses, how errors look, who may ask, who has left."""
+"""Tests of the OpenAI gateway with a fake server: requests, errors, API keys, disconnects and chat templates."""
 
 import http.client
 import json
@@ -49,15 +49,15 @@ def says(fake):
 OTHERWISE = {"logprobs", "echo", "lora_name"}  # echo is for completions only
 
 
-def test_the_sampling_fields_are_those_of_the_engine():
-    """client/ ships without the engine, so that it has a list of its own."""
+def test_sampling_fields_match_the_engine():
+    """The client does not depend on the engine, so it has its own list of fields."""
     engines = {spec.name for spec in fields(SamplingParams)}
     assert SamplingFields.model_fields.keys() == engines - OTHERWISE
 
 
 class TestRequests:
     @pytest.mark.parametrize("path", BODIES)
-    def test_every_sampling_field_reaches_the_engine_under_its_name(self, front, fake, path):
+    def test_sampling_fields_are_passed_to_the_engine(self, front, fake, path):
         fields = {
             "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 7,
             "stop": ["a", "b"], "stop_token_ids": [1], "stop_words_token_ids": [[1, 2]],
@@ -71,18 +71,18 @@ class TestRequests:
         assert front.ask(path, BODIES[path] | fields)[0] == 200
         assert fake.sampling[-1] == fields
 
-    def test_null_means_not_given(self, front, fake):
+    def test_null_is_the_default(self, front, fake):
         fields = {"temperature": None, "stop": None, "stream": None, "stream_options": None, "logprobs": None}
         assert front.ask("/v1/completions", PROMPT | fields)[0] == 200
         assert fake.sampling[-1] == {}
 
-    def test_a_chat_without_a_limit_goes_on_while_there_is_room(self, front, fake):
+    def test_chat_without_max_tokens_is_unlimited(self, front, fake):
         assert front.ask("/v1/chat/completions", CHAT)[0] == 200
         assert fake.sampling[-1] == {"max_tokens": None}
         assert front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 9})[0] == 200
         assert fake.sampling[-1] == {"max_tokens": 9}
 
-    def test_the_same_limit_under_both_names_is_one(self, front, fake):
+    def test_max_tokens_and_max_completion_tokens_may_be_equal(self, front, fake):
         assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 9, "max_completion_tokens": 9})[0] == 200
         assert fake.sampling[-1] == {"max_tokens": 9}
 
@@ -96,12 +96,12 @@ class TestRequests:
             ({"include_usage": True, "continuous_usage_stats": True}, [(7, 2, 9), (7, 4, 11), (7, 4, 11)]),
         ],
     )
-    def test_usage_is_told_at_the_end_or_with_every_chunk(self, front, path, options, told):
-        """False: not at all."""
+    def test_usage_in_the_last_or_every_chunk(self, front, path, options, told):
+        """`False` in `told` means that a chunk has no usage."""
         chunks = front.events(path, BODIES[path] | {"stream": True, "stream_options": options})
         assert [(usage := chunk.get("usage", False)) and tuple(usage.values()) for chunk in chunks] == told
 
-    def test_what_each_choice_has_taken_is_told_by_itself(self, front):
+    def test_continuous_usage_is_counted_per_choice(self, front):
         options = {"include_usage": True, "continuous_usage_stats": True}
         asked = PROMPT | {"prompt": ["a", "b"], "stream": True, "stream_options": options}
         *chunks, last = front.events("/v1/completions", asked)
@@ -110,7 +110,7 @@ class TestRequests:
             assert [tuple(usage.values()) for usage in own] == [(7, 2, 9), (7, 4, 11)]
         assert tuple(last["usage"].values()) == (14, 8, 22)
 
-    def test_messages_go_to_the_servers_template(self, front, fake):
+    def test_messages_are_rendered_by_the_server(self, front, fake):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
         assert front.ask("/v1/chat/completions", CHAT | {"messages": messages})[0] == 200
@@ -118,7 +118,7 @@ class TestRequests:
         assert json.loads(fake.requests[-1]["messages"]) == sent
 
     @pytest.mark.parametrize("path", BODIES)
-    def test_what_asks_for_nothing_reaches_nobody(self, front, fake, path):
+    def test_ignored_fields_are_not_passed_on(self, front, fake, path):
         front.ask(path, BODIES[path])
         fields = {
             "user": "me", "safety_identifier": "x", "prompt_cache_key": "y", "metadata": {"a": "b"}, "store": False,
@@ -130,20 +130,18 @@ class TestRequests:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", BODIES)
     @pytest.mark.parametrize(("reason", "told"), [("timeout", ("length", "timeout")), ("length", ("length", None))])
-    def test_the_end_at_a_time_limit_has_a_word_that_openais_clients_know(
-        self, front, says, path, reason, told, stream
-    ):
+    def test_timeout_finish_reason_is_length(self, front, says, path, reason, told, stream):
         with says(say=["a"], reason=reason):
             body = BODIES[path] | {"stream": stream}
             choice = (front.events(path, body)[-1] if stream else front.ask(path, body)[1])["choices"][0]
         assert (choice["finish_reason"], choice.get("stop_reason")) == told
 
-    def test_an_answer_has_the_id_that_the_server_saw(self, front, fake):
+    def test_response_id_is_the_engine_request_id(self, front, fake):
         status, body = front.ask("/v1/completions", PROMPT)
         assert (status, body["id"]) == (200, fake.requests[-1]["request_id"])
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_callers_id_is_passed_on(self, front, fake, stream):
+    def test_x_request_id_is_passed_on(self, front, fake, stream):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         answer = client.completions.with_raw_response.create(
             **PROMPT, stream=stream, extra_headers={"X-Request-Id": "mine-1.a:b"}
@@ -153,7 +151,7 @@ class TestRequests:
         assert fake.requests[-1]["request_id"] == "cmpl-mine-1.a:b"
 
     @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00fc"])
-    def test_an_id_that_could_spoil_a_log_is_refused(self, front, given):
+    def test_unsafe_x_request_id_is_rejected(self, front, given):
         status, body = front.ask("/v1/completions", PROMPT, {"X-Request-Id": given.encode().decode("latin-1")})
         assert (status, error_of(status, body)["message"].split(":")[0]) == (400, "X-Request-Id")
 
@@ -166,7 +164,7 @@ class TestRequests:
             ("/v1/chat/completions", "reasoning_effort", "none"),
         ],
     )
-    def test_what_is_not_served_is_refused_by_name(self, front, path, field, value):
+    def test_unsupported_fields_are_rejected(self, front, path, field, value):
         status, body = front.ask(path, BODIES[path] | {field: value})
         error = error_of(status, body)
         assert (status, error["param"]) == (400, field)
@@ -217,21 +215,21 @@ class TestRequests:
             ),
         ],
     )
-    def test_unknown_fields_and_wrong_types_are_refused_by_name(self, front, path, fields, named):
+    def test_unknown_fields_and_wrong_types_are_rejected(self, front, path, fields, named):
         sent = json.dumps(BODIES[path] | fields).replace("Infinity", "1e999")
         status, body = front.ask(path, sent.encode())
         error = error_of(status, body)
         assert (status, error["param"]) == (400, named)
         assert error["message"].startswith(named)
 
-    def test_a_field_that_is_missing_is_named(self, front):
+    def test_missing_field_is_named(self, front):
         status, body = front.ask("/v1/completions", {"model": "paged_llm"})
         assert (status, error_of(status, body)["message"]) == (400, "prompt: is missing")
 
     @pytest.mark.parametrize(
         "body", [b"", b"{", b"[1]", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 4000]
     )
-    def test_a_body_that_is_no_json_object_is_refused(self, front, body):
+    def test_body_must_be_a_json_object(self, front, body):
         status, answer = front.ask("/v1/completions", body)
         assert status == 400
         assert "JSON" in error_of(status, answer)["message"]
@@ -244,7 +242,7 @@ class TestRequests:
             "LoRA gpt is not supported, we currently support ['fr']",
         ],
     )
-    def test_a_model_that_the_server_knows_not_is_not_found(self, front, says, path, said):
+    def test_unknown_model_is_not_found(self, front, says, path, said):
         body = BODIES.get(path) or {"input": "x"}
         with says(say=[], fail=said):
             status, body = front.ask(path, body | {"model": "gpt"})
@@ -253,11 +251,11 @@ class TestRequests:
         assert "gpt" in error["message"]
 
     @pytest.mark.parametrize("path", BODIES)
-    def test_another_models_name_is_an_adapters(self, front, fake, path):
+    def test_model_name_selects_an_adapter(self, front, fake, path):
         status, body = front.ask(path, BODIES[path] | {"model": "fr"})
         assert (status, body["model"], fake.sampling[-1]["lora_name"]) == (200, "fr", "fr")
 
-    def test_adapters_that_can_be_served_are_listed_as_models(self, front, fake):
+    def test_adapters_are_listed_as_models(self, front, fake):
         fake.adapters = json.dumps(
             [
                 {"name": "fr", "rank": 8, "resident": True, "error": None},
@@ -270,12 +268,12 @@ class TestRequests:
         assert front.ask("/v1/models/broken")[0] == 404
 
     @pytest.mark.parametrize("path", ["owner/fr", "owner%2Ffr", "owner%2ffr"])
-    def test_a_models_name_may_have_a_slash(self, front, fake, path):
+    def test_model_name_may_contain_a_slash(self, front, fake, path):
         fake.adapters = json.dumps([{"name": "owner/fr", "rank": 8, "resident": True, "error": None}])
         assert front.ask(f"/v1/models/{path}")[1]["id"] == "owner/fr"
 
     @pytest.mark.parametrize(("path", "status"), [("/v1/none", 404), ("/v1/models/gpt", 404), ("/v1/completions", 405)])
-    def test_a_path_or_method_that_there_is_not(self, front, path, status):
+    def test_unknown_path_or_method(self, front, path, status):
         assert front.ask(path)[0] == status
         error_of(status, front.ask(path)[1])
 
@@ -283,7 +281,7 @@ class TestRequests:
         ("path", "status"),
         [("/live", 200), ("/health", 503), ("/metrics", 200), ("/v1/models", 200), ("/v1/models/paged_llm", 200)],
     )
-    def test_a_load_balancer_may_ask_for_the_head_alone(self, front, fake, path, status):
+    def test_head_requests(self, front, fake, path, status):
         fake.maps = ["UNAVAILABLE: not yet"]
         connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=WAIT)
         connection.request("HEAD", path)
@@ -299,7 +297,7 @@ class TestRequests:
             ({"Content-Length": "9", "Content-Encoding": "gzip"}, 415, "Content-Encoding: gzip: not supported"),
         ],
     )
-    def test_a_body_that_will_not_do_is_not_waited_for(self, front, headers, status, message):
+    def test_invalid_headers_are_rejected_without_the_body(self, front, headers, status, message):
         connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=WAIT)
         connection.request("POST", "/v1/completions", b"", headers)
         reply = connection.getresponse()
@@ -307,8 +305,8 @@ class TestRequests:
         connection.close()
 
     @pytest.mark.parametrize("declared", [True, False])
-    def test_a_body_over_the_limit_is_refused(self, front, declared):
-        """With its length in a header, and in chunks."""
+    def test_oversized_body_is_rejected(self, front, declared):
+        """Its size is declared in a header, or it is chunked."""
         fits = json.dumps(PROMPT).encode().ljust(4096)
         assert front.ask("/v1/completions", fits)[0] == 200
         body = fits + b" "
@@ -347,10 +345,10 @@ FULL = CHAT | {
 
 
 class TestCostOfRefusals:
-    """A body of megabytes may have millions of wrong elements, of which one is told."""
+    """A body of megabytes may have millions of invalid elements, of which one is reported."""
 
     @pytest.mark.parametrize(("path", "place"), PLACES, ids=str)
-    def test_there_are_no_more_errors_than_in_a_short_body(self, path, place):
+    def test_number_of_validation_errors_is_bounded(self, path, place):
         for wrong in (0, None, "x", [], [0], ["x"], {}, {"x": 0}):
             for sent in ([wrong] * 1000, ["x"] * 999 + [wrong], [0] * 999 + [wrong], entries(wrong)):
                 kind, body = REQUESTS[path]
@@ -360,7 +358,7 @@ class TestCostOfRefusals:
                 assert not isinstance(found, ValidationError) or found.error_count() < 100
 
     @pytest.mark.parametrize("value", [["x"] * 10**5, [[]] * 10**5, {str(i): i for i in range(10**5)}], ids=type)
-    def test_no_more_of_a_value_is_written_than_is_shown(self, value):
+    def test_long_values_are_not_encoded_fully(self, value):
         body = json.dumps(PROMPT | {"max_tokens": value}).encode()
         tracemalloc.start()
         try:
@@ -376,7 +374,7 @@ class TestCostOfRefusals:
 
 
 def refused_body(kind, body):
-    """None where it is right."""
+    """Return the error of a body, or None if it is valid."""
     try:
         parse(kind, json.dumps(body).encode())
     except ApiError as error:
@@ -388,7 +386,7 @@ def entries(value):
 
 
 def put(body, place, value):
-    """A copy that has the value there; without a place its fields beside the body's."""
+    """Return a copy of a body with a value at a place or, without a place, with the fields of the value."""
     if not place:
         return {**value, **body} if isinstance(value, dict) else value
     key, *rest = place
@@ -408,15 +406,15 @@ def chunked(front, body):
 
 
 def echo(inputs):
-    """Says which prompt it got, a character a piece; `fail` fails."""
+    """Return each prompt as output, one character per delta. The prompt `fail` fails."""
     text = inputs.get("text_input") or str(inputs["input_ids"])
     return {"say": [], "fail": "INVALID_ARGUMENT: text_input: no"} if text == "fail" else {"say": list(text)}
 
 
 class TestPrompts:
-    """Several prompts in one request."""
+    """Requests with several prompts."""
 
-    def test_more_prompts_than_may_be_are_refused(self, front):
+    def test_too_many_prompts_are_rejected(self, front):
         status, body = front.ask("/v1/completions", PROMPT | {"prompt": ["a"] * 3})
         assert (status, len(body["choices"])) == (200, 3)
         for prompts in (["a"] * 4, [[1]] * 4):
@@ -434,7 +432,7 @@ class TestPrompts:
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])
-    def test_each_has_a_choice_in_its_place(self, front, fake, prompt, texts, stream):
+    def test_each_prompt_has_its_choice(self, front, fake, prompt, texts, stream):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         with respond_with(fake, echo):
             asked = {"stream_options": {"include_usage": True}} if stream else {}
@@ -448,7 +446,7 @@ class TestPrompts:
         assert chunks[-1].usage.completion_tokens == sum(2 * len(text) for text in texts)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_one_that_is_refused_is_named_and_ends_the_others(self, front, fake, stream):
+    def test_rejected_prompt_is_named_and_cancels_the_others(self, front, fake, stream):
         def hold(inputs):
             return echo(inputs) if inputs["text_input"] == "fail" else {"say": [], "hold": True}
 
@@ -473,14 +471,14 @@ class TestEngineErrors:
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])
-    def test_each_class_has_its_status(self, front, says, said, status, message, param, stream):
+    def test_error_classes_have_http_statuses(self, front, says, said, status, message, param, stream):
         with says(say=[], fail=said):
             got, body = front.ask("/v1/completions", PROMPT | {"stream": stream})
         error = error_of(got, body)
         assert (got, error["message"], error["param"]) == (status, message, param)
 
     @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
-    def test_a_request_that_another_has_ended_is_not_tried_again(self, front, says, fake, path):
+    def test_cancelled_request_is_not_retried(self, front, says, fake, path):
         fake.requests.clear()
         body = BODIES.get(path) or {"model": "paged_llm", "input": "x"}
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=2)
@@ -493,7 +491,7 @@ class TestEngineErrors:
         assert error_of(499, {"error": raised.value.body})["code"] == "cancelled"
         assert len(fake.requests) == 1
 
-    def test_the_callers_own_name_of_a_field_is_named(self, front, says):
+    def test_errors_name_the_field_of_the_request(self, front, says):
         with says(say=[], fail="INVALID_ARGUMENT: max_tokens=0: must be 1..8"):
             _, body = front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": 0})
         assert body["error"]["param"] == "max_completion_tokens"
@@ -503,7 +501,7 @@ class TestEngineErrors:
         ("end", "message"),
         [({"fail": "INTERNAL: out of luck"}, "out of luck"), ({"cut": True}, "the stream ended before the output was")],
     )
-    def test_an_error_after_the_first_piece_is_an_event(self, front, says, end, message):
+    def test_error_after_the_first_chunk_is_an_event(self, front, says, end, message):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         with says(say=["a"], **end), client.completions.create(**PROMPT, stream=True) as stream:
             assert next(stream).choices[0].text == "a"
@@ -526,16 +524,16 @@ def locked(fake):
 
 class TestKeys:
     @pytest.mark.parametrize("key", ["one", "two", "  one"])
-    def test_a_known_key_opens(self, locked, key):
+    def test_valid_key_is_accepted(self, locked, key):
         assert locked.ask("/v1/models", headers={"Authorization": f"Bearer {key}"})[0] == 200
 
     @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}])
     @pytest.mark.parametrize("path", ["/v1/models", *BODIES])
-    def test_any_other_does_not(self, locked, path, headers):
+    def test_invalid_key_is_rejected(self, locked, path, headers):
         status, body = locked.ask(path, BODIES.get(path), headers)
         assert (status, error_of(status, body)["code"]) == (401, "invalid_api_key")
 
-    def test_keys_come_from_a_file_and_the_environment_too(self, tmp_path, fake, monkeypatch):
+    def test_keys_from_file_and_environment(self, tmp_path, fake, monkeypatch):
         file = tmp_path / "keys"
         file.write_text("of-a-file\n\n  spaced  \n")
         monkeypatch.setenv(keys.VARIABLE, "first, second")
@@ -554,16 +552,16 @@ class TestKeys:
             (("",), "", "a", "--api-key: is empty"),
         ],
     )
-    def test_a_source_without_keys_is_refused(self, tmp_path, flags, variable, text, reason):
+    def test_key_source_without_keys_is_rejected(self, tmp_path, flags, variable, text, reason):
         if text is not None:
             (tmp_path / "keys").write_text(text)
         with pytest.raises(ValueError, match=reason):
             keys.collect(flags, tmp_path / "keys", {keys.VARIABLE: variable})
 
-    def test_without_any_there_is_none(self):
+    def test_no_keys(self):
         assert keys.collect((), None, {keys.VARIABLE: ""}) == ()
 
-    def test_metrics_and_health_need_none(self, locked, fake):
+    def test_metrics_and_health_need_no_key(self, locked, fake):
         fake.maps = ["UNAVAILABLE: not yet"]
         assert locked.metrics()["paged_openai_open_streams"] == 0
         assert locked.ask("/health")[0] == 503
@@ -572,8 +570,8 @@ class TestKeys:
 class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("said", [[], ["a"]])
-    def test_a_client_that_goes_away_cancels_its_request(self, front, fake, says, stream, said):
-        """Before the first piece and after it, waiting for a stream and for a whole answer."""
+    def test_disconnect_cancels_the_request(self, front, fake, says, stream, said):
+        """Before and after the first delta, with streaming and without."""
         fake.asked.clear()
         fake.left.clear()
         body = json.dumps(PROMPT | {"stream": stream}).encode()
@@ -586,7 +584,7 @@ class TestLeaving:
             connection.close()
             assert fake.left.wait(WAIT), "the server never heard of it"
 
-    def test_a_client_that_goes_away_before_its_body_is_counted(self, fake):
+    def test_disconnect_before_the_body_is_counted(self, fake):
         with gateway(fake.url) as front:
             with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
                 connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
@@ -594,7 +592,7 @@ class TestLeaving:
             until(lambda: front.metrics().get(gone) == 1, "the count of the request")
 
 
-def test_after_ctrl_c_open_streams_end_and_nobody_else_begins(fake, says):
+def test_ctrl_c_finishes_open_streams_and_rejects_new_ones(fake, says):
     fake.left.clear()
     with gateway(fake.url) as front, says(say=["a"], hold=True):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
@@ -614,7 +612,7 @@ def refused(port):
         return connection.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_the_model_has_the_name_that_it_has_at_the_server(fake):
+def test_model_option(fake):
     with gateway(fake.url, "--model", "other") as front:
         for answer in (front.ask("/v1/completions", PROMPT | {"model": "other"}), front.ask("/v1/models")):
             assert answer[0] == 503, "the fake server has no such model"
@@ -652,7 +650,7 @@ def write_tokenizer(directory, template=TEMPLATE):
 
 
 class TestOwnTemplate:
-    def test_the_prompt_is_what_the_template_makes_and_nothing_is_added(self, tmp_path, fake):
+    def test_prompt_is_rendered_in_the_gateway(self, tmp_path, fake):
         directory = write_tokenizer(tmp_path / "tokenizer")
         with (
             (tmp_path / "log").open("w") as errors,
@@ -664,7 +662,7 @@ class TestOwnTemplate:
         assert fake.sampling[-1] == {"max_tokens": 3, "add_special_tokens": False}
         assert "messages" not in fake.requests[-1]
 
-    def test_tools_are_for_the_template(self, tmp_path, fake):
+    def test_tools_are_passed_to_the_template(self, tmp_path, fake):
         template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
         tools = [{"type": "function", "function": {"name": "now"}}]
         with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, template))) as front:
@@ -672,7 +670,7 @@ class TestOwnTemplate:
         assert fake.requests[-1]["text_input"] == "[now]"
         assert "tools" not in fake.requests[-1]
 
-    def test_a_template_that_refuses_is_the_callers_error(self, tmp_path, fake):
+    def test_template_errors_are_invalid_requests(self, tmp_path, fake):
         picky = TEMPLATE + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
         with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, picky))) as front:
             status, body = front.ask("/v1/chat/completions", CHAT)
@@ -680,8 +678,8 @@ class TestOwnTemplate:
         assert (status, error["param"]) == (400, "messages")
         assert "no x" in error["message"]
 
-    def test_a_template_that_does_not_end_is_ended(self, tmp_path, fake):
-        """And who asks for something else meanwhile is answered."""
+    def test_template_timeout(self, tmp_path, fake):
+        """Other requests are answered in the meantime."""
         slow = "{% if messages[0].content == 'y' %}" + ENDLESS + "{% endif %}" + TEMPLATE
         flags = ("--tokenizer", str(write_tokenizer(tmp_path, slow)), "--chat-template-timeout", "2")
         endless = CHAT | {"messages": [{"role": "user", "content": "y"}]}
@@ -694,33 +692,33 @@ class TestOwnTemplate:
                 reason = "messages: the chat template does not end within 2 s on them (--chat-template-timeout)"
                 assert error["message"] == reason
 
-    def test_a_tokenizer_without_a_template_is_refused_at_the_start(self, tmp_path, capsys):
+    def test_tokenizer_without_template_is_rejected(self, tmp_path, capsys):
         directory = write_tokenizer(tmp_path, None)
         assert cli.main(["openai", "--tokenizer", str(directory)]) == 2
         assert "no chat template" in capsys.readouterr().err
 
 
 class TestCommand:
-    def test_no_part_of_an_answer_waits_until_the_one_before_is_acknowledged(self):
+    def test_connections_use_tcp_nodelay(self):
         with command.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), WAIT):
             connection, _ = listener.accept()
             with connection:
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
-    def test_a_port_in_use_is_refused(self, front, capsys):
+    def test_port_in_use_is_rejected(self, front, capsys):
         assert cli.main(["openai", "--port", str(front.port)]) == 2
         assert f"--port {front.port}" in capsys.readouterr().err
 
     @pytest.mark.parametrize("value", ["0", "-1", "x"])
-    def test_a_limit_is_a_positive_number(self, value, capsys):
+    def test_limits_must_be_positive(self, value, capsys):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["openai", f"--max-request-bytes={value}"])
         assert "must be a whole number, at least 1" in capsys.readouterr().err
 
-    def test_a_web_address_is_refused(self, capsys):
+    def test_url_with_scheme_is_rejected(self, capsys):
         assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
         assert "HOST:PORT" in capsys.readouterr().err
 
-    def test_a_directory_without_a_tokenizer_is_refused(self, tmp_path, capsys):
+    def test_directory_without_tokenizer_is_rejected(self, tmp_path, capsys):
         assert cli.main(["openai", "--tokenizer", str(tmp_path)]) == 2
         assert f"--tokenizer {tmp_path}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""/v1/embeddings of the gateway before a server without a model."""
+"""Tests of the route /v1/embeddings with a fake server."""
 
 import base64
 import json
@@ -14,7 +14,7 @@ PATH = "/v1/embeddings"
 
 @pytest.fixture(scope="module")
 def fake():
-    """Answers with the length of what is to be embedded, and its position among all that was asked for."""
+    """Return embeddings with the length of the input and its position among all requests."""
     with SERVERS["grpc"]() as seen:
 
         def script(inputs, request_id):
@@ -43,7 +43,7 @@ def ask(front, **fields):
     return front.ask(PATH, {"model": "paged_llm", **fields})
 
 
-def test_one_input(front, fake):
+def test_single_input(front, fake):
     fields = {"priority": 2, "cache_salt": "s", "timeout_ms": 9000, "truncate_prompt_tokens": 4,
               "add_special_tokens": False}  # fmt: skip
     status, body = ask(front, input="four", user="me", **fields)
@@ -66,14 +66,14 @@ def test_one_input(front, fake):
     ],
     ids=["texts", "ids", "lists of ids", "more than are asked for at once"],
 )
-def test_inputs_of_every_kind_keep_their_order(front, given, lengths):
+def test_inputs_keep_their_order(front, given, lengths):
     status, body = ask(front, input=given)
     assert status == 200
     assert [(one["index"], one["embedding"][0]) for one in body["data"]] == list(enumerate(map(float, lengths)))
     assert body["usage"]["prompt_tokens"] == 7 * len(lengths)
 
 
-def test_numbers_as_base64(front):
+def test_base64_encoding(front):
     body = ask(front, input="four", encoding_format="base64")[1]
     assert struct.unpack("<2f", base64.b64decode(body["data"][0]["embedding"])) == (4.0, 0.25)
     assert ask(front, input="four", encoding_format="float")[1]["data"][0]["embedding"] == [4.0, 0.25]
@@ -95,13 +95,13 @@ def test_numbers_as_base64(front):
         ({"input": "a", "dimensions": 2}, "dimensions", "dimensions=[2]: leave it out"),
     ],
 )
-def test_what_is_refused(front, fields, param, message):
+def test_invalid_requests_are_rejected(front, fields, param, message):
     status, body = ask(front, **fields)
     assert (status, body["error"]["param"]) == (400, param)
     assert body["error"]["message"].startswith(message)
 
 
-def test_another_model_is_an_adapter(front, fake):
+def test_model_name_selects_an_adapter(front, fake):
     status, body = front.ask(PATH, {"model": "fr", "input": "a"})
     assert (status, body["model"]) == (200, "fr")
     assert json.loads(fake.requests[-1]["sampling_parameters"]) == {"lora_name": "fr"}

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's shapes, of tokens that are hard to show."""
+"""Tests of log probabilities in the formats of OpenAI's API."""
 
 from client.openai import logprobs
 from client.types import Completion, TokenLogprob
@@ -8,13 +8,13 @@ def entry(text, logprob, token_id=0):
     return TokenLogprob(token_id, logprob, rank=1, decoded_token=text)
 
 
-def test_part_of_a_character_has_no_bytes():
+def test_partial_character_has_no_bytes():
     told = logprobs.chat_logprobs([(entry("\ufffd", -1.0), entry("é", -2.0))], 2)
     chosen, other = told["content"][0]["top_logprobs"]
     assert (chosen["bytes"], other["bytes"]) == (None, [0xC3, 0xA9])
 
 
-def test_an_unlikely_choice_is_not_among_the_likeliest_of_a_chat():
+def test_chat_top_logprobs_may_not_include_the_chosen_token():
     entries = (entry("c", -9.0), entry("a", -1.0), entry("b", -2.0))
     (told,) = logprobs.chat_logprobs([entries], 2)["content"]
     assert told["token"] == "c"
@@ -22,13 +22,13 @@ def test_an_unlikely_choice_is_not_among_the_likeliest_of_a_chat():
     assert logprobs.completion_logprobs([entries], [0])["top_logprobs"] == [{"a": -1.0, "b": -2.0, "c": -9.0}]
 
 
-def test_the_likeliest_of_tokens_with_one_text_stands_for_them():
+def test_tokens_with_the_same_text_keep_the_most_likely():
     told = logprobs.completion_logprobs([(entry("a", -3.0, 1), entry("a", -1.0, 2))], [0])
     assert told["top_logprobs"] == [{"a": -1.0}]
 
 
-def test_a_prompt_of_which_nothing_was_computed_has_its_tokens_and_no_numbers():
-    """A deadline came first."""
+def test_echo_without_prefill_has_no_logprobs():
+    """The deadline passed before the prefill."""
     answer = Completion("The sea", "timeout", 3, 0, prompt_text_offsets=(0, 3, 5))
     told = logprobs.echo_logprobs(answer)
     assert told["tokens"] == ["The", " s", "ea"]
@@ -36,8 +36,8 @@ def test_a_prompt_of_which_nothing_was_computed_has_its_tokens_and_no_numbers():
     assert told["text_offset"] == [0, 3, 5]
 
 
-def test_a_special_token_at_the_beginning_has_its_own_text():
-    """Which is no part of the prompt's."""
+def test_echo_includes_the_text_of_a_special_first_token():
+    """The text of a special token is not part of the prompt's text."""
     known = (None, (entry("The", -1.0),), (entry("<end>", -2.0),))
     answer = Completion(
         "The", "length", 3, 0, prompt_text_offsets=(0, 0, 3), prompt_logprobs=known, first_prompt_token="<begin>"
@@ -47,7 +47,7 @@ def test_a_special_token_at_the_beginning_has_its_own_text():
     assert told["text_offset"] == [0, 0, 3]
 
 
-def test_of_a_prompt_that_was_computed_only_the_first_token_has_none():
+def test_only_the_first_prompt_token_has_no_logprob():
     known = (None, (entry(" s", -1.0),), (entry("ea", -2.0),))
     answer = Completion("The sea", "length", 3, 0, prompt_text_offsets=(0, 3, 5), prompt_logprobs=known)
     told = logprobs.echo_logprobs(answer)

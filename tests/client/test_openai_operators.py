@@ -1,4 +1,4 @@
-"""What operators of gateways rely on: several servers, figures, the access log."""
+"""Tests of the gateway's operation: several servers, metrics, the access log and limits."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ def fakes():
 
 @pytest.fixture(scope="module")
 def front(fakes, tmp_path_factory):
-    """Before two servers, the second of which takes over from one that there is not."""
+    """A gateway with an unreachable server and two others."""
     with gateway("localhost:1", "--url", fakes[0].url, "--url", fakes[1].url) as made:
         yield made
 
@@ -39,7 +39,7 @@ def counts(fakes):
 
 class TestServers:
     @pytest.mark.parametrize("stream", [False, True])
-    def test_each_has_its_turn_and_one_that_is_not_there_is_passed_by(self, client, fakes, stream):
+    def test_round_robin_skips_unreachable_servers(self, client, fakes, stream):
         before = counts(fakes)
         for _ in range(6):
             answer = client.completions.create(**PROMPT, stream=stream)
@@ -48,12 +48,12 @@ class TestServers:
         assert [now - then for now, then in zip(counts(fakes), before, strict=True)] == [4, 2]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_full_one_sends_requests_to_the_next(self, front, fakes, stream):
+    def test_full_server_fails_over_to_the_next(self, front, fakes, stream):
         with respond_with(fakes[0], say=[], fail="UNAVAILABLE: max_queue_size=1: the queue is full"):
             answers = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert answers == [200] * 3
 
-    def test_what_one_refuses_no_other_is_asked(self, front, fakes):
+    def test_invalid_request_does_not_fail_over(self, front, fakes):
         before = sum(counts(fakes))
         with (
             respond_with(fakes[0], say=[], fail="INVALID_ARGUMENT: n=0: no"),
@@ -64,7 +64,7 @@ class TestServers:
         assert sum(counts(fakes)) == before + 3
 
     @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
-    def test_a_request_whose_time_is_over_is_not_begun_again(self, front, fakes, path):
+    def test_timed_out_request_does_not_fail_over(self, front, fakes, path):
         late = {"say": [], "fail": "DEADLINE_EXCEEDED: the time limit passed"}
         before = sum(counts(fakes))
         with respond_with(fakes[0], **late), respond_with(fakes[1], **late):
@@ -72,7 +72,7 @@ class TestServers:
         assert (status, error_of(status, body)["code"]) == (504, "deadline_exceeded")
         assert sum(counts(fakes)) == before + 1
 
-    def test_an_answer_that_has_begun_is_not_begun_again(self, client, fakes):
+    def test_started_stream_does_not_fail_over(self, client, fakes):
         before = sum(counts(fakes))
         fail = {"say": ["a"], "fail": "UNAVAILABLE: the engine has stopped"}
         with respond_with(fakes[0], **fail), respond_with(fakes[1], **fail):
@@ -82,14 +82,14 @@ class TestServers:
                 next(stream)
         assert sum(counts(fakes)) == before + 1
 
-    def test_where_none_lets_anybody_in_the_last_one_says_why(self, front, fakes):
+    def test_error_of_the_last_server_is_returned(self, front, fakes):
         full = {"say": [], "fail": "UNAVAILABLE: the queue is full"}
         with respond_with(fakes[0], **full), respond_with(fakes[1], **full):
             statuses = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert statuses == [503] * 3
 
 
-def test_tokens_and_seconds_are_told_by_route(fakes):
+def test_metrics_are_counted_per_route(fakes):
     with gateway(fakes[0].url) as front:
         front.ask("/v1/completions", PROMPT)
         with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
@@ -107,7 +107,7 @@ def test_tokens_and_seconds_are_told_by_route(fakes):
             assert 0 < told[f'{name}_sum{{route="{route}"}}'] < WAIT
 
 
-def test_a_histogram_counts_what_is_at_most_each_limit():
+def test_histogram_buckets_are_cumulative():
     histogram = Histogram()
     for value in (0.0, SECONDS[0], SECONDS[0] + 0.001, 1e9):
         histogram.add(value)
@@ -117,7 +117,7 @@ def test_a_histogram_counts_what_is_at_most_each_limit():
     assert told['x_bucket{a=1,le="+Inf"}'] == told["x_count{a=1}"] == "4"
 
 
-def test_the_access_log_has_a_line_for_each_request_and_no_key(fakes, tmp_path):
+def test_access_log_has_every_request_and_no_key(fakes, tmp_path):
     log = tmp_path / "log"
     with log.open("w") as errors, gateway(fakes[0].url, "--access-log", "--api-key", "hush", errors=errors) as front:
         key = {"Authorization": "Bearer hush"}
@@ -134,8 +134,8 @@ def test_the_access_log_has_a_line_for_each_request_and_no_key(fakes, tmp_path):
     assert "hush" not in log.read_text()
 
 
-def test_more_requests_than_may_be_open_are_refused_unread(fakes):
-    """A place is that of a request whose body is still on its way, too."""
+def test_max_open_requests(fakes):
+    """A request counts as open while its body is still being received."""
     with gateway(fakes[0].url, "--max-open-requests", "2") as front:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n"
         with ExitStack() as stack:
@@ -152,8 +152,8 @@ def test_more_requests_than_may_be_open_are_refused_unread(fakes):
         assert front.ask("/v1/completions", PROMPT)[0] == 200
 
 
-def test_a_body_that_does_not_come_in_time_gives_its_place_back(fakes):
-    """Neither where nothing more of it comes nor where it comes byte by byte."""
+def test_body_timeout_frees_the_slot(fakes):
+    """Both for a body that stops and for one that arrives byte by byte."""
     with gateway(fakes[0].url, "--max-open-requests", "2", "--body-timeout", "2") as front, ExitStack() as stack:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
         silent, slow = (
@@ -180,7 +180,7 @@ def is_closed(connection):
         return True
 
 
-def test_a_gateway_lives_without_a_server():
+def test_gateway_is_live_without_a_server():
     with gateway("localhost:1") as front:
         assert front.ask("/live") == (200, {"status": "ok"})
         assert front.ask("/health")[0] == 503

@@ -1,4 +1,4 @@
-"""Tools and answers of a given form, through the gateway before a server without a model."""
+"""Tests of tools and structured outputs through the gateway, with a fake server."""
 
 import json
 from functools import partial
@@ -55,7 +55,7 @@ def client(front):
 
 
 class TestAnswers:
-    def test_calls_are_told_beside_the_text_before_them(self, client, says):
+    def test_tool_calls_and_content(self, client, says):
         with says(say=["".join(CALLS)]):
             (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS).choices
         assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
@@ -67,7 +67,7 @@ class TestAnswers:
         assert all(call.type == "function" and call.id.startswith("call_") for call in calls)
         assert len({call.id for call in calls}) == 2
 
-    def test_a_stream_tells_them_as_openais_own_helper_reads_them(self, client, says):
+    def test_streamed_tool_calls_work_with_openais_helper(self, client, says):
         with says(say=CALLS), client.chat.completions.stream(**CHAT, tools=[STRICT, NOW]) as stream:
             events = list(stream)
         (choice,) = stream.get_final_completion().choices
@@ -77,7 +77,7 @@ class TestAnswers:
         pieces = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
         assert len([piece for piece in pieces if piece]) > 1, "arguments come as they are written"
 
-    def test_deltas_have_a_role_once_and_names_before_arguments(self, client, says):
+    def test_tool_call_delta_order(self, client, says):
         with says(say=CALLS):
             chunks = list(client.chat.completions.create(**CHAT, tools=TOOLS, stream=True))
         deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -88,7 +88,7 @@ class TestAnswers:
         assert "".join(call.function.arguments for call in calls if call.index == 0) == ARGUMENTS
         assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
 
-    def test_without_a_call_the_text_is_content_and_the_reason_the_engines(self, client, says):
+    def test_output_without_call_is_content(self, client, says):
         with says(say=["1 <", " 2 ", "<tool"]):
             (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS).choices
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
@@ -98,19 +98,19 @@ class TestAnswers:
         )
 
     @pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-    def test_where_no_tool_may_be_called_nothing_is_read_as_a_call(self, client, says, fake, more):
+    def test_tool_choice_none_does_not_parse_calls(self, client, says, fake, more):
         with says(say=["".join(CALLS)]):
             (choice,) = client.chat.completions.create(**CHAT, **more).choices
         assert (choice.message.content, choice.message.tool_calls) == ("".join(CALLS), None)
         assert "tools" not in fake.requests[-1]
 
-    def test_calls_that_may_not_be_parallel_are_one(self, client, says):
+    def test_parallel_tool_calls_false_returns_one_call(self, client, says):
         with says(say=CALLS):
             (choice,) = client.chat.completions.create(**CHAT, tools=TOOLS, parallel_tool_calls=False).choices
         assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_required_calls_are_a_list_that_the_answer_is_held_to(self, client, says, fake, stream):
+    def test_required_tool_choice_is_enforced_by_a_schema(self, client, says, fake, stream):
         said = json.dumps([{"name": "weather", "arguments": {"city": "Paris"}}])
         with says(say=[said[:20], said[20:40], said[40:]]):
             answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required", stream=stream)
@@ -139,8 +139,8 @@ class TestAnswers:
             (NAMED, "", [("weather", "")]),
         ],
     )
-    def test_a_forced_call_that_was_cut_is_no_content(self, front, says, choice, said, called, stream, reason):
-        """By the limit, or by a stop string."""
+    def test_truncated_forced_call_is_not_content(self, front, says, choice, said, called, stream, reason):
+        """It is truncated by max_tokens, or by a stop string."""
         body = CHAT | {"tools": TOOLS, "tool_choice": choice, "stream": stream}
         with says(say=[said[:9], said[9:]], reason=reason):
             answers = front.events(PATH, body) if stream else [front.ask(PATH, body)[1]]
@@ -168,14 +168,14 @@ class TestAnswers:
             ({"parallel_tool_calls": False}, f'[{CALLED}, {{"name": "now", "arguments": {{"a', "tool_calls"),
         ],
     )
-    def test_calls_are_the_reason_where_each_has_all_its_arguments(self, front, says, more, said, reason, stream):
+    def test_finish_reason_of_complete_and_truncated_calls(self, front, says, more, said, reason, stream):
         body = CHAT | {"tools": TOOLS, "stream": stream} | more
         with says(say=[said[:9], said[9:]]):
             answer = front.events(PATH, body)[-1] if stream else front.ask(PATH, body)[1]
         assert answer["choices"][0]["finish_reason"] == reason
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_the_answer_of_a_named_tool_is_its_arguments(self, client, says, fake, stream):
+    def test_named_tool_choice(self, client, says, fake, stream):
         with says(say=['{"city": ', '"Paris"}']):
             answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, stream=stream)
             choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
@@ -189,7 +189,7 @@ def asks_for(arguments):
 
 
 class TestRequests:
-    def test_tools_calls_and_results_reach_the_template(self, client, fake, says):
+    def test_tools_calls_and_results_are_passed_to_the_template(self, client, fake, says):
         call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
         turns = [
             {"role": "user", "content": "How is it?", "name": "Ada"},
@@ -231,11 +231,11 @@ class TestRequests:
             ),
         ],
     )
-    def test_what_does_not_fit_together_is_refused_by_name(self, front, fields, named):
+    def test_conflicting_fields_are_rejected(self, front, fields, named):
         status, body = front.ask(PATH, CHAT | fields)
         assert (status, error_of(status, body)["param"]) == (400, named)
 
-    def test_what_the_engine_says_of_a_schema_names_the_tools(self, front, says):
+    def test_schema_errors_name_the_tools(self, front, says):
         with says(say=[], fail="INVALID_ARGUMENT: json_schema={}: is none"):
             _, body = front.ask(PATH, CHAT | {"tools": TOOLS, "tool_choice": "required"})
         assert body["error"]["param"] == "tools"
@@ -264,7 +264,7 @@ class TestForms:
             ({"json_schema": CITY, "regex": "a"}, {"json_schema": CITY, "regex": "a"}),  # the engine's to judge
         ],
     )
-    def test_each_reaches_the_engine_under_its_name(self, front, fake, path, asked, sent):
+    def test_output_constraints_are_passed_to_the_engine(self, front, fake, path, asked, sent):
         assert front.ask(path, BODIES[path] | asked)[0] == 200
         assert fake.sampling[-1].items() >= sent.items()
         assert fake.sampling[-1].keys() - {"max_tokens"} == sent.keys()
@@ -279,12 +279,12 @@ class TestForms:
             ({"guided_regex": "a", "regex": "a"}, "guided_regex"),
         ],
     )
-    def test_what_does_not_fit_together_is_refused_by_name(self, front, asked, named):
+    def test_conflicting_fields_are_rejected(self, front, asked, named):
         status, body = front.ask("/v1/completions", PROMPT | asked)
         assert (status, error_of(status, body)["param"]) == (400, named)
 
 
-def test_the_schema_of_required_calls_allows_what_each_tool_takes():
+def test_required_call_schema():
     nested = {"$defs": {"place": CITY}, "type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}}
     visit = {"type": "function", "function": {"name": "visit", "parameters": nested}}
     request = ChatRequest(**CHAT, tools=[*TOOLS, visit], tool_choice="required", parallel_tool_calls=False)
@@ -311,16 +311,16 @@ def test_the_schema_of_required_calls_allows_what_each_tool_takes():
     ("template", "name"),
     [("…<tool_call>…", "hermes"), ("…[TOOL_CALLS]…", "mistral"), ("…<|python_tag|>…", "llama3_json")],
 )
-def test_a_template_tells_how_its_model_writes_calls(template, name):
+def test_format_is_detected_from_the_template(template, name):
     assert detect_format(template) is FORMATS[name]
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
-def test_any_way_is_read_where_the_template_does_not_tell(template):
+def test_unknown_template_accepts_any_format(template):
     assert detect_format(template) is ANY
 
 
-def test_one_way_may_be_asked_for(fake, says):
+def test_tool_parser_option(fake, says):
     with gateway(fake.url, "--tool-parser", "mistral") as front, says(say=["".join(CALLS)]):
         _, body = front.ask(PATH, CHAT | {"tools": TOOLS})
     assert body["choices"][0]["message"]["content"] == "".join(CALLS)

@@ -1,4 +1,4 @@
-"""Calls of tools in what models write: recorded texts, cut at every place."""
+"""Tests of the tool call parser with recorded outputs, split at every position."""
 
 import json
 import random
@@ -25,7 +25,7 @@ WEATHER = ("weather", PARIS)
 
 
 def read(form, pieces, **options):
-    """(content, [(name, arguments)])."""
+    """Parse chunks and return (content, [(name, arguments)])."""
     reader = ToolCallParser(form, NAMES, **options)
     read = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
     return joined(read)
@@ -46,7 +46,7 @@ def joined(pieces):
 
 
 def cuts(text):
-    """Whole, by characters, and in pieces of any length."""
+    """Return a text as one chunk, as single characters, and as chunks of random lengths."""
     yield [text]
     yield list(text)
     rnd = random.Random(7)
@@ -115,7 +115,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_calls_are_found_however_the_text_comes(form, text, content, calls):
+def test_calls_are_parsed_independent_of_chunks(form, text, content, calls):
     for pieces in cuts(text):
         assert read(form, pieces) == (content, calls), pieces
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
@@ -123,12 +123,12 @@ def test_calls_are_found_however_the_text_comes(form, text, content, calls):
 
 @pytest.mark.parametrize("form", [*FORMATS.values(), ANY, JSON])
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_without_a_call_stays_as_it_is(form, text):
+def test_text_without_call_is_unchanged(form, text):
     for pieces in cuts(text):
         assert read(form, pieces) == (text, []), pieces
 
 
-def test_a_call_is_told_before_it_is_whole():
+def test_call_is_streamed_before_it_is_complete():
     reader = ToolCallParser(ANY, NAMES)
     pieces = reader.push('<tool_call>{"name": "weather", "arguments": {"city": "Pa')
     assert pieces == [CallStart(0, "weather"), ArgumentsDelta(0, '{"city": "Pa')]
@@ -136,32 +136,32 @@ def test_a_call_is_told_before_it_is_whole():
     assert reader.push("}</tool_call>") + reader.finish() == []
 
 
-def test_a_call_that_the_limit_cuts_off_keeps_what_it_has():
+def test_truncated_call_keeps_its_arguments():
     assert read(ANY, [f"<tool_call>{CALL[:50]}"]) == ("", [("weather", CALL[:50].partition('"arguments": ')[2])])
 
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
-def test_without_parallel_calls_the_first_one_counts(form):
+def test_only_the_first_call_without_parallel_calls(form):
     text = {"hermes": f"<tool_call>{CALL}</tool_call><tool_call>{SEARCH}</tool_call>", "mistral": f"[{CALL}, {SEARCH}]"}
     for pieces in cuts(text[form]):
         assert read(FORMATS[form], pieces, parallel=False) == ("", [WEATHER])
 
 
-def test_what_spoils_a_second_call_is_text_and_the_first_one_stays():
+def test_malformed_second_call_is_content():
     for pieces in cuts(f"[{CALL}, {{3}}] so"):
         assert read(JSON, pieces) == ("{3}] so", [WEATHER])
     for pieces in cuts(f"<tool_call>{CALL}</tool_call>\n<tool_call>{{3}}</tool_call>"):
         assert read(ANY, pieces) == ("<tool_call>{3}</tool_call>", [WEATHER])
 
 
-def test_the_arguments_of_a_named_tool_are_the_whole_text():
+def test_arguments_of_a_named_tool():
     reader = ArgumentsParser("weather")
     pieces = [piece for text in ("", '{"a"', ": 1}") for piece in reader.push(text)] + reader.finish()
     assert joined(pieces) == ("", [("weather", '{"a": 1}')])
 
 
-def test_any_text_reads_the_same_however_it_comes():
-    """Strings of what calls are made of: in pieces or whole, and never nothing of it."""
+def test_random_text_is_parsed_independent_of_chunks():
+    """Random texts of fragments of calls are parsed the same in chunks and as a whole, and no text is lost."""
     rnd = random.Random(3)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", '"name"', ":", '"weather"', ",", '"arguments"',
              "{}", " ", "[", "]", "a", "\n", CALL, "weather"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile: what Docker accepts, and what the server needs of them."""
+"""Tests of docker-compose.yml and the Dockerfile."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ def _has_compose() -> bool:
 
 
 @pytest.mark.skipif(not _has_compose(), reason="no docker client with the compose plugin")
-def test_docker_compose_accepts_the_file():
+def test_docker_compose_file_is_valid():
     result = subprocess.run(
         ["docker", "compose", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
 
 
-def test_the_image_is_built_from_the_files_it_names(service):
+def test_image_is_built_from_existing_files(service):
     assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert "nvcr.io/nvidia/tritonserver:26.07-py3" in dockerfile
@@ -42,21 +42,21 @@ def test_the_image_is_built_from_the_files_it_names(service):
     assert "grep -v '^numpy=='" in dockerfile
 
 
-def test_a_gpu_is_reserved(service):
+def test_gpu_is_reserved(service):
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia"
     assert device["capabilities"] == ["gpu"]
 
 
-def test_the_three_ports_are_published(service):
+def test_all_ports_are_published(service):
     assert {port.split(":")[1] for port in service["ports"]} == {"8000", "8001", "8002"}
 
 
-def test_shared_memory_is_larger_than_dockers_default(service):
+def test_shared_memory_size(service):
     assert service["shm_size"] == "1g"
 
 
-def test_health_is_a_token(service):
+def test_health_check_generates_a_token(service):
     check = service["healthcheck"]
     command, program, *arguments = check["test"]
     assert (command, program) == ("CMD", "paged")
@@ -65,12 +65,12 @@ def test_health_is_a_token(service):
     assert args.timeout < int(check["timeout"].rstrip("s"))
 
 
-def test_the_model_is_mounted_where_the_engine_looks_for_it(service):
+def test_model_is_mounted_at_the_configured_path(service):
     model = json.loads((ROOT / "model_repository/paged_llm/1/model.json").read_text())["model"]
     (volume,) = service["volumes"]
     assert volume.endswith(f":/opt/paged/{model}:ro")
     assert "WORKDIR /opt/paged\n" in (ROOT / "docker/Dockerfile").read_text()
 
 
-def test_open_streams_may_end_before_the_container_is_killed(service):
+def test_stop_grace_period_lets_streams_finish(service):
     assert int(service["stop_grace_period"].removesuffix("s")) > 30

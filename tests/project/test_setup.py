@@ -1,4 +1,4 @@
-"""The Makefile, the lock and the project file: what takes a fresh machine to a running server."""
+"""Tests of the setup on a new machine: the Makefile, the lock file and the project file."""
 
 import re
 import subprocess
@@ -16,13 +16,13 @@ def make(*arguments: str, directory: Path = ROOT) -> "subprocess.CompletedProces
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
-def test_plain_make_tells_what_there_is():
+def test_make_without_target_prints_help():
     shown = make().stdout
     for target in ["serve", "test", "nightly", "lint", "demo-model", "clean"]:
         assert f"make {target}" in shown
 
 
-def test_make_serve_passes_its_variables_on():
+def test_make_serve_passes_variables():
     variables = ["MODEL=/m n", "OPTIONS=block_size=32 dtype=float32", "HTTP_PORT=1", "GRPC_PORT=2"]
     shown = make("-n", "serve", *variables)
     line = " ".join(shown.stdout.replace("\\\n", " ").split())
@@ -30,7 +30,7 @@ def test_make_serve_passes_its_variables_on():
     assert "--http-port 1 --grpc-port 2 --metrics-port 8002" in line
 
 
-def test_make_says_which_python_it_needs(tmp_path):
+def test_make_reports_the_required_python(tmp_path):
     result = make("setup", f"VENV={tmp_path}/venv", "PYTHON=/bin/false")
     assert result.returncode != 0
     assert "'/bin/false'" in result.stderr
@@ -38,8 +38,8 @@ def test_make_says_which_python_it_needs(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_environment_is_installed_again_only_for_new_contents(tmp_path):
-    """The stamp is named after the contents, so another venv has the same name and a change another."""
+def test_environment_is_reinstalled_only_after_changes(tmp_path):
+    """The name of the stamp depends on the contents of the files, not on the environment."""
     shown = make("-n", "-p", "help").stdout
     first = re.search(r"^STAMP := (\S+)", shown, re.MULTILINE)
     assert first
@@ -55,7 +55,7 @@ def lock() -> list[str]:
     return [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 
 
-def test_the_lock_is_exact_and_names_no_place():
+def test_lock_has_exact_versions_and_no_paths():
     pin = r"[a-z0-9.-]+==[A-Za-z0-9.]+( ; python_full_version [<>=]+ '3\.1\d(\.\*)?')?"
     assert [line for line in lock() if not re.fullmatch(pin, line)] == []
 
@@ -64,13 +64,13 @@ def test_the_lock_is_exact_and_names_no_place():
     "pin",
     ["torch==2.13.0", "triton==3.7.1", "numpy==1.26.4", "protobuf==4.25.9", "tritonclient==2.51.0"],
 )
-def test_the_lock_holds_what_the_project_needs_exactly(pin):
+def test_lock_has_the_pinned_versions(pin):
     assert pin in lock()
 
 
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="not the environment that make sets up")
-def test_this_environment_is_the_locked_one():
-    """A package that the lock does not hold would be of any version on the next machine."""
+def test_environment_matches_the_lock():
+    """A package that is not in the lock could have any version on another machine."""
     names = {line.split("==")[0] for line in lock()}
     installed = {re.sub(r"[._]+", "-", package.metadata["Name"].lower()) for package in distributions()}
     assert installed - {"pip", "paged-llm-triton"} <= names

@@ -23,21 +23,21 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor
 
-WAIT = 30  # seconds after which something that never comes fails the test
+WAIT = 30  # time limit for an expected event, in seconds
 
 
 @dataclass
 class FakeServerState:
-    """What a fake server was asked, and whether the client of a held stream left."""
+    """The requests and scripts of a fake server, and whether the client of a held stream has disconnected."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     asked: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
-    maps: list[str] = field(default_factory=list)  # the last one stays
+    maps: list[str] = field(default_factory=list)  # the last one is repeated
     adapters: str = "[]"
     scripted_response: Any = field(default_factory=dict)  # what a recording server does (tests/support/gateway.py)
-    sampling: list[dict[str, Any]] = field(default_factory=list)  # and its requests' sampling parameters
+    sampling: list[dict[str, Any]] = field(default_factory=list)  # sampling parameters of its requests
 
     def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:
         self.requests.append({**inputs, "request_id": request_id})
@@ -53,7 +53,7 @@ class FakeServerState:
 
 
 def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The responses that carry text, as outputs by name."""
+    """Yield the responses with text, as outputs by name."""
     if "map" in script:
         yield {"pool_map": script["map"]}
         return
@@ -83,7 +83,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield rejection(f"Request for unknown model: '{request.model_name}' is not found")
             return
         script = self.seen.script(grpc_inputs(request), request.id)
-        # Before the first piece: a call that is cancelled during one does not come back to this function.
+        # Before the first response: a call that is cancelled while it sends one does not return to this function.
         if "hold" in script and not context.add_callback(self.seen.left.set):
             self.seen.left.set()
         for outputs in pieces(script):
@@ -179,7 +179,7 @@ class HttpHandler(BaseHTTPRequestHandler):
 
 
 class HttpServer(ThreadingHTTPServer):
-    request_queue_size = 256  # connections that come in the same moment
+    request_queue_size = 256  # simultaneous connections
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`paged openai` as a process of its own, and plain HTTP to it."""
+"""Runs `paged openai` as a subprocess, and sends plain HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from client.serving.ports import choose_ports
 from tests.support.fake_servers import SERVERS, FakeServerState
 
 ROOT = Path(__file__).parents[2]
-WAIT = 120  # seconds after which an answer that never comes fails the test
+WAIT = 120  # time limit of a request, in seconds
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Gateway:
     def ask(
         self, path: str, body: dict[str, Any] | bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """(status, what the body's JSON holds) of a POST, or without a body of a GET."""
+        """Send a POST request, or without a body a GET request. Return the status and the parsed JSON body."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers or {})
         try:
@@ -45,7 +45,7 @@ class Gateway:
                 return error.code, json.load(error)
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """What the events of a stream hold, but its end."""
+        """Return the parsed events of a stream, without its end marker."""
         request = urllib.request.Request(self.url + path, json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=WAIT) as reply:
             *events, end = reply.read().decode().split("\n\n")[:-1]
@@ -53,14 +53,14 @@ class Gateway:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def metrics(self) -> dict[str, float]:
-        """By name and labels, as they are written."""
+        """Return metrics by name and labels, as they are formatted."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=WAIT) as reply:
             return {name: float(value) for name, value in re.findall(r"^(\w\S*) (\S+)$", reply.read().decode(), re.M)}
 
 
 @contextmanager
 def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
-    """errors: takes its standard error."""
+    """Start a gateway. `errors` receives its standard error."""
     (port,) = choose_ports(port=0)
     command = [sys.executable, "-m", "client", "openai", "--url", server_url, "--port", str(port), *flags]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
@@ -79,7 +79,7 @@ def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iter
 
 @contextmanager
 def recording_server() -> Iterator[FakeServerState]:
-    """A server without a model that says what `asked_for` has, and keeps each request and its sampling parameters."""
+    """Start a fake server that follows `scripted_response`, and records requests and their sampling parameters."""
     with SERVERS["grpc"]() as seen:
         seen.scripted_response = {"say": ["Hello", " there"]}
         own = seen.script
@@ -100,7 +100,7 @@ def recording_server() -> Iterator[FakeServerState]:
 def respond_with(
     fake: FakeServerState, by_inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None, **script: Any
 ) -> Iterator[None]:
-    """Lets a recording server answer by a script of tests/support/fake_servers.py, or by a function of the inputs."""
+    """Set the response script of a recording server (see fake_servers.py), or a function that returns one."""
     before, fake.scripted_response = fake.scripted_response, by_inputs or script
     try:
         yield
@@ -114,7 +114,7 @@ BODIES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
 
 
 def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Checks the shape that OpenAI's errors have."""
+    """Check the format of an error response, and return the error."""
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
