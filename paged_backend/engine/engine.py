@@ -73,7 +73,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop after the current step and wait for it; then write cached blocks to disk, as far as there is time."""
+        """Stop after the current step and wait for it; then write cached blocks to disk while there is time."""
         deadline = time.monotonic() + seconds
         self._inbox.put(None)
         self._thread.join(seconds)

@@ -116,7 +116,7 @@ class PrefixDisk:
         return 0 if self._disk.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
 
     def spill(self) -> bool:
-        """Write a few cached blocks that are not on disk, as far as the write queue has room. Only while no step is in
+        """Write a few cached blocks that are not on disk, as many as the write queue takes. Only while no step is in
         flight. Return whether this was the last of them."""
         slots = self._disk.free_queue_slots
         if not slots:

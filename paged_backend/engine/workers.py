@@ -34,7 +34,7 @@ START_SECONDS = 300  # for a process to import its modules, from a cold disk
 REASON_SECONDS = 5  # for a failing process to send its reason
 STOP_SECONDS = 10  # for a process to end by itself
 # A thread of the worker process reads from a pipe that rank 0 holds the other end of. When rank 0 ends in any way, the
-# read returns, and the process removes the scratch directory and exits, whatever it waits for.
+# read returns, and the process removes the scratch directory and exits, even if it hangs.
 COMMAND = (
     "import os, shutil, sys, threading;"
     "end = lambda: (os.read(int(sys.argv[2]), 1), shutil.rmtree(sys.argv[3], ignore_errors=True), os._exit(0));"

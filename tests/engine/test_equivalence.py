@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from tests.support.in_process import generate_with_transformers, running, tiny_assembly
 
@@ -98,44 +97,6 @@ def test_abort_does_not_change_other_requests(tiny, prompts, alone):
         assert [output.tokens for output in outputs] == alone[1::2]
 
 
-@pytest.mark.parametrize("steps", [1, 3, 8])
-def test_aborted_request_frees_its_blocks_immediately(tiny, steps):
-    """While it waits, prefills (48 tokens at 16 a step) or decodes."""
-    with running(tiny_assembly(tiny[0])) as engine:
-        key = engine.submit([5] * 48, max_tokens=100)
-        for _ in range(steps):
-            engine.step()
-        assert engine.history[-1].stats.blocks_used > 0 or steps == 1
-        engine.engine.abort(key)
-        while engine.step().stats.blocks_used or engine.history[-1].stats.running:
-            pass
-        assert engine.history[-1].stats.waiting == 0
-
-
-def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
-    """One step too many is computed for a sequence whose end is not known yet, but its tokens are not returned."""
-    assembly = tiny_assembly(tiny[0])
-    calls = []
-    for name in ("schedule", "commit"):
-        inner = getattr(assembly.scheduler, name)
-
-        def counted(*args, name=name, inner=inner):
-            result = inner(*args)
-            if result is not None:
-                calls.append(name)
-            return result
-
-        setattr(assembly.scheduler, name, counted)
-    with running(assembly) as engine:
-        (tokens,) = engine.generate([[5, 6, 7]], max_tokens=4)
-        expected = ["schedule", *["schedule", "commit"] * 3, "commit"] if planning else ["schedule", "commit"] * 4
-        assert calls == expected
-        calls.clear()
-        (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=9, stop_token_ids=[tokens[1]]))
-        assert output.tokens == tokens[:2]
-    assert calls.count("schedule") == calls.count("commit") == 2 + planning
-
-
 def test_penalties_include_the_token_still_on_the_device(tiny, prompts):
     sampling = {"max_tokens": MAX_TOKENS, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
     with running(tiny_assembly(tiny[0], async_scheduling=False)) as engine:
@@ -159,44 +120,6 @@ def test_min_tokens_suppresses_stop_tokens(tiny, prompts, alone):
         (output,) = engine.wait(engine.submit(prompts[3], max_tokens=MAX_TOKENS, min_tokens=6, stop_token_ids=[end]))
         assert len(output.tokens) >= 6
         assert end not in output.tokens[:6]
-
-
-def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
-    assembly = tiny_assembly(tiny[0], enforce_eager=True)  # a replayed CUDA graph would not call the hook
-    layer = assembly.loaded.model.model.layers[1]
-    with running(assembly) as engine:
-
-        def fail(*args):
-            raise RuntimeError("device error")
-
-        hook = layer.register_forward_pre_hook(fail)
-        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
-        assert output.error.code is ErrorCode.INTERNAL
-        assert "device error" in str(output.error)
-        hook.remove()
-        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
-
-
-def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
-    """As on a GPU, where an error is raised when the tokens are read."""
-    assembly = tiny_assembly(tiny[0])
-    launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device error")])
-
-    class LateFailure:
-        def __init__(self, launched):
-            self.launched = launched
-
-        def result(self):
-            if error := next(results, None):
-                raise error
-            return self.launched.result()
-
-    assembly.runner.launch = lambda batch: LateFailure(launch(batch))
-    with running(assembly) as engine:
-        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=9))
-        assert output.error.code is ErrorCode.INTERNAL
-        assert len(output.tokens) == 2
-        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 
 def test_prompt_of_maximum_length(tiny):

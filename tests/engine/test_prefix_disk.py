@@ -70,7 +70,7 @@ def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
     def answers(made, asks):
         with running(made) as engine:
             keys = [engine.submit(prompt, max_tokens=1, cache_salt=salt) for prompt, salt in asks]
-            return [one.tokens for one in engine.wait(*keys)], engine.history[-1].stats
+            return [output.tokens for output in engine.wait(*keys)], engine.history[-1].stats
 
     prompts = sorted({tuple(prompt) for prompt, _ in asks})
     cold, _ = answers(tiny_assembly(tiny[0], enable_prefix_caching=False), [(prompt, "") for prompt in prompts])

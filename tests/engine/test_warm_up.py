@@ -99,11 +99,11 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
                 break
             left -= length
             tokens = (0,) * (start + length)
-            one = Group(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
+            sequence = Group(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
             shared = rnd.randrange(2) * 200  # blocks
-            one.blocks = [0] * shared + list(range(own, own + 1100))
+            sequence.blocks = [0] * shared + list(range(own, own + 1100))
             own += 1100
-            chunks.append(Chunk(one, start, length, (one,)))
+            chunks.append(Chunk(sequence, start, length, (sequence,)))
         for variant in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
             assert variant in warmed
 

@@ -12,13 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paged_backend.api.request import GenerateRequest
-from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import runner_builder, step_loop
 from paged_backend.execution import drafter, graphs, runner
-from paged_backend.execution.batch import UniformBatch, pack
-from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}
@@ -95,26 +90,6 @@ def test_samples_penalties_and_beams_with_replay(tiny, prompts, capture, monkeyp
     assert replayed == outputs()
 
 
-@pytest.mark.parametrize("prompt", [300, 200])
-def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeypatch):
-    """Sequences without draft tokens are padded only if they share no prefix: sharing needs one row per sequence."""
-    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 256)
-    chunks = []
-    for key, drafts in enumerate([(1, 2, 3), (), (), ()]):
-        sampling = SamplingParams(max_tokens=9)
-        sequence = Group(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
-        sequence.blocks = [*range(18), 20 + key]
-        sequence.tokens.extend(drafts)
-        chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), draft_tokens=drafts))
-    packed = pack(Plan(tuple(chunks)), block_size=16, gqa_group=4, uniform=UniformBatch(queries=4, seqs=8))
-    if prompt > cascade.MIN_SHARED_TOKENS:
-        assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
-        assert packed.paging.query_starts.tolist() == [0, 4, 5, 6, 7]
-    else:
-        assert packed.paging.shared is None
-        assert packed.paging.query_starts.tolist() == [0, 4, 8, 12, 16]
-
-
 def test_padding_rows_write_nothing(tiny, capture):
     """A step of 5 rows is padded to 8. Slots of the pool that no sequence holds do not change."""
     assembly = tiny_assembly(tiny[0], enable_prefix_caching=False)
@@ -174,19 +149,19 @@ class ExternalReads(TorchDispatchMode):
         self.found, self.kept, self.made = [], [], set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for one in _tensors((args, kwargs)):
-            memory = StorageWeakRef(one.untyped_storage())
+        for tensor in _tensors((args, kwargs)):
+            memory = StorageWeakRef(tensor.untyped_storage())
             if memory.cdata not in self.made:
                 self.found.append(memory)
         result = function(*args, **(kwargs or {}))
         made = _tensors(result)
         self.kept += made  # so that their addresses are not reused
-        self.made |= {StorageWeakRef(one.untyped_storage()).cdata for one in made}
+        self.made |= {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in made}
         return result
 
 
 def _tensors(tree):
-    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+    return [tensor for tensor in tree_leaves(tree) if isinstance(tensor, torch.Tensor)]
 
 
 def test_graph_inputs_outlive_the_capture(tiny, monkeypatch):

@@ -33,9 +33,9 @@ def test_endless_call_does_not_keep_the_process_alive():
     code = """
 from threading import Event
 from paged_backend.utils.worker import BackgroundWorker
-begun, worker = Event(), BackgroundWorker("background")
-worker.submit(lambda: (begun.set(), Event().wait()))
-begun.wait()
+started, worker = Event(), BackgroundWorker("background")
+worker.submit(lambda: (started.set(), Event().wait()))
+started.wait()
 worker.stop(0)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=WAIT, check=False).returncode == 0
