@@ -57,7 +57,8 @@ def _bench(name: str, share: float, *arguments: str, file: str | None = None) ->
 
 ENGINE_CHECKS = (
     "engine/test_equivalence", "engine/test_step_loop", "engine/test_prefix_disk", "scheduling/test_speculation",
-    "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk", "engine/test_workers",
+    "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk",
+    "engine/test_workers",
 )  # fmt: skip
 STEPS = (
     Step("checks", 0.2, ("-m", "pytest", "-q", "tests/kernels", "--deselect", "tests/kernels/test_aot.py")),
