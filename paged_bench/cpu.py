@@ -66,7 +66,7 @@ from paged_bench._server_load import text_workload
 from paged_bench._step_profile import decode_step
 from paged_bench._workload import Job, Run, model_options, workload
 from paged_bench.engine import OURS, latencies, run_paged
-from paged_bench.kernels import machine
+from paged_bench.kernels import measure_machine
 from paged_bench.server import compare
 
 
@@ -159,7 +159,7 @@ def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, quick: boo
         yield not_measured(f"{DECODE}: parts", str(error))
     else:
         yield from (Record(f"{DECODE}: {part}", 1e3 * seconds, "ms") for part, seconds in parts.items())
-    bandwidth = machine(assembly.device, assembly.loaded.spec.dtype, quick).read
+    bandwidth = measure_machine(assembly.device, assembly.loaded.spec.dtype, quick).read
     yield Record("read-only stream", bandwidth / 1e9, "GB/s")
     for name, nbytes in step_bytes(assembly, jobs).items():
         yield Record(f"{DECODE}: least for {name}", 1e3 * nbytes / bandwidth, "ms", peers={"MB": nbytes / 1e6})
