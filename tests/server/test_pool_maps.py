@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from paged_backend.engine import step_loop
 from paged_backend.engine.outputs import EngineDied, PoolMap
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
+from tests.support.callers import serving
+from tests.support.in_process import WAIT
 from tests.support.pb_utils import PB_UTILS, Sent
 from tests.support.streams import POOL, STATS
 
@@ -104,3 +107,14 @@ def test_send_failure_affects_only_its_client(responder):
     responder.emit(POOL)
     assert intact.the_only()[1] is None
     assert broken.the_only() == ({}, "Error generating stream: INTERNAL: RuntimeError: the pipe broke", True)
+
+
+def test_polling_takes_at_most_its_share_of_the_thread(tiny, monkeypatch):
+    """The first map is sent while the request runs; the second has to wait until it has ended."""
+    monkeypatch.setattr(step_loop, "MAP_SHARE", 1e-9)
+    with serving(tiny[0]) as calls:
+        sampling = json.dumps({"max_tokens": 60, "ignore_eos": True})
+        answer = calls.call(text_input="abc", stream=True, sampling_parameters=sampling)
+        answer.get(timeout=WAIT)
+        running = [json.loads(calls.ask(pool_map=True)["pool_map"][0])["running"] for _ in range(2)]
+        assert running == [1, 0]

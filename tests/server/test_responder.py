@@ -18,6 +18,7 @@ from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import SessionName, Sessions
 from paged_backend.server.tenants import Tenants
+from tests.support.gated_service import ask, finish
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import PB_UTILS, Sent
 from tests.support.streams import STATS, TOKENIZER, Client
@@ -420,3 +421,18 @@ def test_requests_after_the_engine_died_fail(opened):
     late = Client(1)
     made.open(late.stream)
     assert late.got.get(timeout=WAIT) == (None, "Error generating stream: INTERNAL: it did", True)
+
+
+def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch):
+    service = serve()
+    gate.open()
+    fails = iter([True])
+
+    def show(self, stats):
+        if next(fails, False):
+            raise RuntimeError("metrics are gone")
+
+    monkeypatch.setattr("paged_backend.server.metrics.Metrics.show", show)
+    assert finish(ask(service)) == ("length", 9)
+    assert finish(ask(service)) == ("length", 9)
+    assert service.ready
