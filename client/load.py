@@ -69,7 +69,7 @@ class _Call:
 
 
 class _Load:
-    """The requests of one run: those that are not sent yet, and the response times of the others."""
+    """The requests of one run, and the response times of those that were sent."""
 
     def __init__(self, url: str, model: str, items: Sequence[Any], make_request: MakeRequest) -> None:
         self._requests = [make_request(model, item, str(index)) for index, item in enumerate(items)]

@@ -239,7 +239,7 @@ class Transcript:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample has its last delta."""
+        """True if every sample has its last delta."""
         return all(deltas and deltas[-1].finish_reason for deltas in self._samples)
 
     def add(self, fields: Fields) -> list[Delta]:

@@ -43,7 +43,7 @@ def adapters_of(assembly: Assembly) -> list[Adapter]:
 
 
 def step(assembly: Assembly, adapters: Sequence[Adapter], rows: int, context: int, repeats: int) -> Callable[[], float]:
-    """Median milliseconds of a step in which so many sequences decode, with these adapters in turn."""
+    """Return a function that measures a decode step of `rows` sequences that use the adapters cyclically, in ms."""
     each, chunks = -(-context // BLOCK_SIZE), []
     for row in range(rows):
         request = GenerateRequest(row, (row,) * context, SamplingParams(temperature=0.0), 0, frozenset())

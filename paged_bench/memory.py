@@ -97,15 +97,15 @@ def bookkeeping(steps: int) -> list[Record]:
             for key in range(running):
                 prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
                 scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=500), 0, frozenset({2})))
-            took = []
+            times = []
             for _ in range(steps + 1):
                 started = time.perf_counter()
                 plan = scheduler.schedule()
                 assert plan is not None
                 scheduler.commit(plan, StepResult.of_tokens([0] * running))
-                took.append((time.perf_counter() - started) / running * 1e6)
+                times.append((time.perf_counter() - started) / running * 1e6)
             name = f"bookkeeping running={running} context={context}"
-            records.append(Record(name, statistics.median(took[1:]), "us/sequence/step", target=3.0))
+            records.append(Record(name, statistics.median(times[1:]), "us/sequence/step", target=3.0))
     return records
 
 
@@ -133,7 +133,7 @@ def attention_speed(rounds: int) -> list[Record]:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    pools, took = {}, {size: list[float]() for size in BLOCK_SIZES}
+    pools, times = {}, {size: list[float]() for size in BLOCK_SIZES}
     for size in BLOCK_SIZES:
         blocks = -(-context // size)
         cache = torch.randn(count * blocks, 3, size, 64, device=device)
@@ -144,10 +144,10 @@ def attention_speed(rounds: int) -> list[Record]:
         for size, (cache, tables) in pools.items():
             started = time.perf_counter()
             step(size, cache, tables)
-            took[size].append(time.perf_counter() - started)
+            times[size].append(time.perf_counter() - started)
     return [
         Record(f"attention on {device.type}, block_size={size}", 1e3 * statistics.median(values), "ms/layer")
-        for size, values in took.items()
+        for size, values in times.items()
     ]
 
 

@@ -90,7 +90,7 @@ class ToolCallParser:
         return scanner.take(marker.end() - before)
 
     def _certain_length(self) -> int:
-        """Return how many characters are content whatever follows.
+        """Return how many characters are certainly content.
 
         The last characters are not if they may be the start of a marker, or white space before one.
         """

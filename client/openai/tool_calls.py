@@ -43,7 +43,7 @@ class OutputParser(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether no call is truncated, once the text has ended."""
+        """True if no call is truncated, once the text has ended."""
 
     def push(self, text: str) -> list[ParserEvent]:
         """Add text and return the events that it completes."""

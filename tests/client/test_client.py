@@ -215,11 +215,11 @@ class TestResponse:
 
     def test_logprobs_of_deltas_are_concatenated(self):
         transcript = Transcript()
-        told = [{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}, "9": NINE}, {"9": NINE}]
+        entries = [{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}, "9": NINE}, {"9": NINE}]
         counts = {"num_output_tokens": [1], "finish_reason": ["None"]}
         parts = [
-            counts | {"text_output": ["a"], "logprobs": [json.dumps(told[:1])], "cumulative_logprob": [-1.5]},
-            counts | {"text_output": ["b"], "logprobs": [json.dumps(told[1:])], "cumulative_logprob": [-1.75]},
+            counts | {"text_output": ["a"], "logprobs": [json.dumps(entries[:1])], "cumulative_logprob": [-1.5]},
+            counts | {"text_output": ["b"], "logprobs": [json.dumps(entries[1:])], "cumulative_logprob": [-1.75]},
         ]
         (first,), (second,) = map(transcript.add, parts)
         seven, nine = TokenLogprob(7, -1.5, 2, "a"), TokenLogprob(9, -0.25, 1, "b")
@@ -430,7 +430,7 @@ class TestClient:
             next(stream)
         assert raised.value.code == "INVALID_ARGUMENT"
         assert stream.completion is None
-        assert list(stream) == []  # an error is told once
+        assert list(stream) == []  # an error is raised once
 
     def test_cancellation_by_the_server_is_an_error(self, client):
         with pytest.raises(PagedError) as raised:

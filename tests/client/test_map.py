@@ -397,7 +397,7 @@ class Terminal:
         try:
             while more := os.read(self.fd, 65536):
                 self.text += more.decode()
-        except OSError:  # how Linux says that nobody has the terminal any more
+        except OSError:  # Linux reports a closed terminal this way
             pass
         os.close(self.fd)
         return self.process.returncode, self.text, err.decode()

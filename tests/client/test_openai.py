@@ -88,7 +88,7 @@ class TestRequests:
 
     @pytest.mark.parametrize("path", BODIES)
     @pytest.mark.parametrize(
-        ("options", "told"),
+        ("options", "expected"),
         [
             ({}, [False, False]),
             ({"continuous_usage_stats": False}, [False, False]),
@@ -96,10 +96,10 @@ class TestRequests:
             ({"include_usage": True, "continuous_usage_stats": True}, [(7, 2, 9), (7, 4, 11), (7, 4, 11)]),
         ],
     )
-    def test_usage_in_the_last_or_every_chunk(self, front, path, options, told):
-        """`False` in `told` means that a chunk has no usage."""
+    def test_usage_in_the_last_or_every_chunk(self, front, path, options, expected):
+        """`False` in `expected` means that a chunk has no usage."""
         chunks = front.events(path, BODIES[path] | {"stream": True, "stream_options": options})
-        assert [(usage := chunk.get("usage", False)) and tuple(usage.values()) for chunk in chunks] == told
+        assert [(usage := chunk.get("usage", False)) and tuple(usage.values()) for chunk in chunks] == expected
 
     def test_continuous_usage_is_counted_per_choice(self, front):
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -129,12 +129,12 @@ class TestRequests:
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", BODIES)
-    @pytest.mark.parametrize(("reason", "told"), [("timeout", ("length", "timeout")), ("length", ("length", None))])
-    def test_timeout_finish_reason_is_length(self, front, says, path, reason, told, stream):
+    @pytest.mark.parametrize(("reason", "expected"), [("timeout", ("length", "timeout")), ("length", ("length", None))])
+    def test_timeout_finish_reason_is_length(self, front, says, path, reason, expected, stream):
         with says(say=["a"], reason=reason):
             body = BODIES[path] | {"stream": stream}
             choice = (front.events(path, body)[-1] if stream else front.ask(path, body)[1])["choices"][0]
-        assert (choice["finish_reason"], choice.get("stop_reason")) == told
+        assert (choice["finish_reason"], choice.get("stop_reason")) == expected
 
     def test_response_id_is_the_engine_request_id(self, front, fake):
         status, body = front.ask("/v1/completions", PROMPT)
@@ -438,10 +438,10 @@ class TestPrompts:
             asked = {"stream_options": {"include_usage": True}} if stream else {}
             answer = client.completions.create(model="paged_llm", prompt=prompt, stream=stream, **asked)
             chunks = list(answer) if stream else [answer]
-        told = dict.fromkeys(range(len(texts)), "")
+        expected = dict.fromkeys(range(len(texts)), "")
         for choice in (choice for chunk in chunks for choice in chunk.choices):
-            told[choice.index] += choice.text
-        assert list(told.values()) == texts
+            expected[choice.index] += choice.text
+        assert list(expected.values()) == texts
         assert chunks[-1].usage.prompt_tokens == 7 * len(texts)
         assert chunks[-1].usage.completion_tokens == sum(2 * len(text) for text in texts)
 

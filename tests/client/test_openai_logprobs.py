@@ -9,31 +9,31 @@ def entry(text, logprob, token_id=0):
 
 
 def test_partial_character_has_no_bytes():
-    told = logprobs.chat_logprobs([(entry("\ufffd", -1.0), entry("é", -2.0))], 2)
-    chosen, other = told["content"][0]["top_logprobs"]
+    result = logprobs.chat_logprobs([(entry("\ufffd", -1.0), entry("é", -2.0))], 2)
+    chosen, other = result["content"][0]["top_logprobs"]
     assert (chosen["bytes"], other["bytes"]) == (None, [0xC3, 0xA9])
 
 
 def test_chat_top_logprobs_may_not_include_the_chosen_token():
     entries = (entry("c", -9.0), entry("a", -1.0), entry("b", -2.0))
-    (told,) = logprobs.chat_logprobs([entries], 2)["content"]
-    assert told["token"] == "c"
-    assert [one["token"] for one in told["top_logprobs"]] == ["a", "b"]
+    (result,) = logprobs.chat_logprobs([entries], 2)["content"]
+    assert result["token"] == "c"
+    assert [one["token"] for one in result["top_logprobs"]] == ["a", "b"]
     assert logprobs.completion_logprobs([entries], [0])["top_logprobs"] == [{"a": -1.0, "b": -2.0, "c": -9.0}]
 
 
 def test_tokens_with_the_same_text_keep_the_most_likely():
-    told = logprobs.completion_logprobs([(entry("a", -3.0, 1), entry("a", -1.0, 2))], [0])
-    assert told["top_logprobs"] == [{"a": -1.0}]
+    result = logprobs.completion_logprobs([(entry("a", -3.0, 1), entry("a", -1.0, 2))], [0])
+    assert result["top_logprobs"] == [{"a": -1.0}]
 
 
 def test_echo_without_prefill_has_no_logprobs():
     """The deadline passed before the prefill."""
     answer = Completion("The sea", "timeout", 3, 0, prompt_text_offsets=(0, 3, 5))
-    told = logprobs.echo_logprobs(answer)
-    assert told["tokens"] == ["The", " s", "ea"]
-    assert told["token_logprobs"] == told["top_logprobs"] == [None] * 3
-    assert told["text_offset"] == [0, 3, 5]
+    result = logprobs.echo_logprobs(answer)
+    assert result["tokens"] == ["The", " s", "ea"]
+    assert result["token_logprobs"] == result["top_logprobs"] == [None] * 3
+    assert result["text_offset"] == [0, 3, 5]
 
 
 def test_echo_includes_the_text_of_a_special_first_token():
@@ -42,14 +42,14 @@ def test_echo_includes_the_text_of_a_special_first_token():
     answer = Completion(
         "The", "length", 3, 0, prompt_text_offsets=(0, 0, 3), prompt_logprobs=known, first_prompt_token="<begin>"
     )
-    told = logprobs.echo_logprobs(answer)
-    assert told["tokens"] == ["<begin>", "The", "<end>"]
-    assert told["text_offset"] == [0, 0, 3]
+    result = logprobs.echo_logprobs(answer)
+    assert result["tokens"] == ["<begin>", "The", "<end>"]
+    assert result["text_offset"] == [0, 0, 3]
 
 
 def test_only_the_first_prompt_token_has_no_logprob():
     known = (None, (entry(" s", -1.0),), (entry("ea", -2.0),))
     answer = Completion("The sea", "length", 3, 0, prompt_text_offsets=(0, 3, 5), prompt_logprobs=known)
-    told = logprobs.echo_logprobs(answer)
-    assert told["tokens"] == ["The", " s", "ea"]
-    assert told["token_logprobs"] == [None, -1.0, -2.0]
+    result = logprobs.echo_logprobs(answer)
+    assert result["tokens"] == ["The", " s", "ea"]
+    assert result["token_logprobs"] == [None, -1.0, -2.0]

@@ -96,25 +96,27 @@ def test_metrics_are_counted_per_route(fakes):
             list(client.chat.completions.create(**CHAT, stream=True))
         with respond_with(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
             assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
-        told = front.metrics()
-    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
-    assert told['paged_openai_tokens_total{route="/v1/embeddings",kind="cached"}'] == 6
+        values = front.metrics()
+    assert values['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
+    assert values['paged_openai_tokens_total{route="/v1/embeddings",kind="cached"}'] == 6
     for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
-        assert told[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
-        assert told[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output
+        assert values[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
+        assert values[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output
         for name in ("paged_openai_request_seconds", "paged_openai_first_byte_seconds"):
-            assert told[f'{name}_count{{route="{route}"}}'] == told[f'{name}_bucket{{route="{route}",le="+Inf"}}'] == 1
-            assert 0 < told[f'{name}_sum{{route="{route}"}}'] < WAIT
+            assert (
+                values[f'{name}_count{{route="{route}"}}'] == values[f'{name}_bucket{{route="{route}",le="+Inf"}}'] == 1
+            )
+            assert 0 < values[f'{name}_sum{{route="{route}"}}'] < WAIT
 
 
 def test_histogram_buckets_are_cumulative():
     histogram = Histogram()
     for value in (0.0, SECONDS[0], SECONDS[0] + 0.001, 1e9):
         histogram.add(value)
-    told = dict(line.rsplit(" ", 1) for line in histogram.lines("x", "a=1"))
-    assert told[f'x_bucket{{a=1,le="{SECONDS[0]}"}}'] == "2"
-    assert told[f'x_bucket{{a=1,le="{SECONDS[-1]}"}}'] == "3"
-    assert told['x_bucket{a=1,le="+Inf"}'] == told["x_count{a=1}"] == "4"
+    values = dict(line.rsplit(" ", 1) for line in histogram.lines("x", "a=1"))
+    assert values[f'x_bucket{{a=1,le="{SECONDS[0]}"}}'] == "2"
+    assert values[f'x_bucket{{a=1,le="{SECONDS[-1]}"}}'] == "3"
+    assert values['x_bucket{a=1,le="+Inf"}'] == values["x_count{a=1}"] == "4"
 
 
 def test_access_log_has_every_request_and_no_key(fakes, tmp_path):

@@ -147,12 +147,12 @@ class TestAnswers:
         choices = [answer["choices"][0] for answer in answers]
         messages = [choice["delta" if stream else "message"] for choice in choices]
         assert [message["content"] for message in messages if "content" in message] == [None]
-        told = {}
+        streamed = {}
         for index, call in (one for message in messages for one in enumerate(message.get("tool_calls", []))):
-            found = told.setdefault(call.get("index", index), ["", ""])
+            found = streamed.setdefault(call.get("index", index), ["", ""])
             found[0] += call["function"].get("name", "")
             found[1] += call["function"]["arguments"]
-        assert [tuple(call) for call in told.values()] == called
+        assert [tuple(call) for call in streamed.values()] == called
         assert choices[-1]["finish_reason"] == reason
 
     @pytest.mark.parametrize("stream", [False, True])

@@ -148,7 +148,7 @@ def test_concurrent_requests_are_counted():
     many = [invoke(id, allowed_ends=["left"]) | {"protocol": "http"} for id in "abcd"]
     events = [many[0], many[1], tokens([5], id="a"), left("a"), left("b"), many[2], tokens([5], id="c"), many[3]]
     verdict = check([*events, left("c"), left("d")])
-    assert (verdict.most_open, verdict.most_begun) == (2, 1)
+    assert (verdict.most_open, verdict.most_with_tokens) == (2, 1)
 
 
 def test_time_from_disconnect_to_free_blocks():

@@ -1,9 +1,9 @@
-"""The two endpoints that the client speaks to, without a model: they do what sampling_parameters tell them.
+"""Fake gRPC and HTTP endpoints for the client, which follow a script in the sampling parameters.
 
-`say`: the pieces of the answer. After them, one of: nothing (the last piece has a finish_reason, `reason`, and
-perhaps a `receipt`), `fail`: an error with this text, `cut`: the stream ends with no finish_reason, `hold`: nothing
-more comes until the client is gone, `vanish`: the connection breaks. Who asks for a map of the pool gets the next one
-of `Seen.maps`.
+`say` is the list of output texts. After them, `fail` sends an error message, `cut` ends the stream without a finish
+reason, `hold` sends nothing until the client disconnects, and `vanish` breaks the connection. Otherwise the last text
+has a finish reason (`reason`) and optionally a `receipt`. A pool map request returns the next one of
+`FakeServerState.maps`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeServerState:
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one is repeated
     adapters: str = "[]"
-    scripted_response: Any = field(default_factory=dict)  # what a recording server does (tests/support/gateway.py)
+    scripted_response: Any = field(default_factory=dict)  # script of a recording server (gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # sampling parameters of its requests
 
     def script(self, inputs: dict[str, Any], request_id: str) -> dict[str, Any]:

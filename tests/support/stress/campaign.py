@@ -227,7 +227,7 @@ class StressRun:
         )
 
     async def soak(self, responses: int) -> None:
-        begun, memory, history = time.monotonic(), Memory(self._server.pid), self._history
+        started, memory, history = time.monotonic(), Memory(self._server.pid), self._history
 
         def enough() -> bool:
             return history.responses >= responses or self.is_over
@@ -241,14 +241,14 @@ class StressRun:
                     return
                 await self.kill_client_processes(1)
                 if number:
-                    seconds = time.monotonic() - begun
+                    seconds = time.monotonic() - started
                     self._stress.report(f"soak: {history.responses:,} of {responses:,} responses in {seconds:.0f} s")
 
         watch = asyncio.ensure_future(memory.watch())
         some = self._plans("soak", long=None, faulty=0.1)
         await asyncio.gather(self._clients.play_all(some, open=OPEN, until=enough), inject_faults())
         watch.cancel()
-        self._figures["seconds"] = time.monotonic() - begun
+        self._figures["seconds"] = time.monotonic() - started
         self._figures |= {f"MiB/min of {name}": growth for name, growth in memory.slopes().items()}
 
     async def exhaust_pool(self, preemptions: int) -> None:
@@ -276,23 +276,23 @@ class StressRun:
             self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
 
     async def stream(self, count: int) -> None:
-        begun, crowd = time.monotonic(), MultiplexedClients(self._server.grpc_url, self._history, MODEL)
+        started, crowd = time.monotonic(), MultiplexedClients(self._server.grpc_url, self._history, MODEL)
         some = self._plans("stream", long=True, faulty=0, invalid=0, pauses=0)
         for _ in range(HELD_STREAMS):
             await crowd.open(itertools.islice(some, count // HELD_STREAMS))
         await asyncio.wait_for(crowd.finish(), STREAM_SECONDS)
-        self._figures["seconds"] = time.monotonic() - begun
+        self._figures["seconds"] = time.monotonic() - started
 
     async def _hold(self, count: int, model: str, history: History) -> dict[str, float]:
         """Open `count` concurrent requests, cancel them, and return the seconds and the CPU time of both."""
         crowd = MultiplexedClients(self._server.grpc_url, history, model)
         some = self._plans("held", long=True, faulty=0, invalid=0, pauses=0)
         leaving = (replace(plan, allowed_ends=("left",), fault="cancel", phase=None) for plan in some)
-        begun, spent = time.monotonic(), self._spent(model)
+        started, spent = time.monotonic(), self._spent(model)
         for _ in range(HELD_STREAMS):
             await crowd.open(itertools.islice(leaving, count // HELD_STREAMS))
         while (most := await self._held(model)) < count:
-            assert time.monotonic() < begun + 120, f"{most} of {count} requests are held"
+            assert time.monotonic() < started + 120, f"{most} of {count} requests are held"
             if crowd.num_open < count + OPEN:  # some have ended by now
                 await crowd.open(itertools.islice(leaving, count + 2 * OPEN - crowd.num_open))
         left, sent = time.monotonic(), self._spent(model)
@@ -301,7 +301,7 @@ class StressRun:
             assert time.monotonic() < left + 120, "cancelled requests are still held"
         gone, ended = time.monotonic(), self._spent(model)
         await going
-        found = {"held at once": most, "seconds to send": left - begun, "seconds from cancelled to none": gone - left}
+        found = {"held at once": most, "seconds to send": left - started, "seconds from cancelled to none": gone - left}
         for what, before, after in (("to send", spent, sent), ("from cancelled to none", sent, ended)):
             found |= {f"processor seconds of {who} {what}": after[who] - before[who] for who in before}
         return found
@@ -367,7 +367,7 @@ class StressRun:
         plans = [replace(plan, allowed_ends=("left",)) for plan in itertools.islice(some, LAST_STREAMS)]
         ids = {plan.id for plan in plans}
         playing = asyncio.ensure_future(self._clients.play_all(plans, open=LAST_STREAMS))
-        while not ids <= self._history.begun and not playing.done():
+        while not ids <= self._history.started and not playing.done():
             await asyncio.sleep(0.005)
         return ids, playing
 
@@ -389,10 +389,10 @@ class StressRun:
         self._history.add("refusal", refused=refused)
         await playing
         await self._clients.close()
-        begun = time.monotonic()
+        started = time.monotonic()
         code = await asyncio.to_thread(self._end)
         left = footprint(self._server.pid, self._server.shm_prefix)["shm"]
-        self._history.add("stopped", code=code, seconds=time.monotonic() - begun, left=left)
+        self._history.add("stopped", code=code, seconds=time.monotonic() - started, left=left)
 
     async def kill_client_processes(self, count: int, every: float = 0.0) -> None:
         """Start and kill processes with many clients."""

@@ -30,7 +30,7 @@ class Request:
     tokens: list[list[int]]
     texts: list[str]
     terminal: Event | None = None
-    begun: bool = False
+    started: bool = False
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Verdict:
     outcomes: Counter[str] = field(default_factory=Counter)
     killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by fault and phase, of those that had not ended
     most_open: int = 0  # concurrent requests
-    most_begun: int = 0  # concurrent requests with at least one token
+    most_with_tokens: int = 0  # concurrent requests with at least one token
     freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a disconnect until the blocks are free
     idle_seconds: float | None = None  # the longest
     stopped_seconds: float | None = None
@@ -89,7 +89,7 @@ class _Check:
         self._idle_within, self._stopped_within = idle_within, stopped_within
         self._requests: dict[str, Request] = {}
         self._probes: list[str] = []
-        self._open = self._begun = 0
+        self._open = self._with_tokens = 0
         self._verdict = Verdict()
 
     def run(self, events: Iterable[Event]) -> Verdict:
@@ -126,10 +126,10 @@ class _Check:
             return
         if event["at"] is not None and event["at"] != len(request.texts[0]):
             self._problem("gap", id, f"text from {event['at']} on, after {len(request.texts[0])} characters")
-        if not request.begun and not request.terminal:
-            request.begun = True
-            self._begun += 1
-            self._verdict.most_begun = max(self._verdict.most_begun, self._begun)
+        if not request.started and not request.terminal:
+            request.started = True
+            self._with_tokens += 1
+            self._verdict.most_with_tokens = max(self._verdict.most_with_tokens, self._with_tokens)
         for index, (tokens, text) in enumerate(zip(event["tokens"], event["texts"], strict=True)):
             request.tokens[index] += tokens
             request.texts[index] += text
@@ -157,7 +157,7 @@ class _Check:
             return
         request.terminal = event
         self._open -= 1
-        self._begun -= request.begun
+        self._with_tokens -= request.started
         outcome = self._outcome(request)
         self._verdict.outcomes[outcome] += 1
         invoke = request.invoke
@@ -207,7 +207,7 @@ class _Check:
         """
         request = self._requests.get(event["id"])
         if request and request.terminal and request.terminal.get("fault") in DISCONNECTS:
-            noticed = request.begun or request.invoke["protocol"] == "grpc"
+            noticed = request.started or request.invoke["protocol"] == "grpc"
             name = "noticed" if noticed else "over HTTP before a token"
             self._verdict.freed.setdefault(name, []).append(event["at"] - request.terminal["t"])
 

@@ -34,7 +34,7 @@ class History:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.begun: set[str] = set()  # requests with at least one token
+        self.started: set[str] = set()  # requests with at least one token
         self.responses = 0  # with tokens
         self.killed = 0  # requests that a fault has ended
         self.ended: set[str] = set()
@@ -60,7 +60,7 @@ class History:
     def put(self, event: Event) -> None:
         if event["kind"] == "tokens":
             self.responses += 1
-            self.begun.add(event["id"])
+            self.started.add(event["id"])
         elif event["kind"] == "invoke" and event["fault"]:
             self._with_fault.add(event["id"])
         elif event["kind"] == "terminal":

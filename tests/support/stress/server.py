@@ -155,10 +155,10 @@ def wait_until_idle(
 
     Without `before`, wait until the footprint no longer changes. Return the seconds that it took, and the footprint.
     """
-    begun, latest = time.monotonic(), None
+    started, latest = time.monotonic(), None
     while True:
         now = _held(server)
-        took = time.monotonic() - begun
+        took = time.monotonic() - started
         same = before or latest
         if took > timeout or (_idle(now) and same and _same(same, now)):
             return took, now

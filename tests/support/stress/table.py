@@ -98,7 +98,7 @@ def add_run(test: str, seed: int, verdict: Verdict, figures: dict[str, float] | 
         "tokens compared": verdict.tokens,
         "streams killed": verdict.killed.total(),
         "open at once": verdict.most_open,
-        "of them with tokens": verdict.most_begun,
+        "of them with tokens": verdict.most_with_tokens,
         "problems": len(verdict.problems),
     }
     if verdict.idle_seconds is not None:
@@ -122,7 +122,7 @@ def _record_goals(test: str, verdict: Verdict, figures: dict[str, float]) -> Non
     if verdict.killed:
         record("streams killed", verdict.killed.total())
     record("concurrent requests", verdict.most_open)
-    record("concurrent requests with tokens", verdict.most_begun)
+    record("concurrent requests with tokens", verdict.most_with_tokens)
     if "preemptions" in figures:
         record("preemptions", figures["preemptions"])
     if test == "leave":
