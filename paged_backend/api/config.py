@@ -52,7 +52,7 @@ class EngineConfig:
     model: str = option(
         text,
         "Hugging Face model directory, GGUF file, or name on the Hugging Face hub. A relative path is looked up in the"
-        " model repository and in the server's working directory.",
+        " directory of this project, then in the server's working directory.",
         section="Model",
     )
     tokenizer: str | None = option(
