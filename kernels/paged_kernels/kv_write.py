@@ -119,8 +119,8 @@ def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *,
 
 def kv_write(
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # as key
-    cache: LayerCache,  # of key's type, or quantized
+    value: Tensor,  # shape and type of key
+    cache: LayerCache,  # type of key, or quantized
     slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1: write nothing
 ) -> None:
     """Write the key and value of token t into slot slots[t] of the cache, in place, quantized if the cache is."""

@@ -34,6 +34,7 @@ class LaunchPlan:
 
     @property
     def prefix_splits(self) -> int:
+        """Splits of a shared prefix; 0 without one."""
         return self.prefix_grid[2] if self.prefix else 0
 
     @property
@@ -43,6 +44,7 @@ class LaunchPlan:
 
     @property
     def partial(self) -> bool:
+        """Whether results are merged from several partial ones."""
         return self.slots > 1
 
 

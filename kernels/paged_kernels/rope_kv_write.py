@@ -142,7 +142,7 @@ def rope_kv_write(
     value: Tensor,  # shape and type of key
     cos: Tensor,  # [num_tokens, head_dim], as returned by the rotary modules of transformers
     sin: Tensor,  # shape and type of cos
-    cache: LayerCache,  # of key's type, or quantized
+    cache: LayerCache,  # type of key, or quantized
     slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1: write nothing
     *,
     query_weight: Tensor | None = None,  # [head_dim]: RMSNorm of each head before the rotation
