@@ -1,4 +1,4 @@
-"""Which tenant's request is let in next, where `fair_tenants` is set: by counts of requests and tokens."""
+"""Fair tenants: which tenant's request is admitted next, by counts of requests and tokens."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ from paged_backend.scheduling.step_result import StepResult
 
 
 class Served:
-    """A scheduler, and what it has done for whom."""
+    """A scheduler that records which tenant it served."""
 
     def __init__(self, *, num_blocks=4096, max_num_seqs=1, max_num_batched_tokens=64, fair_tenants=True, **options):
         self.sched = Scheduler(
@@ -27,7 +27,7 @@ class Served:
         )
         self.keys = count()
         self.tenants: dict[int, str] = {}
-        self.entered: list[str] = []  # tenants, by the turn of their requests
+        self.admitted: list[str] = []  # tenants, in the order of admission of their requests
         self.tokens: Counter[str] = Counter()  # of prompts and outputs, by tenant
         self.ended: list[int] = []
 
@@ -41,7 +41,7 @@ class Served:
     def step(self, times=1):
         for _ in range(times):
             plan = self.sched.schedule()
-            self.entered += [self.tenants[key] for key in plan.admitted]
+            self.admitted += [self.tenants[key] for key in plan.admitted]
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
                 self.tokens[self.tenants[chunk.sequence.key]] += prompt
@@ -66,7 +66,7 @@ def test_single_request_does_not_queue_behind_other_tenant(fair_tenants, before)
     served.step()
     served.ask("one")
     served.finish()
-    assert served.entered.index("one") == before
+    assert served.admitted.index("one") == before
     assert len(served.ended) == 1001
 
 
@@ -76,12 +76,12 @@ def test_priority_comes_before_fairness():
         served.ask("urgent", priority=-1)
     served.ask("other")
     served.finish()
-    assert served.entered == ["urgent"] * 5 + ["other"]
+    assert served.admitted == ["urgent"] * 5 + ["other"]
 
 
 @pytest.mark.parametrize("seqs", [1, 4, 16])
 def test_backlogged_tenants_get_equal_tokens(seqs):
-    """Short prompts beside long ones, one output beside several: to within two of the longest prompts."""
+    """With short and long prompts, and one or several samples, counts differ by at most two of the longest prompts."""
     rnd = random.Random(seqs)
     served = Served(max_num_seqs=seqs, max_num_batched_tokens=128)
     kinds = {"chat": (4, 30), "search": (90, 2), "essay": (10, 60), "samples": (12, 10)}
@@ -119,7 +119,7 @@ def test_idle_tenant_gains_no_credit():
     for _ in range(50):
         served.ask("back")
     served.step(20)
-    assert Counter(served.entered[-20:]) == {"always": 10, "back": 10}
+    assert Counter(served.admitted[-20:]) == {"always": 10, "back": 10}
 
 
 def test_tenant_with_one_long_request_gains_no_credit():
@@ -131,11 +131,11 @@ def test_tenant_with_one_long_request_gains_no_credit():
     for _ in range(50):
         served.ask("slow", prompt=9)
     served.step(20)
-    assert served.entered[-20:].count("always") >= 8
+    assert served.admitted[-20:].count("always") >= 8
 
 
 def test_tenant_count_is_kept_while_a_request_is_open():
-    """A tenant that never has more than one waiting, and many that run."""
+    """Of a tenant that never has more than one request waiting, but many running."""
     served = Served(max_num_seqs=8)
     for _ in range(6):
         served.ask("many", max_tokens=200)
@@ -146,27 +146,27 @@ def test_tenant_count_is_kept_while_a_request_is_open():
     served.ask("many")
     served.ask("few")
     served.step(70)
-    assert served.entered[-2:] == ["few", "many"]
+    assert served.admitted[-2:] == ["few", "many"]
 
 
 def test_new_tenant_does_not_pay_for_long_prompt_of_another():
-    """What a tenant has had that was let in last puts nobody else behind a queue."""
+    """The count of the tenant that was admitted last does not put a new tenant behind a queue."""
     served = Served(num_blocks=10_000)
     for _ in range(1000):
         served.ask("many", prompt=20)
     served.ask("long", prompt=20_000)
     served.step()
-    while "long" not in served.entered:
+    while "long" not in served.admitted:
         served.step()
-    assert len(served.entered) <= 3
+    assert len(served.admitted) <= 3
     served.ask("one", prompt=20)
-    while "one" not in served.entered:
+    while "one" not in served.admitted:
         served.step()
-    assert served.entered.count("many") < 20
+    assert served.admitted.count("many") < 20
 
 
 def test_stream_of_new_tenants_does_not_starve_a_tenant():
-    """One that has just had a long prompt waits again, and at every moment two that never came before wait, too."""
+    """A tenant that has just had a long prompt waits again, always beside two tenants that are new."""
     served = Served()
     served.ask("long", prompt=1000, max_tokens=1)
     served.step()
@@ -176,17 +176,17 @@ def test_stream_of_new_tenants_does_not_starve_a_tenant():
         served.ask(next(names), prompt=20)
     passed = 0
     while waits not in served.ended:
-        entered = len(served.entered)
+        before = len(served.admitted)
         served.step()
-        for _ in served.entered[entered:]:
+        for _ in served.admitted[before:]:
             served.ask(next(names), prompt=20)
             passed += 1
         assert passed < 200
 
 
 def test_admitted_request_is_not_preempted_by_later_admitted_ones():
-    """The newest of all, let in before older ones of another tenant, keeps its blocks as the pool runs dry; whoever is
-    pushed out goes on before others are let in."""
+    """The newest request, admitted before older ones of another tenant, keeps its blocks when the pool is exhausted.
+    Preempted requests resume before others are admitted."""
     served = Served(num_blocks=12, max_num_seqs=3)
     for _ in range(50):
         served.ask("many", prompt=8, max_tokens=12)
@@ -211,13 +211,13 @@ def test_adapter_and_base_requests_share_a_tenant_count():
     for _ in range(20):
         served.ask("other", adapter=Adapter("b", b"b", 1, {}))
     served.step(20)
-    assert Counter(served.entered[1:]) == {"many": 10, "other": 10}
+    assert Counter(served.admitted[1:]) == {"many": 10, "other": 10}
     served.finish()
     assert len(served.ended) == 60
 
 
 def calls(work):
-    """How many functions are called in it."""
+    """Return how many function calls the work takes."""
     seen = 0
 
     def see(frame, event, argument):
@@ -235,8 +235,8 @@ def calls(work):
 @pytest.mark.parametrize("tenant", ["one", "{}"])
 @pytest.mark.parametrize("adapter", [None, Adapter("b", b"b", 1, {})])
 def test_scheduling_cost_is_independent_of_queue_length(tenant, adapter):
-    """To come, to be let in, to be found and to be dropped: a search in a line may take some steps more. With one
-    adapter's slot in use, those that need another are passed without a look at each."""
+    """Of adding, admitting, finding and removing, up to a few steps of a binary search. Requests that wait for the slot
+    of another adapter are skipped without looking at each."""
 
     def cost(waiting):
         served = Served(max_loras=1, max_num_seqs=2)

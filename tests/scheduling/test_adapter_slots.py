@@ -1,4 +1,4 @@
-"""Slots for adapters: who is there, who makes way, and what has to be put on the device."""
+"""Adapter slots: assignment, eviction, loads, and preemption for a slot."""
 
 import random
 
@@ -25,7 +25,7 @@ def request(key, name=None, length=4, **sampling):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_random_acquire_and_release_keep_slots_consistent(seed, count):
-    """The device holds what the slots say, as long as every load is done before it is used."""
+    """The device holds the adapters of the slots if every load is done before it is used."""
     rnd, slots, device, running = random.Random(seed), AdapterSlots(count), {}, []
     for key in range(500):
         wanted = request(key, rnd.choice("abcdefg"))
@@ -103,7 +103,7 @@ def test_plan_without_adapters_has_no_adapter_slots():
 
 
 def test_adapter_requests_do_not_overtake_one_waiting_for_a_slot():
-    """Else those who keep the slot in use could come for ever. Whoever has none passes."""
+    """Otherwise requests that share the slot in use could keep it for ever. Requests without an adapter do overtake."""
     sched = scheduler()
     sched.add(request(0, "a", max_tokens=2))
     sched.commit(sched.schedule(), StepResult.of_tokens([5]))
@@ -111,7 +111,7 @@ def test_adapter_requests_do_not_overtake_one_waiting_for_a_slot():
         sched.add(request(key, name, max_tokens=4))
     plan = sched.schedule()
     assert [chunk.sequence.key for chunk in plan.chunks] == [0, 3]
-    sched.commit(plan, StepResult.of_tokens([5, 5]))  # the first has ended
+    sched.commit(plan, StepResult.of_tokens([5, 5]))  # ends the first request
     plan = sched.schedule()
     assert [chunk.sequence.key for chunk in plan.chunks] == [3, 1]
     assert [load.adapter.name for load in plan.loads] == ["b"]
@@ -119,7 +119,7 @@ def test_adapter_requests_do_not_overtake_one_waiting_for_a_slot():
 
 
 def run(sched):
-    """One step; the keys of those who computed."""
+    """Run one step and return the keys of the requests that computed."""
     plan = sched.schedule()
     sched.check()
     sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.draws]))
@@ -128,7 +128,7 @@ def run(sched):
 
 
 def at_work(*asked, **options):
-    """A scheduler in which these requests, (adapter, priority), compute."""
+    """Return a scheduler in which requests with these (adapter, priority) run."""
     sched = scheduler(**options)
     for key, (name, priority) in enumerate(asked):
         sched.add(request(key, name, priority=priority))
@@ -140,12 +140,12 @@ def at_work(*asked, **options):
     ("running", "left"),
     [
         ([("a", 3)], []),
-        ([("a", 3), (None, 9)], [1]),  # no slot is in the way of whoever has none
+        ([("a", 3), (None, 9)], [1]),  # a request without an adapter holds no slot
         ([("a", 3), ("b", 5)], [0]),
         ([("a", 5), ("b", 3)], [1]),
-        ([("a", 5), ("b", 5)], [0]),  # of equals the newest
-        ([("a", 5), ("a", 5), ("b", 5)], [0, 1]),  # that with fewer users
-        ([("a", 9), ("a", 3), ("b", 5)], [0, 1]),  # one slot would come free only with one of a higher priority
+        ([("a", 5), ("b", 5)], [0]),  # of equal priorities the newest
+        ([("a", 5), ("a", 5), ("b", 5)], [0, 1]),  # the adapter with fewer users
+        ([("a", 9), ("a", 3), ("b", 5)], [0, 1]),  # one slot is also used by a higher priority
         ([("a", 9), ("a", 5), ("b", 3)], [2]),
     ],
 )
@@ -157,16 +157,16 @@ def test_higher_priority_preempts_all_users_of_one_slot(running, left):
     assert sched.stats.preemptions == len(running) - len(left)
     while sched.has_work:
         run(sched)
-    assert sched.stats.preemptions == len(running) - len(left), "nobody is displaced by who comes back"
+    assert sched.stats.preemptions == len(running) - len(left), "a resumed request preempts no other"
 
 
 @pytest.mark.parametrize(
     ("running", "options"),
     [
-        ([("a", 1)], {}),  # equals
-        ([("a", 9), ("a", 1)], {}),  # one of lower priority, whose slot an equal keeps
+        ([("a", 1)], {}),  # equal priority
+        ([("a", 9), ("a", 1)], {}),  # a lower priority, whose slot an equal priority also uses
         ([("a", 1), ("b", 0), (None, 9)], {"max_loras": 2}),
-        ([("a", 9), (None, 1)], {"max_num_seqs": 2, "samples": 2}),  # who would not find room then either
+        ([("a", 9), (None, 1)], {"max_num_seqs": 2, "samples": 2}),  # the new request would not fit afterwards either
     ],
 )
 def test_no_preemption_that_would_not_free_a_usable_slot(running, options):
@@ -191,7 +191,7 @@ def test_request_in_flight_is_preempted_after_commit():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_priorities_and_adapters_answer_every_request(seed):
-    """And whoever waits for a slot waits for one whose users are not all of a lower priority."""
+    """And a request waits for a slot only if no adapter has users of lower priority alone."""
     rnd = random.Random(seed)
     sched = scheduler(max_loras=rnd.choice([1, 2]), max_num_batched_tokens=128)
     asked, answered = 0, []

@@ -1,4 +1,4 @@
-"""Beam search: the outputs of transformers' own, token for token, whatever happens to the pages meanwhile."""
+"""Beam search gives the outputs of transformers, token for token, whatever happens to its blocks."""
 
 import random
 
@@ -19,8 +19,8 @@ def prompts():
 
 
 def generate(model, prompt, stops, **options):
-    """Every output that transformers returns, without what pads it."""
-    model.generation_config.eos_token_id = None  # else it would stand in where `stops` is None
+    """Return every output of transformers, without padding."""
+    model.generation_config.eos_token_id = None  # otherwise used where `stops` is None
     config = GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=stops, **options)
     ids = torch.tensor([prompt])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
@@ -45,7 +45,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("width", [2, 3, 5])
 def test_beam_outputs_match_transformers(tiny, prompts, width, options):
-    """With stop tokens that are drawn often, so that hypotheses end early, and without."""
+    """With frequent stop tokens, so that hypotheses end early, and without any."""
     directory, model = tiny
     with running(tiny_assembly(directory)) as engine:
         for prompt in prompts:
@@ -57,7 +57,7 @@ def test_beam_outputs_match_transformers(tiny, prompts, width, options):
 
 @pytest.mark.usefixtures("planning")
 def test_beam_outputs_survive_preemption(tiny, prompts):
-    """Room for one search at a time: the others are pushed out and computed again, with beams of their own length."""
+    """The pool has room for one search: the others are preempted and recomputed, with beams of different lengths."""
     directory, model = tiny
     expected = [generate(model, prompt, None, num_beams=4)[0] for prompt in prompts]
     with running(
@@ -103,7 +103,7 @@ def row(*log_probs):
 
 
 def test_agreement_includes_returnable_hypotheses():
-    """Both live beams begin with 1, but an output that ended with 0 is still the best."""
+    """Both live beams begin with 1, but a finished output, which ends with 0, is still the best."""
     one = search()
     assert one.advance([[]], [row(-0.1, -2.0, -3.0)]) == [(0, 1), (0, 2)]
     assert one.agree([[1], [2]]) == ()

@@ -1,4 +1,4 @@
-"""The best of several samples: those of a request that gets all of them, by their log probabilities."""
+"""best_of: the returned samples are the most likely of those that a request for all of them returns."""
 
 import json
 
@@ -26,7 +26,7 @@ def inputs(told=TOLD, **sampling):
 
 
 def per_sample(outputs):
-    """What each sample has to show, the sum of its log probabilities first."""
+    """Return the outputs of each sample, the sum of its log probabilities first."""
     ids = iter(outputs["token_ids"])
     tokens = [[next(ids) for _ in range(count)] for count in outputs["num_output_tokens"]]
     names = ("cumulative_logprob", "text_output", "finish_reason", "logprobs")

@@ -1,4 +1,4 @@
-"""The block manager against a model of it, by rules that are applied in any order."""
+"""The block manager compared with a simple model, by rules applied in random order."""
 
 import ast
 import subprocess
@@ -24,8 +24,8 @@ from tests.support.pool_state import PART
 from tests.support.stress import table
 
 
-def assert_all_happened(seen):
-    """A rule that never applies, or a state that is never met, would prove nothing."""
+def assert_all_seen(seen):
+    """Assert that every rule was applied and every state was met."""
     assert [name for name in (*RULES, *STATES) if not seen[name]] == []
 
 
@@ -41,7 +41,7 @@ def test_hypothesis_rules_match_model(examples):
             steps += play(parts, seen)
 
     run()
-    assert_all_happened(seen)
+    assert_all_seen(seen)
     table.record("block manager: steps chosen by Hypothesis", steps)
     assert steps >= 200_000
 
@@ -55,7 +55,7 @@ def test_hypothesis_rules_match_model(examples):
     ids=["2 million", "50 million"],
 )
 def test_seeded_rules_match_model(wanted, first, until, figures):
-    """At night with seeds that nobody has tried."""
+    """The nightly run starts from a random seed."""
     first, seen, steps = first(), Counter(), 0
     batches = (range(start, start + 20) for start in count(first, 20))
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
@@ -67,7 +67,7 @@ def test_seeded_rules_match_model(wanted, first, until, figures):
                 steps, seen = steps + more, seen + happened
                 if steps < wanted and monotonic() < until:
                     running.add(processes.submit(play_seeds, next(batches)))
-    assert_all_happened(seen)
+    assert_all_seen(seen)
     figures(f"seeds from {first}")
     table.record("block manager: steps chosen by seeds", steps)
 
@@ -103,7 +103,7 @@ CORE = [
 
 @pytest.mark.parametrize("module", CORE, ids=lambda module: module.stem)
 def test_scheduling_core_does_not_import_torch(module):
-    """So that the heart of the system can be tested by the million, without a tensor in sight."""
+    """The scheduling core is tested with millions of steps, without torch."""
     imports = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(module.read_text()))
@@ -119,7 +119,7 @@ def test_scheduler_loads_without_torch():
 
 
 def naive_states(blocks):
-    """What `states` promises, block by block."""
+    """Return the expected pool map, block by block."""
     free = set(range(blocks.num_blocks)) - {block for block, count in enumerate(blocks.pool._references) if count}
     marks = {block: "c" if blocks.pool.is_cached(block) else "." for block in free}
     held = {block: str(count) if count < 10 else "+" for block, count in enumerate(blocks.pool._references) if count}
@@ -139,7 +139,7 @@ def test_pool_map_shows_reference_count(tables):
 
 @pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
 def test_pool_map_distinguishes_free_and_cached(free, cached, held):
-    """Whichever of the two are fewer, as those are found another way."""
+    """Both where more blocks are free and where more are cached: only the smaller set is walked."""
     blocks = BlockManager(free + cached + held, 4, caching=True)
     table = blocks.allocate(cached)
     tokens = list(range(4 * cached))

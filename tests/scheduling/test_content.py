@@ -1,4 +1,4 @@
-"""What blocks hold: one object for each content, for as long as anybody has it, and no longer."""
+"""Entries: one object per content, for as long as a block, a sequence or an entry refers to it."""
 
 import gc
 import random
@@ -11,10 +11,10 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain, Contents, Entry
 
-NOBODY = Origin("")
+ORIGIN = Origin("")
 
 
-def chain_of(contents, tokens, block_size=1, origin=NOBODY):
+def chain_of(contents, tokens, block_size=1, origin=ORIGIN):
     chain = Chain(origin)
     contents.extend(chain, tokens, len(tokens) // block_size, block_size)
     return chain
@@ -31,7 +31,7 @@ def test_equal_content_shares_one_entry():
         chain_of(contents, [1, 2, 3, 4], 2, Origin("", b"adapter")),
     ]
     assert len({chain.entries[-1] for chain in (one, *others)}) == 5
-    assert one.entries[-1].prefix == (NOBODY, [1, 2, 3, 4])
+    assert one.entries[-1].prefix == (ORIGIN, [1, 2, 3, 4])
     assert others[2].entries[-1].prefix == (Origin("tenant"), [1, 2, 3, 4])
 
 
@@ -42,20 +42,20 @@ def test_key_depends_on_origin_tokens_and_block_size():
                      ([1, 2, 3, 4], 2, Origin("", b"tenant")))
     ]  # fmt: skip
     assert len({chain.entries[-1].key for chain in ways}) == len(ways)
-    alone = Entry(Entry(NOBODY, (1, 2)), (3, 4))
+    alone = Entry(Entry(ORIGIN, (1, 2)), (3, 4))
     assert alone.key == alone.key == ways[0].entries[-1].key
 
 
 @pytest.mark.parametrize("by_the_collector", [False, True])
 def test_chain_of_100_000_blocks_does_not_recurse(by_the_collector):
-    """One by one: what calls itself for each block would end the process."""
+    """Recursion over the blocks would overflow the stack."""
     length, left = 100_000, []
 
     def live():
         contents = Contents()
-        last = chain_of(contents, range(length)).entries[-1]  # alone keeps all those before it
+        last = chain_of(contents, range(length)).entries[-1]  # keeps all entries before it alive
         assert len(contents) == length
-        assert last.prefix == (NOBODY, list(range(length)))
+        assert last.prefix == (ORIGIN, list(range(length)))
         assert len(last.key) == 32
         if by_the_collector:
             ring = [last]
@@ -78,7 +78,7 @@ def test_chain_of_100_000_blocks_does_not_recurse(by_the_collector):
 
 def test_entry_keeps_its_prefix_alive_and_nothing_else():
     blocks = BlockManager(4, 1, caching=True)
-    table, chain = blocks.allocate(4), Chain(NOBODY)
+    table, chain = blocks.allocate(4), Chain(ORIGIN)
     for index in range(4):
         blocks.cache_block(table[index], chain, [1, 2, 3, 4], index)
     tail, heads = table[3:], table[:3]
@@ -86,10 +86,10 @@ def test_entry_keeps_its_prefix_alive_and_nothing_else():
     del chain
     assert blocks.allocate(3) is not None
     assert len(blocks.pool.index.blocks) == 1
-    assert len(blocks.cache.contents) == 4  # of blocks that are gone, too: whoever computes them anew finds the last
-    again = Chain(NOBODY)
+    assert len(blocks.cache.contents) == 4  # of evicted blocks too: a request that recomputes them finds the last one
+    again = Chain(ORIGIN)
     blocks.match(again, [1, 2, 3, 4, 5])
-    assert len(again.entries) == 1  # none of them is known
+    assert len(again.entries) == 1  # none of the blocks before the last is cached
     blocks.free(tail)
     blocks.allocate(1)
     del again
@@ -99,7 +99,7 @@ def test_entry_keeps_its_prefix_alive_and_nothing_else():
 @pytest.mark.parametrize("host", [0, 128])
 @pytest.mark.parametrize("matching", [0.0, 0.5])
 def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
-    """Thousands of prompts that branch everywhere, computed anew or found, and let go of in any order."""
+    """With thousands of prompts that branch everywhere, computed or found in the cache, and freed in any order."""
     rnd, length, most = random.Random(1), 16, 0
     behind = BlockPool(host, caching=True) if host else None
     blocks = BlockManager(128, 1, caching=True, host=behind)
@@ -110,7 +110,7 @@ def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
         past = [*past[-30:], tokens]
         while held and (blocks.num_available < 2 * length or rnd.random() < 0.3):
             blocks.free(held.pop(rnd.randrange(len(held))))
-        chain, table, moves = Chain(NOBODY), [], []
+        chain, table, moves = Chain(ORIGIN), [], []
         if rnd.random() < matching:
             table, moves, copies = blocks.adopt(blocks.match(chain, tokens))
             blocks.finish_copies(copies)

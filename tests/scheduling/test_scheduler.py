@@ -1,4 +1,4 @@
-"""The scheduler by itself: what runs in a step, who waits, who goes when the pool runs dry."""
+"""The scheduler by itself: the chunks of each step, the waiting queue, preemption and its limits."""
 
 import random
 from collections import Counter
@@ -37,7 +37,7 @@ def shape(plan):
 
 
 def step(sched, token=1):
-    """One step in which every sampling chunk draws `token`."""
+    """Run one step in which every draw gives `token`."""
     plan = sched.schedule()
     sched.check()
     deltas = sched.commit(plan, StepResult.of_tokens(token for chunk in plan.chunks for _ in chunk.draws))
@@ -174,7 +174,7 @@ def test_abort_frees_blocks_immediately(when):
 
 @pytest.mark.parametrize("leave", [Scheduler.abort, Scheduler.end_all])
 def test_removing_from_long_queue_does_not_scan_it(leave, monkeypatch):
-    """Each of 4,096 is found by a few comparisons, and those who stay keep their order."""
+    """Each of 4,096 requests is found by a few comparisons, and the others keep their order."""
     sched, asked = scheduler(), Counter()
     for name in ("key", "rank"):
         read = getattr(Group, name).fget
@@ -225,7 +225,7 @@ def test_failed_step_fails_only_its_requests():
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), st.integers(3, 24), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 20))
 def test_random_load_answers_every_request_and_frees_every_block(seed, blocks, size, seqs, extra):
-    """Random arrivals, aborts and lengths: no step over the budget, no token lost, doubled or out of turn."""
+    """With random arrivals, aborts and lengths, no step exceeds its budget, and each request gets its tokens once."""
     rnd = random.Random(seed)
     sched = scheduler(blocks, size, seqs, seqs + extra)
     left, open_requests, next_key = 30, {}, 0
@@ -262,7 +262,7 @@ def test_random_load_answers_every_request_and_frees_every_block(seed, blocks, s
 
 
 def test_prefix_cache_is_searched_once_per_step_for_queue_head():
-    """Beside one of lower priority, too, who would make way if that helped."""
+    """Also beside a request of lower priority that could be preempted."""
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=8, max_tokens=20))
     sched.add(request(1, prompt=8, max_tokens=20, priority=1))
@@ -276,7 +276,7 @@ def test_prefix_cache_is_searched_once_per_step_for_queue_head():
 
 
 def test_stats_describe_last_step():
-    """One decodes beside the prompt of another, is pushed out by it, and computes its own again."""
+    """One request decodes beside the prefill of another, is preempted for it, and is recomputed."""
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=4, max_tokens=9, priority=1))
     step(sched)
@@ -325,7 +325,7 @@ def test_beam_search_needs_previous_result(sampling, waits):
 @pytest.mark.parametrize("prompt", range(1, 9))
 @pytest.mark.parametrize("last", range(1, 5))
 def test_usage_excludes_chunks_of_finished_sequences(prompt, last, n):
-    """A row that nobody sees may take a block, or copy one."""
+    """A row whose result is dropped may allocate or copy a block."""
 
     def usages(ahead):
         sched = scheduler()
@@ -345,8 +345,8 @@ def test_usage_excludes_chunks_of_finished_sequences(prompt, last, n):
     assert usages(ahead=True) == usages(ahead=False)
 
 
-def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5000,), budget=512):
-    """Tokens of prompts in each step while one sequence decodes, where a step takes that long."""
+def prefill_beside_decode(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5000,), budget=512):
+    """Return the prompt tokens of each step beside a sequence that decodes, where a token takes so many seconds."""
     now = [0.0]
     sched = Scheduler(
         BlockManager(2048, 16),
@@ -360,35 +360,35 @@ def fed_beside_decoding(seconds_per_token, *, steps=8, overhead=0.01, prompts=(5
     step(sched)
     for key, prompt in enumerate(prompts, start=1):
         sched.add(request(key, prompt))
-    fed = []
+    prefilled = []
     for number in range(steps):
         plan = sched.schedule()
         chunks = shape(plan)
         assert chunks[0][0] == 0, "decode comes first"
-        fed.append(plan.num_tokens - 1)
+        prefilled.append(plan.num_tokens - 1)
         now[0] += overhead + plan.num_tokens * seconds_per_token(number)
         sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.draws))
         sched.check()
-    return fed
+    return prefilled
 
 
 def test_prefill_chunks_fit_target_step_time():
-    fed = fed_beside_decoding(lambda number: 0.001)
-    assert fed[0] == 100  # by what a token was measured to take
-    assert all(80 <= tokens <= 90 for tokens in fed[2:])  # and by what a step was seen to take: 10 ms more
-    assert fed_beside_decoding(lambda number: 0.0001)[3] > 400
-    slower = fed_beside_decoding(lambda number: 0.001 if number < 3 else 0.002)
+    prefilled = prefill_beside_decode(lambda number: 0.001)
+    assert prefilled[0] == 100  # from the measured time per token
+    assert all(80 <= tokens <= 90 for tokens in prefilled[2:])  # from the observed time of a step, which has 10 ms more
+    assert prefill_beside_decode(lambda number: 0.0001)[3] > 400
+    slower = prefill_beside_decode(lambda number: 0.001 if number < 3 else 0.002)
     assert all(35 <= tokens <= 50 for tokens in slower[-2:])
 
 
 def test_prefill_always_progresses():
-    assert fed_beside_decoding(lambda number: 1.0)[-1] == 32
-    assert fed_beside_decoding(lambda number: 1.0, budget=24)[-1] == 23
+    assert prefill_beside_decode(lambda number: 1.0)[-1] == 32
+    assert prefill_beside_decode(lambda number: 1.0, budget=24)[-1] == 23
 
 
 @pytest.mark.parametrize(("max_tokens", "draft_tokens"), [(2, 0), (3, 1), (9, 4)])
 def test_no_draft_tokens_past_max_tokens(max_tokens, draft_tokens):
-    """Of those that may follow the first token the last is drawn after the guesses."""
+    """The last of the remaining tokens is sampled after the draft tokens."""
     blocks = BlockManager(16, 4)
     proposer = lambda sequence, most: [1] * most  # noqa: E731
     sched = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=16, proposer=proposer, max_draft_tokens=4)
@@ -417,7 +417,7 @@ def test_draft_tokens_do_not_use_prefill_budget():
 
 def test_prefill_gets_half_of_step_when_decode_is_slow():
     budget = PrefillBudget(0.1, 0.001, 512)
-    budget.record_step(0, 0.2)  # decoding by itself
+    budget.record_step(0, 0.2)  # decode alone
     budget.record_step(100, 0.3)
     assert budget.tokens == 133
     budget.record_step(0, 0.01)

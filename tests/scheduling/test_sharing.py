@@ -1,4 +1,4 @@
-"""Sharing, copying and forgetting blocks: nobody ever reads what is not theirs."""
+"""Shared, copied, evicted and swapped blocks: no sequence reads the keys and values of another."""
 
 import random
 import time
@@ -14,12 +14,12 @@ from paged_backend.scheduling.content import Chain
 from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.prefix_cache import CacheHit
 from tests.support.pool_machine import truncated_keys
-from tests.support.scheduler_stress import WEATHER, request, scheduler, storm
-from tests.support.shadow import ShadowStore, alone
+from tests.support.scheduler_stress import CONDITIONS, request, run_stress, scheduler
+from tests.support.shadow import ShadowStore, expected_tokens
 
 
 def finish(sched, store, *requests):
-    """Run requests to their end; their tokens by (key, index)."""
+    """Run requests to their end, and return their tokens by (key, index)."""
     for one in requests:
         sched.add(one)
     outputs = {}
@@ -33,12 +33,14 @@ def finish(sched, store, *requests):
     return outputs
 
 
-STORM = {"seed": st.integers(0, 2**32)} | {name: st.sampled_from(values) for name, values in WEATHER.items()}
-HAPPENS = (  # to somebody, in any run of storms
-    "add", "abort of one that waits", "abort of one that runs", "abort in flight", "abort of nobody", "end of a sample",
-    "end of a session", "reset", "spill", "step", "a step that fails", "a row that is lost",
-    "moves that never arrived", "nobody finds room",
-    "an output of beams", "an output of an adapter", "an output of a session", "blocks from disk", "blocks to disk",
+CONDITION_STRATEGIES = {"seed": st.integers(0, 2**32)} | {
+    name: st.sampled_from(values) for name, values in CONDITIONS.items()
+}
+EVENTS = (  # each occurs in any run of the stress test
+    "add", "abort while waiting", "abort while running", "abort in flight", "abort of unknown request",
+    "end of a sample", "end of a session", "reset", "spill", "step", "failed step", "failed row",
+    "failed moves", "no request fits",
+    "beam output", "adapter output", "session output", "blocks from disk", "blocks to disk",
     "recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out", "moves_in",
     "draft_tokens", "accepted_tokens", "blocks_pinned",
 )  # fmt: skip
@@ -49,20 +51,20 @@ def test_random_load_gives_each_sample_its_isolated_output(examples, figures, un
     seen = Counter()
 
     @settings(max_examples=examples, deadline=None)
-    @given(**STORM)
-    def run(**weather):
+    @given(**CONDITION_STRATEGIES)
+    def run(**conditions):
         if time.monotonic() < until:
-            storm(seen, **weather)
+            run_stress(seen, **conditions)
 
     run()
-    assert all(seen[name] for name in HAPPENS), seen
+    assert all(seen[name] for name in EVENTS), seen
     figures(f"{seen['step']:,} steps of the scheduler, {seen['add']:,} requests, chosen by hypothesis")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
 def test_match_finds_longest_cached_prefix(seed, size):
-    """Against all prefixes that were ever sealed and not evicted, one by one."""
+    """Compared with all cached prefixes, one by one."""
     rnd = random.Random(seed)
     blocks = BlockManager(16, size, caching=True)
     held = []
@@ -83,7 +85,7 @@ def test_match_finds_longest_cached_prefix(seed, size):
 
 
 def longest(blocks, salt, tokens):
-    """By brute force over what the manager says that its blocks hold."""
+    """Return the length of the longest cached prefix, by brute force over all cached blocks."""
     most, size = len(tokens) - 1, blocks.block_size
     prefixes = [blocks.pool.index.entry(block).prefix for block in blocks.pool.index.blocks]
     known = [content for origin, content in prefixes if origin == Origin(salt)]
@@ -106,7 +108,7 @@ def test_request_hits_blocks_of_finished_request():
     assert (sched.blocks.pool.num_free, sched.blocks.pool.num_cached) == (27, 5)
     sched.add(request(1, prompt))
     plan = sched.schedule()
-    # Four full blocks, and one token of the fifth, which holds the first one's 16th to 19th: the last is computed.
+    # Hits four full blocks, and one token of the fifth, which holds tokens 16 to 19. The last token is computed.
     assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(17, 1)]
     assert len(plan.copies) == 1
     assert sched.stats.cached_tokens == 17
@@ -116,12 +118,12 @@ def test_partial_hit_copies_block_and_keeps_source():
     sched = scheduler()
     store = ShadowStore(sched, 5)
     first = request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert finish(sched, store, first)[0, 0] == alone(first, 0, 5)
+    assert finish(sched, store, first)[0, 0] == expected_tokens(first, 0, 5)
     second = request(1, [1, 2, 3, 4, 5, 6, 0, 0, 0])
-    assert finish(sched, store, second)[1, 0] == alone(second, 0, 5)
+    assert finish(sched, store, second)[1, 0] == expected_tokens(second, 0, 5)
     assert sched.stats.copies == 1
     assert sched.stats.cached_tokens == 6
-    assert finish(sched, store, request(2, first.prompt_token_ids))[2, 0] == alone(first, 0, 5)
+    assert finish(sched, store, request(2, first.prompt_token_ids))[2, 0] == expected_tokens(first, 0, 5)
 
 
 def test_cache_salts_isolate_prefixes():
@@ -136,8 +138,8 @@ def test_cache_salts_isolate_prefixes():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_key_collisions_do_not_share_blocks(bits, figures):
-    """2,000 prompts of few beginnings and two tenants, through a small pool, the host's and files; keys of so few bits
-    that most are of several contents. Whoever read another's block would get other tokens."""
+    """2,000 prompts with few prefixes and two tenants use a small pool, a host pool and files. Keys have so few bits
+    that most stand for several contents. A request that read a block of another content would get other tokens."""
     rnd, wrong = random.Random(bits), 0
     sched = scheduler(num_blocks=40, host=40)
     store = ShadowStore(sched, 97)
@@ -150,13 +152,15 @@ def test_key_collisions_do_not_share_blocks(bits, figures):
                 asked.append(request(key, [*prompt, key % 97], 2, cache_salt=rnd.choice(["", "tenant"])))
                 store.fetch(asked[-1])
             outputs = finish(sched, store, *asked)
-            wrong += sum(outputs[one.key, 0] != alone(one, 0, 97) for one in asked)
+            wrong += sum(outputs[one.key, 0] != expected_tokens(one, 0, 97) for one in asked)
             store.spill(4)
     stats = sched.stats
     assert wrong == 0
     assert min(stats.cached_tokens, stats.host_tokens, stats.evictions) > 1000
-    assert store.strangers > 100
-    figures(f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, files of others {store.strangers:,} times")
+    assert store.key_collisions > 100
+    figures(
+        f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, colliding files {store.key_collisions:,} times"
+    )
 
 
 def test_eviction_is_lru_and_tail_first():
@@ -165,7 +169,9 @@ def test_eviction_is_lru_and_tail_first():
     finish(sched, store, request(0, range(100, 112), max_tokens=1))
     finish(sched, store, request(1, range(200, 212), max_tokens=1))
     assert sched.blocks.pool.num_cached == 6
-    finish(sched, store, request(2, range(300, 312), max_tokens=1))  # two free blocks, and one of the first's
+    finish(
+        sched, store, request(2, range(300, 312), max_tokens=1)
+    )  # takes two free blocks, and evicts one of the first request
     assert sched.stats.evictions == 1
 
     def known(tokens):
@@ -175,7 +181,7 @@ def test_eviction_is_lru_and_tail_first():
 
 
 def test_samples_share_prompt_blocks_until_they_diverge():
-    """18 tokens in blocks of 4: four full blocks shared by all, a partial one that two of three samples copy."""
+    """18 tokens in blocks of 4: all samples share four full blocks, and two of three copy the partial one."""
     sched = scheduler()
     store = ShadowStore(sched, 97)
     one = request(0, range(18), max_tokens=4, n=3, seed=5)
@@ -196,12 +202,12 @@ def test_each_sample_equals_single_request_with_its_seed():
     store = ShadowStore(sched, 97)
     outputs = finish(sched, store, request(0, range(18), max_tokens=12, n=3, seed=5))
     for index in range(3):
-        assert outputs[0, index] == alone(request(9, range(18), max_tokens=12, seed=5 + index), 0, 97)
+        assert outputs[0, index] == expected_tokens(request(9, range(18), max_tokens=12, seed=5 + index), 0, 97)
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_group_resumes_with_shared_blocks(caching):
-    """Without sharing on the way back, three samples of this prompt would never fit the pool again."""
+    """Without sharing after the preemption, three samples of this prompt would not fit the pool."""
     sched = scheduler(num_blocks=10, caching=caching)
     store = ShadowStore(sched, 97)
     old, new = request(0, range(50, 58), max_tokens=24), request(1, range(18), max_tokens=7, n=3)
@@ -209,7 +215,7 @@ def test_preempted_group_resumes_with_shared_blocks(caching):
     assert sched.stats.preemptions > 0
     for one in (old, new):
         for index in range(one.sampling.n):
-            assert outputs[one.key, index] == alone(one, index, 97)
+            assert outputs[one.key, index] == expected_tokens(one, index, 97)
 
 
 def test_prefix_caching_disabled_caches_nothing():
@@ -221,7 +227,7 @@ def test_prefix_caching_disabled_caches_nothing():
     assert sched.blocks.pool.num_free == sched.blocks.num_blocks
 
 
-# --- the host's pool behind the device's -------------------------------------------------------------------------
+# --- host pool ---------------------------------------------------------------------------------------------------
 
 
 def test_evicted_block_is_restored_from_host():
@@ -232,12 +238,12 @@ def test_evicted_block_is_restored_from_host():
     assert sched.stats.evictions > 0
     again = request(2, first.prompt_token_ids, max_tokens=3)
     computed = sched.stats.cached_tokens
-    assert finish(sched, store, again)[2, 0] == alone(first, 0, 5)
+    assert finish(sched, store, again)[2, 0] == expected_tokens(first, 0, 5)
     assert sched.stats.cached_tokens - computed == 17
     assert sched.stats.host_tokens > 0
     moved = sched.stats.moves_in
     finish(sched, store, request(3, first.prompt_token_ids, max_tokens=3))
-    assert sched.stats.moves_in == moved  # what has come back is here
+    assert sched.stats.moves_in == moved  # the blocks are on the device now
 
 
 def test_partial_hit_on_host_is_copied_to_device():
@@ -245,12 +251,12 @@ def test_partial_hit_on_host_is_copied_to_device():
     store = ShadowStore(sched, 5)
     finish(sched, store, request(0, range(100, 109)), request(1, range(200, 223), max_tokens=1))
     other = request(2, [*range(100, 106), 7, 7, 7])
-    assert finish(sched, store, other)[2, 0] == alone(other, 0, 5)
+    assert finish(sched, store, other)[2, 0] == expected_tokens(other, 0, 5)
     assert sched.stats.host_tokens == 6
 
 
 def rivals():
-    """Two that fit the pool together only at first."""
+    """Return two requests that fit the pool together only at first."""
     return request(0, range(50, 62), max_tokens=20), request(1, range(10, 19), max_tokens=20, n=2, seed=3)
 
 
@@ -272,7 +278,7 @@ def test_swapped_request_is_not_recomputed(caching):
     assert computed == 12 + 19 + 9 + 2 * 19
     for one in rivals():
         for index in range(one.sampling.n):
-            assert outputs[one.key, index] == alone(one, index, 97)
+            assert outputs[one.key, index] == expected_tokens(one, index, 97)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +289,7 @@ def test_swapped_request_is_not_recomputed(caching):
         ({"host": 32, "preemption": "swap", "costs": Costs(token=1, move=9)}, "swapped"),
         ({"host": 32, "costs": Costs(token=1, move=3)}, "recomputed"),  # 2 * 3 a block, which holds 4 tokens
         ({"host": 32, "costs": Costs(token=1, move=1)}, "swapped"),
-        ({"host": 2}, "recomputed"),  # no room there
+        ({"host": 2}, "recomputed"),  # no room on the host
         ({}, "recomputed"),
     ],
 )
@@ -296,7 +302,7 @@ def test_preemption_picks_cheaper_of_swap_and_recompute(options, kind):
 
 
 def test_failed_swap_out_loses_no_token():
-    """Whoever was being moved out is computed again; the step's own requests end."""
+    """The request that was being swapped out is recomputed; the requests of the step end."""
     sched = scheduler(num_blocks=14, host=32, caching=False)
     store = ShadowStore(sched, 97)
     old, new = rivals()
@@ -313,7 +319,7 @@ def test_failed_swap_out_loses_no_token():
     sched.check()
     for key, tokens in finish(sched, store).items():
         outputs[key] += tokens
-    assert [outputs[1, index] for index in range(2)] == [alone(new, index, 97) for index in range(2)]
+    assert [outputs[1, index] for index in range(2)] == [expected_tokens(new, index, 97) for index in range(2)]
 
 
 def test_swapped_request_can_be_aborted():
@@ -334,7 +340,7 @@ def test_swapped_request_can_be_aborted():
 
 
 def test_session_pins_blocks_between_turns():
-    """Others fill the pool with what they leave behind; without the pins, the first session's blocks would go."""
+    """Other requests fill the pool with cached blocks; without pins, those of the session would be evicted."""
     sched = scheduler(num_blocks=16, session_blocks=8)
     store = ShadowStore(sched, 97)
     first = request(0, range(100, 117), max_tokens=5, session="chat")
@@ -383,7 +389,7 @@ def test_sessions_are_unpinned_before_preemption():
 
 
 def test_sessions_are_unpinned_before_lower_priority_is_preempted():
-    """Whoever is served first takes the room of idle sessions, not that of one who comes after it."""
+    """A request takes the blocks of idle sessions, not those of a running request of lower priority."""
     sched = scheduler(num_blocks=12, session_blocks=8)
     store = ShadowStore(sched, 97)
     finish_with_pins(sched, store, request(0, range(100, 124), max_tokens=1, session="chat"))
@@ -413,7 +419,7 @@ def test_pool_map_shows_blocks_only_pinned_by_sessions():
 
 
 def test_sample_ending_during_shared_prefill():
-    """Its deadline is over with the step in flight: the others go on, and what is cached is true."""
+    """The leader ends with the step in flight: the other samples go on, and the cached blocks are right."""
     sched = scheduler()
     store = ShadowStore(sched, 97)
     one = request(0, range(100, 109), max_tokens=6, n=3)
@@ -424,17 +430,19 @@ def test_sample_ending_during_shared_prefill():
     deltas = sched.commit(plan, result)
     sched.check()
     assert [delta.sample for delta in deltas] == [1, 2]
-    assert sched.blocks.pool.index.blocks >= set(sched.running[0].leader.blocks[:2])  # full of the prompt
+    assert sched.blocks.pool.index.blocks >= set(sched.running[0].leader.blocks[:2])  # the full blocks of the prompt
     outputs = finish(sched, store)
     assert {key: [*deltas[key[1] - 1].token_ids, *rest] for key, rest in outputs.items()} == {
-        (0, index): alone(one, index, 97) for index in (1, 2)
+        (0, index): expected_tokens(one, index, 97) for index in (1, 2)
     }
-    assert finish(sched, store, request(1, range(100, 109)))[1, 0] == alone(request(1, range(100, 109)), 0, 97)
+    assert finish(sched, store, request(1, range(100, 109)))[1, 0] == expected_tokens(
+        request(1, range(100, 109)), 0, 97
+    )
     assert sched.stats.cached_tokens == 8
 
 
 def test_no_preemption_if_request_still_would_not_fit():
-    """12 blocks: 8 are held above the one that waits, 2 below it, and it needs 6."""
+    """Of 12 blocks, a higher priority holds 8 and a lower one 2; the waiting request needs 6."""
     sched = scheduler(num_blocks=12, max_num_batched_tokens=64)
     store = ShadowStore(sched, 97)
     above = request(0, range(100, 131), max_tokens=2, priority=-5)

@@ -1,4 +1,4 @@
-"""Guesses: right ones save steps, wrong ones cost some, and no token ever changes."""
+"""Speculative decoding: accepted draft tokens save steps, and no token changes."""
 
 import random
 
@@ -37,7 +37,7 @@ def plain(tiny, prompts):
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "itself", "draft"])
-@pytest.mark.parametrize(("count", "blocks"), [(1, 64), (4, 27)])  # the second pool runs dry
+@pytest.mark.parametrize(("count", "blocks"), [(1, 64), (4, 27)])  # the second pool is exhausted at times
 def test_speculation_does_not_change_tokens(tiny, draft, prompts, plain, guesser, count, blocks):
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     options = {"num_speculative_tokens": count, "speculative_model": model, "prompt_lookup_min": 1}
@@ -46,7 +46,7 @@ def test_speculation_does_not_change_tokens(tiny, draft, prompts, plain, guesser
         stats = engine.history[-1].stats
         assert 0 <= stats.accepted_tokens <= stats.draft_tokens
         assert stats.draft_tokens > 0
-        if guesser == "itself":  # where it was asked, it was right
+        if guesser == "itself":  # the model accepts its own draft tokens
             assert stats.accepted_tokens == stats.draft_tokens
         if guesser == "draft":
             assert stats.accepted_tokens < 0.5 * stats.draft_tokens
@@ -95,12 +95,12 @@ def sequence(tokens, **sampling):
     ("tokens", "most", "expected"),
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
-        ([1, 2, 3, 4, 8, 2, 3, 5, 2, 3], 3, [5, 2, 3]),  # the latest of several
-        ([1, 2, 3, 7, 5, 2, 3, 8, 1, 2, 3], 2, [7, 5]),  # the longest run before the latest
-        ([7, 8, 7, 8, 7, 8], 5, [7, 8, 7, 8, 7]),  # what repeats goes on
+        ([1, 2, 3, 4, 8, 2, 3, 5, 2, 3], 3, [5, 2, 3]),  # the latest of several occurrences
+        ([1, 2, 3, 7, 5, 2, 3, 8, 1, 2, 3], 2, [7, 5]),  # the longest run comes before the latest one
+        ([7, 8, 7, 8, 7, 8], 5, [7, 8, 7, 8, 7]),  # a repetition goes on
         ([1, 2, 3, 4], 3, []),
         ([4], 3, []),
-        ([256, 1, 1, 256], 2, []),  # a run of bytes that is no run of tokens
+        ([256, 1, 1, 256], 2, []),  # the bytes match across token boundaries
     ],
 )
 def test_prompt_lookup_proposes_continuation(tokens, most, expected):

@@ -480,7 +480,7 @@ def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> s
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
-                load.storm(**load.weather(seed))
+                load.run_stress(**load.random_conditions(seed))
             except Exception as error:
                 return f"seed {seed}: {error!r}"
     return None

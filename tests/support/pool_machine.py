@@ -1,5 +1,7 @@
-"""Everything that can be done to a block manager, in any order, held against a model that looks for each block one by
-one. What is to be done is read from bytes: those of a seed, or those that hypothesis makes and cuts down."""
+"""A state machine that applies every operation of a block manager in random order, and compares it with a simple model.
+
+The choices are read from bytes, which come from a seed or from hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.content import Chain
 from paged_backend.scheduling.host_offload import Move
 from paged_backend.scheduling.prefix_cache import CacheHit
-from tests.support.pool_state import MOST_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, everything
+from tests.support.pool_state import MAX_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, snapshot
 
 
 class Machine(State):
-    """The rules. One that cannot be applied says so with False."""
+    """The rules. A rule that cannot be applied returns False."""
 
     def step(self, choices: Choices) -> None:
-        """Apply the first of the rules that come that can be applied; none after a zero."""
+        """Apply the first chosen rule that can be applied. A zero byte ends the choice."""
         self.choices = choices
         while number := choices.next_byte():
             name = RULES[number % len(RULES)]
@@ -34,7 +36,7 @@ class Machine(State):
     # --- requests --------------------------------------------------------------------------------------------------
 
     def admit(self) -> bool | None:
-        if len(self.requests) == MOST_REQUESTS:
+        if len(self.requests) == MAX_REQUESTS:
             return False
         below = self.choices.below
         start = self.past[below(len(self.past))]
@@ -60,14 +62,14 @@ class Machine(State):
         return None
 
     def _enter(self, request: Request) -> None:
-        """Take what the cache has, and plan a first chunk; or be refused."""
+        """Adopt the cache hit of a request and plan its first chunk, if there is room."""
         total, device = len(request.tokens), self.device
         hit = self.blocks.match(request.chain, request.tokens)
         self._check_hit(request, hit)
         here = hit.device_blocks
         needed = self._blocks_for(total) - len(here) + sum(block in device.cached for block in here)
         if needed > device.num_available:
-            self.seen["a request that finds no room"] += 1
+            self.seen["admission refused"] += 1
             if self._blocks_for(total) > device.num_available:
                 self._refused(lambda: self.blocks.grow([], total), "grow")
             return
@@ -103,17 +105,17 @@ class Machine(State):
                 assert copies == [Copy(block, table[-1])]
                 self._take(table[-1])
                 self.copies.append((request, copies[0]))
-            self.seen["a hit inside a block"] += 1
+            self.seen["partial hit"] += 1
         assert not left and len(table) == len(hit.blocks) + bool(hit.partial)
         if arrivals:
             self.moves_in.append(([request], arrivals))
-            self.seen["a hit on the host"] += 1
+            self.seen["hit on the host"] += 1
         request.table = table
         request.computed = request.committed = len(hit.blocks) * self.size + hit.partial_tokens
-        self.seen["a hit of full blocks"] += bool(hit.blocks)
+        self.seen["hit of full blocks"] += bool(hit.blocks)
 
     def append(self) -> bool | None:
-        """The next chunk, into a block that is its own: a copy of it where others have it, too."""
+        """Plan the next chunk of a request, with a copy-on-write if its block is shared."""
         request = self._pick(lambda one: one.table and not one.wrong and not self._is_pending(one))
         if request is None:
             return False
@@ -142,7 +144,7 @@ class Machine(State):
             self._take(table[index])
             self.device.moving[source] += 1
             self.copies.append((request, copy))
-            self.seen["copy on write"] += 1
+            self.seen["copy-on-write"] += 1
         self._grow(request, goal + wrong)
         self._plan(request, goal, wrong)
         return None
@@ -156,7 +158,7 @@ class Machine(State):
                 and len(one.table) == self._blocks_for(one.computed)
             )
         )
-        if parent is None or len(self.requests) == MOST_REQUESTS:
+        if parent is None or len(self.requests) == MAX_REQUESTS:
             return False
         full = parent.computed // self.size
         child = Request(parent.salt, parent.tokens[: parent.computed], parent.digests[: parent.computed],
@@ -172,12 +174,12 @@ class Machine(State):
         return None
 
     def end(self) -> bool | None:
-        """Finished or aborted: waiting, on the host, running, or with a step in flight."""
+        """End a request: waiting, swapped out, running, or with a step in flight."""
         request = self._pick(lambda one: True)
         if request is None:
             return False
         if request.swapped:
-            self.seen["end on the host"] += 1
+            self.seen["end while swapped out"] += 1
         elif any(request in flight.ends for flight in self.flights):
             self.seen["end in flight"] += 1
         elif self._is_pending(request):
@@ -209,7 +211,7 @@ class Machine(State):
         for block in (block for table in before for block in table):
             if block in moved:
                 host.hold(moved[block])
-                self.seen["a shared block moved out once"] += 1
+                self.seen["shared block swapped out once"] += 1
             else:
                 known = self.device.known.get(block)
                 moved[block] = self._out(block, known and (known, self.device.digests[block]))
@@ -223,7 +225,7 @@ class Machine(State):
     def _swap_in(self, chosen: list[Request]) -> None:
         distinct = list(dict.fromkeys(block for one in chosen for block in one.swapped))
         if len(distinct) > self.device.num_available:
-            self.seen["no room to come back"] += 1
+            self.seen["swap-in refused"] += 1
             return
         here: dict[int, int] = {}
         for block in distinct:
@@ -251,10 +253,10 @@ class Machine(State):
             self._drop_all(self.host, there)
         if arrivals:
             self.moves_in.append((list(chosen), arrivals))
-        self.seen["back from the host"] += 1
+        self.seen["swapped in"] += 1
 
-    def disown(self) -> bool | None:
-        """What it has computed is wrong: nobody is to find it, and it ends."""
+    def invalidate(self) -> bool | None:
+        """Invalidate the blocks of a request, and end it."""
         request = self._pick(lambda one: one.table)
         if request is None:
             return False
@@ -266,7 +268,7 @@ class Machine(State):
                 there = self.host.find(content)
                 if there is not None:
                     self.host.forget(there)
-                    self.seen["wrong on the host as well"] += 1
+                    self.seen["invalidated on the host"] += 1
                     if there in self.host.cached:
                         del self.host.cached[there]
                         self.host.free.add(there)
@@ -298,7 +300,10 @@ class Machine(State):
                 assert block not in self.device.known and not self.device.is_shared(block)
                 targets.add(block)
                 self.slots[block][position % self.size] = request.digests[position] if position < end else -1
-        for request, (_, end) in self.writes.items():  # only now: nobody may have written into another's
+        for request, (
+            _,
+            end,
+        ) in self.writes.items():  # after all writes
             self._read(request, end)
         ends = {request: end for request, (_, end) in self.writes.items()}
         for group, _ in self.moves_in:
@@ -306,11 +311,11 @@ class Machine(State):
         ends |= {one: one.committed for one, _ in self.copies if one not in ends}
         self.flights.append(Flight(self.moves_out, moves_in, copies, ends, targets))
         self.moves_out, self.moves_in, self.copies, self.writes = [], [], [], {}
-        self.seen["a step planned over another"] += len(self.flights) == 2
+        self.seen["two steps in flight"] += len(self.flights) == 2
         return None
 
     def commit(self) -> bool | None:
-        """The oldest step is retired."""
+        """Commit the oldest step."""
         if not self.flights:
             return False
         flight = self.flights.popleft()
@@ -327,11 +332,11 @@ class Machine(State):
                     block = request.table.pop()
                     self.blocks.pool.free(block)
                     self.device.drop(block)
-                    self.seen["blocks of wrong guesses"] += 1
+                    self.seen["blocks of rejected drafts"] += 1
         return None
 
     def fail(self) -> bool | None:
-        """No step in flight has run, as far as anybody knows; who is in one, or in the next, ends."""
+        """Fail all steps in flight. The requests in them, and in the step being planned, end."""
         if not self.flights:
             return False
         ended = (
@@ -344,7 +349,7 @@ class Machine(State):
             ended |= flight.ends.keys()
             for block in flight.targets:
                 self.slots[block] = [-2] * self.size
-            self.seen["moves that never arrived"] += bool(flight.moves_out or flight.moves_in)
+            self.seen["failed moves"] += bool(flight.moves_out or flight.moves_in)
         for block in lost:
             self.host_slots[block] = [-2] * self.size
         self.flights.clear()
@@ -386,12 +391,12 @@ class Machine(State):
         if self.device.know(block, content, request.digests[index * self.size : (index + 1) * self.size]):
             self.fresh[block] = None
         else:
-            self.seen["the same in another block"] += 1
+            self.seen["duplicate content"] += 1
 
-    # --- the pool by itself ----------------------------------------------------------------------------------------
+    # --- the pool --------------------------------------------------------------------------------------------------
 
     def hog(self) -> None:
-        """Somebody takes whatever there is, and everything cached makes way."""
+        """Allocate a random number of blocks, evicting cached ones."""
         self._hog(self.choices.below(self.blocks.num_blocks + 1))
 
     def _hog(self, count: int) -> None:
@@ -405,7 +410,7 @@ class Machine(State):
             self._take(block)
         self.hogs.append(blocks)
 
-    def let_go(self) -> bool | None:
+    def release_hog(self) -> bool | None:
         if not self.hogs:
             return False
         held = self.hogs.pop()
@@ -415,26 +420,26 @@ class Machine(State):
         return None
 
     def reset(self) -> None:
-        """Everything cached makes way for somebody who wants nothing."""
+        """Evict every cached block."""
         self._hog(self.blocks.num_available)
-        self.let_go()
+        self.release_hog()
 
     def double_free(self) -> None:
-        """Of a free block, a cached one, or one that is not there."""
+        """Free a block that is free, cached or unknown."""
         blocks = [-1, self.blocks.num_blocks, *list(self.device.free)[:2], *list(self.device.cached)[:2]]
         block = blocks[self.choices.below(len(blocks))]
-        before = everything(self.blocks)
+        before = snapshot(self.blocks)
         rejection = ""
         try:
             self.blocks.free([block])
         except ValueError as error:
             rejection = str(error)
         assert f"block {block}:" in rejection
-        assert everything(self.blocks) == before
+        assert snapshot(self.blocks) == before
         self.seen["double free of a cached block"] += block in self.device.cached
 
     def spill(self) -> bool | None:
-        """While nothing else goes on: what is known goes to disk, by way of the host."""
+        """Spill cached blocks to the disk, by way of the host, while the machine is idle."""
         if self.flights or self.moves_out or self.moves_in or self.copies or self.writes or self.blocks.host is None:
             return False
         most = 1 + self.choices.below(4)
@@ -449,7 +454,7 @@ class Machine(State):
                 break
             content = self.device.known[block]
             if entry.key in self.disk:
-                self.seen["keys that collide"] += self.disk[entry.key][:2] != entry.prefix
+                self.seen["key collision"] += self.disk[entry.key][:2] != entry.prefix
             elif self.host.find(content) is None:
                 if not self.host.num_available:
                     break
@@ -465,12 +470,12 @@ class Machine(State):
         self.blocks.offload.finish_moves_out(self.moves_out)
         for move in self.moves_out:
             self.host.unlock(move.target)
-        self.seen["a block on its way to disk"] += bool(self.moves_out)
+        self.seen["block spilled"] += bool(self.moves_out)
         self.moves_out = []
         return None
 
     def fetch(self) -> bool | None:
-        """What is on disk goes to the host."""
+        """Load a block from the disk to the host."""
         if not self.disk:
             return False
         origin, tokens, content, digests = list(self.disk.values())[self.choices.below(len(self.disk))]
@@ -480,7 +485,7 @@ class Machine(State):
             self.blocks.cache.entry(Chain(origin), tokens, len(tokens) // self.size - 1),
         )
         if self.host.find(content) is not None or not self.host.num_available:
-            self._refused(lambda: offload.add_host_block(entry), "keep")
+            self._refused(lambda: offload.add_host_block(entry), "add_host_block")
             return None
         block = offload.add_host_block(entry)
         assert block is not None
@@ -488,11 +493,11 @@ class Machine(State):
         self.host.know(block, content, digests)
         self.host.drop(block)
         self.host_slots[block] = list(digests)
-        self.seen["a block from disk"] += 1
+        self.seen["block from disk"] += 1
         return None
 
     def _unplan(self, request: Request) -> None:
-        """Take it out of the step that is being planned; who was to come with it starts again."""
+        """Remove a request from the step being planned. Requests that were swapped in together with it restart."""
         mine = [one for one in self.moves_in if request in one[0]]
         self.moves_in = [one for one in self.moves_in if request not in one[0]]
         copies = [copy for one, copy in self.copies if one is request]
@@ -519,7 +524,7 @@ class Machine(State):
     def _restart(self, request: Request) -> None:
         self._release(request)
         request.computed = request.committed = request.wrong = 0
-        self.seen["everything is computed again"] += 1
+        self.seen["recomputed"] += 1
 
     def _leave(self, request: Request) -> None:
         self._release(request)
@@ -527,7 +532,7 @@ class Machine(State):
         self.requests.remove(request)
 
     def close(self) -> None:
-        """All ends: nobody holds a block, what is cached makes way in its order, and after a reset all are free."""
+        """End all requests; check that no block is used, and that evicting the cached blocks frees all."""
         if len(self.flights) < 2:
             self.launch()
         while self.flights:
@@ -538,7 +543,7 @@ class Machine(State):
             self.launch()
             self.commit()
         while self.hogs:
-            self.let_go()
+            self.release_hog()
         self.check_all()
         assert self.blocks.num_used == 0 and not any(self.device.holders) and not any(self.host.holders)
         blocks = self.blocks.allocate(self.blocks.num_blocks)
@@ -547,33 +552,34 @@ class Machine(State):
         for block in blocks:
             self._take(block)
         self.hogs.append(blocks)
-        self.let_go()
+        self.release_hog()
         self.check()
         assert self.blocks.pool.num_free == self.blocks.num_blocks
         salted = [content.key for content in self.host.known.values()]
         kept = {(salt, tokens[:end]) for salt, tokens in salted for end in range(self.size, len(tokens) + 1, self.size)}
-        assert len(self.blocks.cache.contents) == len(kept), "an entry is kept that is before no known block"
+        assert len(self.blocks.cache.contents) == len(kept), "an entry is kept that precedes no cached block"
 
 
-STATES = (  # that are to be met beside, in any long run
-    "a block from disk", "a block on its way to disk", "a hit inside a block", "a hit of full blocks",
-    "a hit on the host", "a request that finds no room", "a shared block moved out once", "a step planned over another",
-    "allocate is refused", "another salt has it", "back from the host", "blocks of wrong guesses", "copy on write",
-    "double free of a cached block", "end in flight", "end on the host", "end while planned", "eviction",
-    "eviction on the host", "eviction to the host", "everything is computed again", "grow is refused",
-    "keep is refused", "keys that collide", "make_writable is refused", "moves that never arrived",
-    "no room to come back", "swap_out is refused", "the same in another block",
-    "wrong on the host as well",
+STATES = (  # to be met in any long run, in addition to the rules
+    "block from disk", "block spilled", "partial hit", "hit of full blocks",
+    "hit on the host", "admission refused", "shared block swapped out once", "two steps in flight",
+    "allocate is refused", "same tokens under another salt", "swapped in", "blocks of rejected drafts", "copy-on-write",
+    "double free of a cached block", "end in flight", "end while swapped out", "end while planned", "eviction",
+    "eviction on the host", "eviction offloaded", "recomputed", "grow is refused",
+    "add_host_block is refused", "key collision", "make_writable is refused", "failed moves",
+    "swap-in refused", "swap_out is refused", "duplicate content",
+    "invalidated on the host",
 )  # fmt: skip
 RULES = (
     ["admit"] * 6 + ["append"] * 12 + ["launch"] * 9 + ["commit"] * 9 + ["end"] * 4 + ["fork", "resume"] * 3
-    + ["preempt", "swap_out", "hog", "let_go", "spill", "fetch", "fail"] * 2 + ["reset", "double_free", "disown"]
+    + ["preempt", "swap_out", "hog", "release_hog", "spill", "fetch", "fail"] * 2
+    + ["reset", "double_free", "invalidate"]
 )  # fmt: skip
 
 
 def play(parts: Sequence[bytes], seen: Counter[str]) -> int:
-    """Do what the bytes say: the first part sets a pool up, each other is a step. How many could be done. seen: what
-    has happened, counted."""
+    """Run the machine: the first part of the bytes sets up the pool, each other part is a step. Return the number of
+    steps that could be done, and count in `seen` what happened."""
     machine = Machine(Choices(parts[0]), seen)
     for part in parts[1:]:
         machine.step(Choices(part))
@@ -583,7 +589,7 @@ def play(parts: Sequence[bytes], seen: Counter[str]) -> int:
 
 @contextmanager
 def truncated_keys(bits: int) -> Iterator[None]:
-    """Keys that say next to nothing: of so many bits, at most 8, in as many bytes as ever; and of an origin nothing."""
+    """Make keys collide: only `bits` bits of a block's key, at most 8, differ, and all origins have the same key."""
     root, chain = keys.root_key, keys.chain_key
     keys.root_key = lambda origin: bytes(32)
     keys.chain_key = lambda parent, tokens: bytes([chain(parent, tokens)[0] >> 8 - bits]).rjust(32, b"\0")
@@ -594,7 +600,8 @@ def truncated_keys(bits: int) -> Iterator[None]:
 
 
 def play_seeds(seeds: range, *, num_steps: int = 1000) -> tuple[int, Counter[str]]:
-    """The steps of these seeds, every other with keys that collide, and what has happened in them."""
+    """Run the machine for these seeds, every other one with colliding keys. Return the number of steps and what
+    happened."""
     steps, seen = 0, Counter[str]()
     for seed in seeds:
         bits = (0, 4, 0, 8)[seed % 4]

@@ -1,4 +1,4 @@
-"""One pool of blocks as it must be: sets and dicts in which everything is looked for one by one."""
+"""A simple model of a block pool, made of sets and dicts that are searched one by one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """What a full block holds."""
+    """The content of a full block."""
 
-    key: tuple[int, tuple[int, ...]]  # salt and all tokens up to its end
-    parent: tuple[int, tuple[int, ...]]  # and up to its beginning
+    key: tuple[int, tuple[int, ...]]  # salt, and all tokens up to the block's end
+    parent: tuple[int, tuple[int, ...]]  # salt, and all tokens up to its beginning
     tokens: tuple[int, ...]
 
 
@@ -18,11 +18,11 @@ class PoolModel:
     def __init__(self, count: int, *, caching: bool):
         self.caching = caching
         self.free = set(range(count))
-        self.cached: dict[int, None] = {}  # the first is the next to be evicted
+        self.cached: dict[int, None] = {}  # the first is evicted next
         self.holders = [0] * count
-        self.moving = [0] * count  # of the holders, copies and moves
+        self.moving = [0] * count  # of the holders, those of copies and moves
         self.known: dict[int, Content] = {}
-        self.digests: dict[int, list[int]] = {}  # what the slots of a known block must hold
+        self.digests: dict[int, list[int]] = {}  # expected slots of an indexed block
         self._by_key: dict[Hashable, int] = {}
 
     @property
@@ -63,8 +63,8 @@ class PoolModel:
         return self.holders[block] - self.moving[block] > 1
 
     def take(self, block: int) -> bool:
-        """Somebody was given a block: a free one, or if there is none the one that nobody has used for longest. True
-        where that one has to be forgotten first."""
+        """Follow the allocation of a block: a free one, or else the least recently used cached one. Return whether it
+        was cached."""
         assert block in self.free if self.free else block == next(iter(self.cached)), f"block {block} was not next"
         evicted = not self.free
         self.free.discard(block)
@@ -87,7 +87,7 @@ class PoolModel:
         return content, self.digests.pop(block)
 
     def most_common(self, parent: Hashable, tokens: tuple[int, ...]) -> int:
-        """With how many of these tokens a block after `parent` begins, at the most."""
+        """Return the longest common prefix of these tokens with a block after `parent`."""
         return max((common(one.tokens, tokens) for one in self.known.values() if one.parent == parent), default=0)
 
 

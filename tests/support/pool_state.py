@@ -1,11 +1,11 @@
-"""What a pool's machine knows: the block manager, the model of it, who holds which blocks, and what their slots hold.
+"""The state of the pool machine: a block manager, the model of it, the requests that use it, and the slots' contents.
 
     requests    tables of blocks, the tokens that are in them, and those that are being written
     pending     moves, copies and writes of the step that is being planned
     flights     steps on the device, at most two; they do what is asked for in order, and are retired in order
 
-A slot holds a digest of all tokens up to its own, so that whoever reads another's, an old one or one that never arrived
-is found out.
+A slot holds a digest of all tokens up to its own. So a read of another request's slot, of a stale one or of one whose
+move failed is detected.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paged_backend.scheduling.host_offload import Move
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
 from tests.support.pool_model import Content, PoolModel
 
-FULL_CHECK_EVERY = 16  # steps; states, counts and what is known are compared after each
-BYTES_EVERY = 4  # refusals; after the others only what `check` looks at is compared
-MOST_REQUESTS = 8
-PART = 16  # bytes that a step may read
+FULL_CHECK_EVERY = 16  # steps; pool maps, counts and indexed blocks are compared after each step
+BYTES_EVERY = 4  # refusals that compare the whole state; the others compare what `check` looks at
+MAX_REQUESTS = 8
+PART = 16  # bytes per step
 SALTS = ("", "tenant")
 
 
 class Choices:
-    """Numbers from bytes; zeros once they are used up."""
+    """Reads numbers from bytes; zeros once they are used up."""
 
     def __init__(self, content: bytes):
         self._left = iter(content)
@@ -49,14 +49,14 @@ class Choices:
 class Request:
     salt: int
     tokens: list[int]
-    digests: list[int]  # what its slots must hold
+    digests: list[int]  # expected contents of its slots
     chain: Chain
-    contents: list[Content] = field(default_factory=list)  # of full blocks, as far as asked for
+    contents: list[Content] = field(default_factory=list)  # of full blocks, as far as worked out
     table: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)
     computed: int = 0  # planned
-    committed: int = 0  # and retired
-    wrong: int = 0  # of those planned, guesses that will turn out to be wrong
+    committed: int = 0  # of those, in committed steps
+    wrong: int = 0  # of those planned, draft tokens that will be rejected
     ended: bool = False
 
 
@@ -65,29 +65,29 @@ class Flight:
     moves_out: list[Move]
     moves_in: list[tuple[Move, Known]]
     copies: list[Copy]
-    ends: dict[Request, int]  # how far each is computed once it is retired
-    targets: set[int]  # blocks of the device that it writes
+    ends: dict[Request, int]  # tokens of each that are computed once the step is committed
+    targets: set[int]  # blocks of the device that the step writes
 
 
-Known = tuple[Content, list[int]] | None  # what a block that arrives is to be known by, and what it must hold
-OnDisk = tuple[Origin, list[int], Content, list[int]]  # whose tokens, all up to the block's end, and what it must hold
+Known = tuple[Content, list[int]] | None  # expected content and slots of a moved block
+OnDisk = tuple[Origin, list[int], Content, list[int]]  # origin, prefix, content, slots
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out the entries that nobody keeps."""
+    """Pickles without the weakly referenced entries."""
 
     dispatch_table = copyreg.dispatch_table | {Contents: lambda _: (Contents, ())}
 
 
-def everything(blocks: BlockManager) -> bytes:
-    """All that a block manager knows: who is refused has changed nothing of it."""
+def snapshot(blocks: BlockManager) -> bytes:
+    """Return the whole state of a block manager as bytes, to assert that a refused call changed nothing."""
     file = io.BytesIO()
     _Pickler(file).dump(blocks)
     return file.getvalue()
 
 
 class State:
-    """A block manager, the model of it, and who uses it."""
+    """A block manager, the model of it, and its users."""
 
     def __init__(self, choices: Choices, seen: Counter[str]):
         below = choices.below
@@ -103,20 +103,20 @@ class State:
         self.disk: dict[bytes, OnDisk] = {}
         self.requests: list[Request] = []
         self.hogs: list[list[int]] = []
-        self.past: list[list[int]] = [[0]]  # prompts that there have been
+        self.past: list[list[int]] = [[0]]  # earlier prompts
         self.fresh: dict[int, None] = {}
-        self.moves_out: list[Move] = []  # this and the next three: pending
+        self.moves_out: list[Move] = []  # this and the next three: for the step being planned
         self.moves_in: list[tuple[list[Request], list[tuple[Move, Known]]]] = []
         self.copies: list[tuple[Request, Copy]] = []
         self.writes: dict[Request, tuple[int, int]] = {}
         self.flights: deque[Flight] = deque()
-        self.new_outs: deque[Move] = deque()  # that the model has not accounted for
+        self.new_outs: deque[Move] = deque()  # moves that the model has not followed yet
         self.steps = 0
 
-    # --- what must be true after each step -------------------------------------------------------------------------
+    # --- checks after each step ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        assert not self.new_outs, "a move that the model knows nothing of"
+        assert not self.new_outs, "a move that the model does not expect"
         for pool, model in ((self.blocks.pool, self.device), (self.blocks.host, self.host)):
             if pool:
                 assert pool.states() == model.states
@@ -131,13 +131,13 @@ class State:
         coming = {move.target for move in self.moves_out}
         for pool, slots, unknown in ((self.device, self.slots, set()), (self.host, self.host_slots, coming)):
             for block in pool.known.keys() - unknown:
-                assert slots[block] == pool.digests[block], f"block {block} does not hold what it is known by"
+                assert slots[block] == pool.digests[block], f"block {block} does not hold its indexed content"
         for request in self.requests:
             if request.table and not self._is_pending(request):
                 self._read(request, request.computed - request.wrong)
 
     def _read(self, request: Request, length: int) -> None:
-        """Its first `length` tokens, through its block table."""
+        """Compare a request's first `length` slots with what they must hold, through its block table."""
         size, slots = self.size, self.slots
         for index, block in enumerate(request.table[: self._blocks_for(length)]):
             here = min(size, length - index * size)
@@ -173,7 +173,7 @@ class State:
         return request.contents[index]
 
     def _check_hit(self, request: Request, hit: CacheHit) -> None:
-        """The longest that there is, by looking at every block; at least one token is left to compute."""
+        """Assert that a hit is the longest, by looking at every block, and leaves at least one token to compute."""
         size, most = self.size, len(request.tokens) - 1
         if not self.device.caching:
             assert hit == CacheHit(())
@@ -198,7 +198,7 @@ class State:
             assert hit.partial.on_host == (there > here)
         other = 1 - request.salt, tuple(request.tokens[:size])
         if not hit.blocks and any(one.key == other for one in self.device.known.values()):
-            self.seen["another salt has it"] += 1
+            self.seen["same tokens under another salt"] += 1
 
     def _grow(self, request: Request, tokens: int) -> None:
         before = list(request.table)
@@ -222,12 +222,12 @@ class State:
             self.seen["eviction"] += 1
 
     def _forget(self, block: int) -> None:
-        """Its content is known on the host, goes there, or is lost."""
+        """Follow an eviction: the content is on the host already, is offloaded, or is dropped."""
         self.fresh.pop(block, None)
         content, digests = self.device.forget(block)
         if self.host.find(content) is not None or self.host.num_available:
             self.host.drop(self._out(block, (content, digests)))
-            self.seen["eviction to the host"] += 1
+            self.seen["eviction offloaded"] += 1
 
     def _out(self, block: int, known: Known) -> int:
         there = self.host.find(known[0]) if known else None
@@ -261,11 +261,11 @@ class State:
             pool.drop(block)
 
     def _refused(self, call: Callable[[], object], name: str) -> None:
-        """Whoever is refused has changed nothing: byte for byte."""
+        """Assert that a call is refused and changes nothing, byte for byte."""
         self.seen[f"{name} is refused"] += 1
         if self.seen[f"{name} is refused"] % BYTES_EVERY:
             assert not call()
             return
-        before = everything(self.blocks)
+        before = snapshot(self.blocks)
         assert not call()
-        assert everything(self.blocks) == before, f"{name} was refused, but has changed something"
+        assert snapshot(self.blocks) == before, f"{name} was refused, but has changed something"

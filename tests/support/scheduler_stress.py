@@ -1,4 +1,4 @@
-"""Requests of every kind on a scheduler at random, each of which must get the tokens that it gets alone."""
+"""Stress test of the scheduler: random requests of every kind, each of which must get its isolated output."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
 from paged_backend.scheduling.step_result import StepResult
-from tests.support.pool_state import everything
-from tests.support.shadow import ShadowStore, alone, alone_with_beams
+from tests.support.pool_state import snapshot
+from tests.support.shadow import ShadowStore, expected_beams, expected_tokens
 
-WEATHER = {  # of each storm one of each
+CONDITIONS = {  # each run takes one value of each
     "blocks": range(3, 25),
     "size": (1, 2, 4),
     "seqs": range(1, 7),
@@ -37,10 +37,10 @@ WEATHER = {  # of each storm one of each
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
 
-def weather(seed: int) -> dict:
-    """A seed's own."""
+def random_conditions(seed: int) -> dict:
+    """Return the conditions of the run with this seed."""
     rnd = random.Random(seed)
-    return {"seed": seed} | {name: rnd.choice(values) for name, values in WEATHER.items()}
+    return {"seed": seed} | {name: rnd.choice(values) for name, values in CONDITIONS.items()}
 
 
 def scheduler(
@@ -78,14 +78,14 @@ def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=Non
     return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids), session=session, adapter=adapter)
 
 
-def storm(seen: Counter[str] | None = None, **conditions) -> None:
-    """seen: what has happened is counted there."""
+def run_stress(seen: Counter[str] | None = None, **conditions) -> None:
+    """Run the stress test, and count in `seen` what happened."""
     StressTest(Counter() if seen is None else seen, **conditions).run()
 
 
 class StressTest:
-    """Two tokens and two salts, so that prefixes collide all the time; forks, aborts, ends and dry pools between.
-    overlap: a step is planned, and runs, before the one before is committed."""
+    """Prompts of two tokens and two salts, so that many prefixes are equal, with forks, aborts and exhausted pools.
+    overlap: plan and run a step before the one before is committed."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
                  draft_tokens, loras, fair):  # fmt: skip
@@ -96,8 +96,8 @@ class StressTest:
                                fair=fair)  # fmt: skip
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
-        self.outputs: dict[tuple[int, int], list[int]] = {}  # of those that go on
-        self.past: list[list[int]] = []  # prompts
+        self.outputs: dict[tuple[int, int], list[int]] = {}  # of open samples
+        self.past: list[list[int]] = []  # earlier prompts
         self.gone: list[tuple[int, int]] = []
         self.left = 25
         self.flights: list[tuple[Plan, StepResult | None]] = []
@@ -133,7 +133,7 @@ class StressTest:
         self.did("add")
 
     def prompt(self) -> list[int]:
-        """Half of them begin as one that was there before."""
+        """Return a prompt. Half of them share a prefix with an earlier one."""
         rnd, most = self.rnd, self.num_blocks * self.size
         prompt = [rnd.randrange(2) for _ in range(rnd.randint(1, rnd.choice([most, 1 + most // 3])))]
         if self.past and rnd.random() < 0.5:
@@ -167,7 +167,7 @@ class StressTest:
         if self.outputs and rnd.random() < 0.05:
             self.end(rnd.choice(sorted(self.outputs)))
         if rnd.random() < 0.02:
-            self.nobody_twice()
+            self.abort_unknown()
         if self.pinned and rnd.random() < 0.02:
             self.sched.pins.drop(rnd.choice("ab"))
             self.did("end of a session")
@@ -182,7 +182,7 @@ class StressTest:
         flying = {chunk.sequence.key for plan, _ in self.flights for chunk in plan.chunks}
         runs = any(group.key == key for group in self.sched.running)
         assert self.sched.abort(key)
-        self.did("abort of one that runs" if runs else "abort of one that waits")
+        self.did("abort while running" if runs else "abort while waiting")
         self.seen["abort in flight"] += key in flying
         self.forget(key)
 
@@ -194,18 +194,18 @@ class StressTest:
         if not any(key == owner[0] for key, _ in self.outputs):
             del self.requests[owner[0]]
 
-    def nobody_twice(self) -> None:
-        """Who has ended, or never was, cannot be ended."""
+    def abort_unknown(self) -> None:
+        """Ending a request that has ended, or never existed, changes nothing."""
         key, index = self.rnd.choice([*self.gone, (99, 0)])
-        before = everything(self.sched.blocks)
+        before = snapshot(self.sched.blocks)
         if key not in self.requests:
             assert not self.sched.abort(key)
             assert not self.sched.end(key, index)
-        assert everything(self.sched.blocks) == before
-        self.did("abort of nobody")
+        assert snapshot(self.sched.blocks) == before
+        self.did("abort of unknown request")
 
     def step(self) -> bool:
-        """False: nothing is left to do."""
+        """Run one step. Return False if nothing is left to do."""
         plan = self.sched.schedule()
         self.did("step")
         if plan is None:
@@ -225,28 +225,28 @@ class StressTest:
         return True
 
     def nothing_changes(self) -> None:
-        """Whoever waits and finds no room leaves the pool as it is, byte for byte."""
-        before = everything(self.sched.blocks)
+        """Assert that a `schedule` without a plan leaves the pool as it is, byte for byte."""
+        before = snapshot(self.sched.blocks)
         assert self.sched.schedule() is None
-        assert everything(self.sched.blocks) == before
-        self.seen["nobody finds room"] += self.sched.has_work
+        assert snapshot(self.sched.blocks) == before
+        self.seen["no request fits"] += self.sched.has_work
 
     def launch(self, plan: Plan, fails: str | None) -> None:
         result = None if fails == "at once" else self.store.run(plan)
         if result and result.tokens and self.rnd.random() < 0.01:
-            result = self.lose(plan, result)
+            result = self.fail_row(plan, result)
         self.flights.append((plan, None if fails else result))
 
     def count_blocks(self) -> None:
-        """Between steps tables are as long as their tokens need, and the pool holds nothing else."""
+        """Assert that between steps tables are as long as their tokens need, and the pool holds nothing else."""
         sched, fits = self.sched, self.sched.blocks.blocks_for
         held = [one for group in sched.running for one in group.sequences]
         assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
         only_pinned = sched.blocks.pool.states(sched.pins.counts).count(PINNED)
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
-    def lose(self, plan: Plan, result: StepResult) -> StepResult:
-        """The same, but for the logits of one row, which are no numbers."""
+    def fail_row(self, plan: Plan, result: StepResult) -> StepResult:
+        """Return the result with an error in place of one draw, as for logits that are not finite."""
         first, draws = 0, []
         for chunk in plan.chunks:
             if chunk.draws:
@@ -256,36 +256,36 @@ class StressTest:
         return replace(result, errors={self.rnd.choice(draws): error}) if draws else result
 
     def settle(self) -> None:
-        """The oldest step is committed, or it and the one that has built on it fail."""
+        """Commit the oldest step, or fail it together with the step that was planned after it."""
         plan, result = self.flights.pop(0)
         if result is None:
             for failed in (plan, *(later for later, _ in self.flights)):
                 for delta in self.sched.fail(failed, "out of order"):
                     self.forget(delta.key)
-                self.seen["moves that never arrived"] += bool(failed.moves_out or failed.moves_in)
-                self.did("a step that fails")
+                self.seen["failed moves"] += bool(failed.moves_out or failed.moves_in)
+                self.did("failed step")
             self.flights.clear()
             return
         for delta in self.sched.commit(plan, result):
             if delta.error:
-                self.seen["a row that is lost"] += 1
+                self.seen["failed row"] += 1
                 self.forget(delta.key)
                 continue
             owner = delta.key, delta.sample
             self.outputs[owner] += delta.token_ids
             if delta.finish:
-                self.judge(owner)
+                self.check_output(owner)
         self.sched.check()
 
-    def judge(self, owner: tuple[int, int]) -> None:
+    def check_output(self, owner: tuple[int, int]) -> None:
         found, one = self.outputs.pop(owner), self.requests[owner[0]]
         if one.sampling.beam_width > 1:
-            assert tuple(found) == alone_with_beams(one, self.vocab)[owner[1]]
-            self.seen["an output of beams"] += 1
+            assert tuple(found) == expected_beams(one, self.vocab)[owner[1]]
+            self.seen["beam output"] += 1
         else:
-            assert found == alone(one, owner[1], self.vocab)
-        self.seen["an output of an adapter"] += one.adapter is not None
-        self.seen["an output of a session"] += one.session is not None
+            assert found == expected_tokens(one, owner[1], self.vocab)
+        self.seen["adapter output"] += one.adapter is not None
+        self.seen["session output"] += one.session is not None
         self.gone.append(owner)
         if not any(key == owner[0] for key, _ in self.outputs):
             del self.requests[owner[0]]
@@ -307,19 +307,19 @@ class StressTest:
         assert blocks.num_used == 0
         empty(blocks)
         assert blocks.pool.num_free == self.num_blocks
-        blocks.offload.finish_moves_out(blocks.offload.take_moves_out())  # what a next step would have moved
+        blocks.offload.finish_moves_out(blocks.offload.take_moves_out())  # moves for a next step
         assert blocks.host is None or blocks.host.num_used == 0
 
 
 def empty(blocks: BlockManager) -> None:
-    """All that is cached makes way for somebody who wants nothing."""
+    """Evict every cached block."""
     table = blocks.allocate(blocks.num_available)
     assert table is not None
     blocks.free(table)
 
 
 def tokens_held(sched: Scheduler) -> int:
-    """Slots of the pool that hold a token of a sequence, counted one by one."""
+    """Return how many slots of the pool hold a token of a sequence, counted one by one."""
     size = sched.blocks.block_size
     return len(
         {

@@ -1,7 +1,7 @@
-"""A model without numbers: what a slot holds is a digest of every token up to it, so that any wrong block is seen.
+"""A stand-in for the model: each slot holds a digest of all tokens up to it, so that a wrong block is detected.
 
-The next token is drawn from the digest that was read through the block table; whoever reads another sequence's slot,
-a stale one or one that was never written, gets other tokens, or fails at once.
+The next token is drawn from the digest that was read through the block table. A sequence that reads the slot of another
+one, a stale one or an unwritten one gets other tokens, or fails at once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def draw(digest: bytes, seed: int, vocab: int) -> int:
 
 
 def candidates(digest: bytes, vocab: int) -> list[Candidate]:
-    """For a live beam: how likely each token is, the likeliest first."""
+    """Return the candidates of a live beam, most likely first."""
     chances = [(-float(1 + extend(digest, token)[0]) / 64, token) for token in range(vocab)]
     return [Candidate(token, chance) for chance, token in sorted(chances, reverse=True)]
 
 
 def start(request: GenerateRequest) -> bytes:
-    """What the keys and values of a request's first token depend on, beside that token."""
+    """Return what the keys and values of a request's first token depend on, apart from that token."""
     return repr((request.sampling.cache_salt, request.adapter and request.adapter.digest)).encode()
 
 
-def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
-    """What a sample must be, whatever else runs."""
+def expected_tokens(request: GenerateRequest, index: int, vocab: int) -> list[int]:
+    """Return the output of a sample, which does not depend on other requests."""
     digest = start(request)
     for token in request.prompt_token_ids:
         digest = extend(digest, token)
@@ -50,8 +50,8 @@ def alone(request: GenerateRequest, index: int, vocab: int) -> list[int]:
     return tokens
 
 
-def alone_with_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ...]]:
-    """What the outputs of a beam search must be."""
+def expected_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ...]]:
+    """Return the outputs of a beam search."""
     digest = start(request)
     for token in request.prompt_token_ids:
         digest = extend(digest, token)
@@ -63,7 +63,7 @@ def alone_with_beams(request: GenerateRequest, vocab: int) -> list[tuple[int, ..
 
 
 class ShadowStore:
-    """The pool's slots, and a step on them in place of the model's."""
+    """The slots of the pools, and a forward pass over them."""
 
     def __init__(self, scheduler: Scheduler, vocab: int):
         self._blocks = scheduler.blocks
@@ -72,8 +72,10 @@ class ShadowStore:
         self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_blocks * scheduler.blocks.block_size if host else 0)
-        self.strangers = 0  # times that a file of this key was of others
-        self.disk: dict[Key, tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}  # whose tokens, and the slots
+        self.key_collisions = 0  # files with the requested key and other content
+        self.disk: dict[
+            Key, tuple[tuple[Origin, list[int]], list[bytes | None]]
+        ] = {}  # by key: origin and tokens, and the slots
 
     def run(self, plan: Plan) -> StepResult:
         self._copy(plan)
@@ -93,25 +95,25 @@ class ShadowStore:
                 sampled = [*checked, draw(digest, sequence.seed, self._vocab)]
                 rows += sampled
                 tokens.append(accept_draft_tokens(sampled, chunk.draft_tokens))
-        # Only now: a row may not read what another row of the same step has overwritten.
+        # After all rows: none may read what another row of the same step has overwritten.
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length)
         self._last = rows
         return StepResult(tokens, candidates=found)
 
     def spill(self, most: int) -> int:
-        """As the engine does while it has nothing else to do: known blocks go to disk by way of the host. How many."""
+        """Spill cached blocks to the disk, by way of the host, as an idle engine does. Return how many."""
         plan = Plan((), moves_out=self._blocks.offload.spill(lambda entry: entry.key not in self.disk, most))
         self._copy(plan)
         for move in plan.moves_out:
-            if move.entry and move.entry.key not in self.disk:  # two of one plan may have one key
+            if move.entry and move.entry.key not in self.disk:  # two blocks of one plan may have the same key
                 self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
         self._blocks.offload.finish_moves_out(plan.moves_out)
         return len(plan.moves_out)
 
     def fetch(self, request: GenerateRequest) -> int:
-        """As the engine does before a request comes to the scheduler: what the disk has of its prefix, and nobody else,
-        goes to the host. How many blocks."""
+        """Load the blocks of a request's prefix that only the disk has to the host, as the engine does before it adds
+        the request. Return how many."""
         blocks = self._blocks
         assert blocks.host
         tokens, chain, found = request.prompt_token_ids, Chain(request.origin), 0
@@ -120,7 +122,7 @@ class ShadowStore:
             if blocks.cache.find(entry) is None:
                 prefix, content = self.disk.get(entry.key, (None, []))
                 if prefix != entry.prefix:
-                    self.strangers += prefix is not None
+                    self.key_collisions += prefix is not None
                     break
                 block = blocks.offload.add_host_block(entry)
                 if block is None:
@@ -130,7 +132,7 @@ class ShadowStore:
         return found
 
     def _token(self, sequence: Sequence, position: int) -> int:
-        """A token, or what stands for one that is not committed yet."""
+        """Return a token; for a placeholder, the token that the step in flight sampled."""
         token = sequence.tokens[position]
         if token < 0:
             return self._last[-1 - token]
@@ -157,7 +159,7 @@ class ShadowStore:
         return sequence.blocks[position // size] * size + position % size
 
     def _read(self, sequence: Sequence, length: int) -> bytes:
-        """Read the first `length` tokens through the block table, and be sure that they are this sequence's."""
+        """Return the digest of the first `length` tokens, and assert that the block table's slots hold it."""
         digest = start(sequence.request)
         for position in range(length):
             digest = extend(digest, self._token(sequence, position))
