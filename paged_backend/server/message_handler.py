@@ -88,7 +88,7 @@ class ResponderMessageHandler:
             self._count_accepted(opened)
 
     def on_rejected(self, outcome: str) -> None:
-        self._metrics.ended(outcome)
+        self._metrics.count_finished(outcome)
 
     def on_cancel(self, channel: Channel, request_id: str) -> None:
         self._cancellation.cancel_by_id(channel, request_id)
@@ -145,8 +145,8 @@ class ResponderMessageHandler:
             if sample.finish and not delta.last:
                 self._engine.end(delta.key, delta.sample)
         if generated:
-            self._metrics.generated(generated)
+            self._metrics.count_generated_tokens(generated)
 
     def _count_accepted(self, stream: Stream) -> None:
         self._first_responses.add(stream)
-        self._metrics.accepted(len(stream.request.prompt_token_ids))
+        self._metrics.count_prompt_tokens(len(stream.request.prompt_token_ids))

@@ -102,7 +102,7 @@ class Metrics:
         self.request_generated = self._metrics("vllm:request_generation_tokens", "nv_llm_output_token_len")
         self.request_n = self._metrics("vllm:request_params_n")
 
-    def show(self, stats: SchedulerStats) -> None:
+    def update(self, stats: SchedulerStats) -> None:
         """Report the gauges and counters that have changed."""
         for index, gauge in enumerate(GAUGES):
             value = gauge.value(stats)
@@ -135,15 +135,15 @@ class Metrics:
             self._sessions.set(count)
             self._session_count = count
 
-    def accepted(self, prompt_tokens: int) -> None:
+    def count_prompt_tokens(self, prompt_tokens: int) -> None:
         """Count the prompt tokens of a request; `flush` reports them."""
         self._count(self.prompt_tokens, prompt_tokens)
 
-    def generated(self, tokens: int) -> None:
+    def count_generated_tokens(self, tokens: int) -> None:
         """Count generated tokens; `flush` reports them."""
         self._count(self.generated_tokens, tokens)
 
-    def ended(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         """Count a finished request by one of OUTCOMES; `flush` reports it."""
         self._count(self._finished[reason], 1)
 
@@ -160,7 +160,7 @@ class Metrics:
     def _count(self, metric: Metric, count: float) -> None:
         self._pending[metric] = self._pending.get(metric, 0) + count
 
-    def answered(self, *, prompt: int, generated: int, n: int, seconds: float) -> None:
+    def observe_request(self, *, prompt: int, generated: int, n: int, seconds: float) -> None:
         """Report a request that has generated tokens: its prompt tokens, the tokens of all samples, and its latency."""
         self.latency.observe(seconds)
         self.request_prompt.observe(prompt)

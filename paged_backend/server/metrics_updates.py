@@ -34,6 +34,6 @@ class MetricsUpdates:
         """Bring the metrics up to date. Called before a final response, so that its client finds itself counted."""
         self.next_update = now + UPDATE_SECONDS
         if self._stats and not self._is_current:
-            self._metrics.show(self._stats)
+            self._metrics.update(self._stats)
         self._is_current = True
         self._metrics.flush()

@@ -124,7 +124,7 @@ class OpenStreams:
         stream.fail(internal_error(error))
         if self.by_key.pop(stream.request.key, None):
             self._tenants.leave(stream.tenant)
-            self._metrics.ended("error")
+            self._metrics.count_finished("error")
             stream.settle_session(answered=False)
         try:
             _send_error(stream)
@@ -142,10 +142,10 @@ class OpenStreams:
         stream.settle_session(answered=stream.error is None)
         del self.by_key[stream.request.key]
         self._tenants.leave(stream.tenant)
-        self._metrics.ended(outcome)
+        self._metrics.count_finished(outcome)
         if stream.first_token is None or stream.last_token is None:
             return
-        self._metrics.answered(
+        self._metrics.observe_request(
             prompt=len(stream.request.prompt_token_ids),
             generated=sum(sample.num_tokens for sample in stream.samples),
             n=stream.request.sampling.n,
@@ -163,5 +163,5 @@ def _send_error(stream: Stream) -> None:
 
 def _outcome(stream: Stream) -> str:
     """Return the finish reason to count: of samples that ended differently, the most notable one."""
-    reasons = {sample.finish for sample in stream.answers}
+    reasons = {sample.finish for sample in stream.returned_samples}
     return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

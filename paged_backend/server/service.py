@@ -90,7 +90,7 @@ class Service:
             grammars=self._grammars,
             health=self._health,
         )
-        metrics.show(assembly.scheduler.stats)
+        metrics.update(assembly.scheduler.stats)
         self._responder.start()
         self._engine.start()
         self._listener = self._listen(labels["model"])

@@ -121,7 +121,7 @@ class Stream:
         return any([sample.text for sample in self.samples])
 
     @property
-    def answers(self) -> list[Sample]:
+    def returned_samples(self) -> list[Sample]:
         """The samples that the client gets: of `best_of` samples the `n` most likely ones, best first."""
         sampling = self.request.sampling
         if not sampling.selects_best_of:
@@ -133,7 +133,10 @@ class Stream:
         call, logprobs = self.call, self.request.sampling.logprobs is not None
         outputs = write_response(
             call,
-            [sample.take_output(offsets=call.return_text_offsets, logprobs=logprobs) for sample in self.answers],
+            [
+                sample.take_output(offsets=call.return_text_offsets, logprobs=logprobs)
+                for sample in self.returned_samples
+            ],
             prompt_token_ids=self.request.prompt_token_ids,
             first=not self.sent,
             prompt_logprobs=self.prompt_logprobs,

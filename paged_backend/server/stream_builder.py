@@ -18,7 +18,7 @@ from paged_backend.server.prompts import PromptEncoder
 from paged_backend.server.sample import Sample
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.call import Call
-from paged_backend.text.beam_stops import ending
+from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens
 from paged_backend.text.tokenizing import decoder
@@ -66,7 +66,7 @@ class StreamBuilder:
         )
         ends = None
         if sampling.beam_width > 1:
-            ends = ending(sampling, tokens, decoder(self._tokenizer, sampling.skip_special_tokens))
+            ends = build_stop_check(sampling, tokens, decoder(self._tokenizer, sampling.skip_special_tokens))
         return replace(
             request,
             ends=ends,

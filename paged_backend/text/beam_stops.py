@@ -12,7 +12,7 @@ from paged_backend.text.tokenizing import DecodeError
 SLACK = 16  # tokens to decode in addition to one per byte of a stop string: some tokens have no text
 
 
-def ending(
+def build_stop_check(
     sampling: SamplingParams, prompt: Sequence[int], decode: Callable[[list[int]], str]
 ) -> Callable[[Sequence[int]], bool] | None:
     """Return a function that tells whether the last token of an output completes a stop string or stop word.

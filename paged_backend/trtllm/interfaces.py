@@ -1,49 +1,93 @@
-"""The request and response formats of each model in front of the engine."""
+"""The request and response formats of the models in front of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server.channel import Channel
-from paged_backend.trtllm import llmapi, replies, requests
+from paged_backend.trtllm import llmapi, requests, responses
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.rows import Tensors
 from paged_backend.trtllm.tensors import LLMAPI
 
-Ask = requests.Ask | llmapi.Ask
 _IGNORED = "Streaming"  # a request parameter that the LLM API's own client sends and no model reads
 
 
-class Interface:
-    """The format of `ensemble`, `tensorrt_llm_bls`, `tensorrt_llm` or `llmapi`."""
+class RowRequest(Protocol):
+    """The engine's request for one row. An interface reads it and later gets it back with each response."""
 
-    def __init__(self, name: str, *, streams: bool = True, limits: RelayLimits = DEFAULT_LIMITS):
-        """streams: whether the model may send several responses (`decoupled`)."""
-        self._name = name
-        self._limits = limits
-        self._streams = streams
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The engine's input tensors."""
 
-    def read(self, tensors: Tensors) -> list[Any]:
-        """Return an Ask per row. Raises RequestError for invalid or unsupported input."""
-        if self._name == LLMAPI:
-            return list(llmapi.read(tensors, streams=self._streams))
-        return list(requests.read(self._name, tensors, self._limits))
+    @property
+    def renamed(self) -> dict[str, str]:
+        """From sampling parameters to the client's tensors, for error messages."""
+
+
+class Interface(Protocol):
+    """The format of one model."""
+
+    def read(self, tensors: Tensors) -> list[RowRequest]:
+        """Return a RowRequest per row. Raises RequestError for invalid or unsupported input."""
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the request parameters to pass on to the engine."""
-        return {name: value for name, value in given.items() if self._name != LLMAPI or name != _IGNORED}
 
-    def write(self, ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    def write(self, row_request: Any, response: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """Yield the client's responses for one response of the engine."""
-        return llmapi.write(ask, response) if isinstance(ask, llmapi.Ask) else replies.write(ask, response)
 
     def confirm_stop(self, channel: Channel) -> None:
         """Answer a request that only ends others."""
-        if self._name == LLMAPI:
-            channel.fail(RequestError(ErrorCode.CANCELLED, "the requests of this id were asked to end"))
-        else:
-            channel.send({}, final=True)
+
+
+class BatchInterface:
+    """The format of `ensemble`, `tensorrt_llm_bls` and `tensorrt_llm`: batches of rows."""
+
+    def __init__(self, name: str, limits: RelayLimits):
+        self._name = name
+        self._limits = limits
+
+    def read(self, tensors: Tensors) -> list[RowRequest]:
+        return list(requests.read(self._name, tensors, self._limits))
+
+    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(given)
+
+    def write(
+        self, row_request: requests.RowRequest, response: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        return responses.write(row_request, response)
+
+    def confirm_stop(self, channel: Channel) -> None:
+        channel.send({}, final=True)
+
+
+class LlmApiInterface:
+    """The format of `llmapi`: one prompt per request."""
+
+    def __init__(self, streams: bool):
+        self._streams = streams
+
+    def read(self, tensors: Tensors) -> list[RowRequest]:
+        return list(llmapi.read(tensors, streams=self._streams))
+
+    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name != _IGNORED}
+
+    def write(
+        self, row_request: llmapi.RowRequest, response: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        return llmapi.write(row_request, response)
+
+    def confirm_stop(self, channel: Channel) -> None:
+        channel.fail(RequestError(ErrorCode.CANCELLED, "the requests of this id were asked to end"))
+
+
+def create_interface(name: str, *, streams: bool = True, limits: RelayLimits = DEFAULT_LIMITS) -> Interface:
+    """Return the format of a model. streams: whether it may send several responses (`decoupled`)."""
+    return LlmApiInterface(streams) if name == LLMAPI else BatchInterface(name, limits)

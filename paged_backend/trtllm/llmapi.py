@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import invalid_argument
-from paged_backend.trtllm.replies import Outputs, perf_metrics
+from paged_backend.trtllm.responses import Outputs, perf_metrics
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, reject_unsupported
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
 
@@ -22,7 +22,7 @@ _RETURNED = ("finish_reason", "stop_reason", "cumulative_logprob")
 
 
 @dataclass
-class Ask:
+class RowRequest:
     """A request to the engine, and what its client gets of the responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
@@ -31,8 +31,11 @@ class Ask:
     text: bytes = b""  # so far
 
 
-def read(tensors: Tensors, *, streams: bool) -> list[Ask]:
-    """Return one Ask. Raises RequestError for invalid or unsupported input. streams: whether the model is decoupled."""
+def read(tensors: Tensors, *, streams: bool) -> list[RowRequest]:
+    """Return one RowRequest. Raises RequestError for invalid or unsupported input.
+
+    streams: whether the model may send several responses (`decoupled`).
+    """
     row = Row(LLMAPI, tensors)
     reject_unsupported(row)
     parameters, names = parameters_of(row)
@@ -54,7 +57,7 @@ def read(tensors: Tensors, *, streams: bool) -> list[Ask]:
     texts = {"text_input": row.one("text_input"), "sampling_parameters": json.dumps(parameters)}
     engine = {name: np.array([value]) for name, value in asked.items() if value}
     engine |= {name: np.array([text.encode()], dtype=np.object_) for name, text in texts.items()}
-    return [Ask(engine, returned, names)]
+    return [RowRequest(engine, returned, names)]
 
 
 def _set_sampling(parameters: dict[str, Any]) -> None:
@@ -66,10 +69,12 @@ def _set_sampling(parameters: dict[str, Any]) -> None:
         parameters["temperature"] = 0
 
 
-def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
+def write(row_request: RowRequest, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
     """Yield one response."""
-    ask.text += response["text_output"][0]
-    values: dict[str, Any] = {"text_output": [ask.text]} | {name: response[name] for name in ask.returned}
+    row_request.text += response["text_output"][0]
+    values: dict[str, Any] = {"text_output": [row_request.text]} | {
+        name: response[name] for name in row_request.returned
+    }
     if "receipt" in response:
         metrics = _perf_metrics(json.loads(bytes(response["receipt"][0])))
         values |= {name: [value] for name, value in metrics.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from paged_backend.trtllm.interfaces import Interface
+from paged_backend.trtllm.interfaces import create_interface
 from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.relay import Relay
 
@@ -29,7 +29,7 @@ class TritonPythonModel:
             limits = RelayLimits.from_parameters(parameters)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"config.pbtxt: {error}") from None
-        interface = Interface(parameters["interface"], streams=streams, limits=limits)
+        interface = create_interface(parameters["interface"], streams=streams, limits=limits)
         self.relay = Relay(pb_utils, args["model_name"], parameters["engine_model_name"], interface, limits)
 
     def execute(self, requests: list[Any]) -> None:

@@ -20,7 +20,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
 from paged_backend.server.channel import Channel, Received, ServerChannel, send_error
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.trtllm.interfaces import Ask, Interface
+from paged_backend.trtllm.interfaces import Interface, RowRequest, create_interface
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame
 from paged_backend.trtllm.rows import use_client_names
@@ -59,7 +59,7 @@ class Row:
     """One row of a client request, which is one request to the engine."""
 
     job: Job
-    ask: Ask
+    row_request: RowRequest
     id: int  # of the engine's request
     received: Received  # the engine's request
     link: Link
@@ -98,7 +98,7 @@ class Relay:
         interface: what clients send and get; by default that of the model's name."""
         self._pb_utils = pb_utils
         self._model = model
-        self._interface = interface or Interface(model, limits=limits)
+        self._interface = interface or create_interface(model, limits=limits)
         self._links = Links(engine, self._receive, self._on_link_ended, limits.max_frame_bytes)
         self._max_rows = limits.max_open_rows
         self._ids = itertools.count()
@@ -145,13 +145,13 @@ class Relay:
             self._stop_requests(request_id)
             self._interface.confirm_stop(channel)
             return
-        asks = self._interface.read(tensors)
+        row_requests = self._interface.read(tensors)
         parameters = self._interface.parameters(parameters)
         job, link = Job(channel, request_id), self._links.pick()
         own = parameters, timeout_us, sequence_id, flags
-        for ask in asks:
-            received = ask.tensors, *own, f"{self._model}-{uuid.uuid4()}"
-            job.rows.append(Row(job, ask, next(self._ids), received, link))
+        for row_request in row_requests:
+            received = row_request.tensors, *own, f"{self._model}-{uuid.uuid4()}"
+            job.rows.append(Row(job, row_request, next(self._ids), received, link))
         frames = [row.pack(link) for row in job.rows]
         self._register(job.rows)
         for row, frame in zip(job.rows, frames, strict=True):
@@ -197,9 +197,9 @@ class Relay:
             self._remove(row)
         try:
             if not isinstance(answer, RequestError):
-                row.job.respond(row, list(self._interface.write(row.ask, answer)), last=last)
+                row.job.respond(row, list(self._interface.write(row.row_request, answer)), last=last)
             else:
-                text = use_client_names(str(answer), row.ask.renamed)
+                text = use_client_names(str(answer), row.row_request.renamed)
                 row.job.fail(RequestError(answer.code, text, verbatim=True))
         except Exception as error:
             log.exception("could not send a response")

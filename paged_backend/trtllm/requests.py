@@ -22,7 +22,7 @@ _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", 
 
 
 @dataclass(frozen=True)
-class Ask:
+class RowRequest:
     """The engine's request for one row, and what the client gets of its responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
@@ -41,10 +41,10 @@ class Ask:
     renamed: dict[str, str] = field(default_factory=dict)  # from sampling parameters to the client's tensors
 
 
-def read(model: str, tensors: Tensors, limits: RelayLimits) -> list[Ask]:
-    """Return an Ask per row. Raises RequestError for malformed, contradictory, excessive or unsupported input."""
+def read(model: str, tensors: Tensors, limits: RelayLimits) -> list[RowRequest]:
+    """Return a RowRequest per row. Raises RequestError for malformed, contradictory, excessive or unsupported input."""
     rows = _rows(tensors)
-    return [_ask(Row(model, row), index if len(rows) > 1 else None, limits) for index, row in enumerate(rows)]
+    return [_row_request(Row(model, row), index if len(rows) > 1 else None, limits) for index, row in enumerate(rows)]
 
 
 def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
@@ -56,7 +56,7 @@ def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:
     return [{name: tensor[index] for name, tensor in tensors.items()} for index in range(len(first))]
 
 
-def _ask(row: Row, batch_index: int | None, limits: RelayLimits) -> Ask:
+def _row_request(row: Row, batch_index: int | None, limits: RelayLimits) -> RowRequest:
     reject_unsupported(row)
     parameters, names = parameters_of(row)
     samples, beams = _count(row, parameters)
@@ -71,7 +71,7 @@ def _ask(row: Row, batch_index: int | None, limits: RelayLimits) -> Ask:
     prompt = _token_ids(row) if row.is_core else []
     if flags["return_log_probs"]:
         parameters.setdefault("logprobs", 0)
-    return Ask(
+    return RowRequest(
         tensors=_tensors(row, parameters, prompt, flags, stream=stream, echo=echo),
         batch_index=batch_index,
         samples=samples,

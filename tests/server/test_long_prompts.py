@@ -53,7 +53,7 @@ def serve(tiny, slow, monkeypatch):
     monkeypatch.setattr(admission, "LONG_CHARS", 200)
     monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
     outcomes = SimpleQueue()
-    monkeypatch.setattr(Metrics, "ended", lambda self, reason: outcomes.put(reason))
+    monkeypatch.setattr(Metrics, "count_finished", lambda self, reason: outcomes.put(reason))
     with serving(tiny[0], max_queue_size=2) as server:
         server.outcomes = outcomes
         yield server

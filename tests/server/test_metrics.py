@@ -7,12 +7,12 @@ from tests.support.scheduler_stress import scheduler
 
 
 def update_all(metrics):
-    metrics.show(scheduler().stats)
+    metrics.update(scheduler().stats)
     metrics.set_session_count(1)
-    metrics.ended("stop")
-    metrics.accepted(prompt_tokens=1)
+    metrics.count_finished("stop")
+    metrics.count_prompt_tokens(prompt_tokens=1)
     metrics.flush()
-    metrics.answered(prompt=1, generated=1, n=1, seconds=1.0)
+    metrics.observe_request(prompt=1, generated=1, n=1, seconds=1.0)
 
 
 def test_a_failing_metric_update_is_contained(caplog):

@@ -58,7 +58,7 @@ def test_metrics_match_pool_map():
     shown, held = [], []
 
     class RecordedMetrics(Metrics):
-        def show(self, stats):
+        def update(self, stats):
             shown.append(stats)
 
     class Reader(Sent):

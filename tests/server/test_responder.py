@@ -146,8 +146,8 @@ def test_metrics_are_flushed_before_the_final_response(opened):
 def test_metrics_show_the_last_step_without_open_streams(opened, monkeypatch):
     """A stream is cancelled during its last step, so the engine emits nothing afterwards."""
     responder, metrics, aborted = opened
-    shown, show = SimpleQueue(), metrics.show
-    monkeypatch.setattr(metrics, "show", lambda stats: (show(stats), shown.put(stats.running)))
+    shown, show = SimpleQueue(), metrics.update
+    monkeypatch.setattr(metrics, "update", lambda stats: (show(stats), shown.put(stats.running)))
     client = Client(1)
     responder.open(client.stream)
     responder.emit(step(1, "a"))
@@ -397,7 +397,7 @@ def test_a_dead_engine_reports_no_requests(opened):
     made.emit(replace(busy, stats=replace(busy.stats, running=1, waiting=2)))
     assert client.got.get(timeout=WAIT)[0] == "a"
     shown = []
-    metrics.show = shown.append
+    metrics.update = shown.append
     made.emit(EngineDied("it did"))
     assert client.got.get(timeout=WAIT)[2]
     made.stop()
@@ -432,7 +432,7 @@ def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch)
         if next(fails, False):
             raise RuntimeError("metrics are gone")
 
-    monkeypatch.setattr("paged_backend.server.metrics.Metrics.show", show)
+    monkeypatch.setattr("paged_backend.server.metrics.Metrics.update", show)
     assert finish(ask(service)) == ("length", 9)
     assert finish(ask(service)) == ("length", 9)
     assert service.ready

@@ -88,7 +88,9 @@ HOUR = 3_600_000  # milliseconds
 
 def outcomes(monkeypatch):
     found = []
-    monkeypatch.setattr("paged_backend.server.metrics.Metrics.ended", lambda self, reason: found.append(reason))
+    monkeypatch.setattr(
+        "paged_backend.server.metrics.Metrics.count_finished", lambda self, reason: found.append(reason)
+    )
     return found
 
 

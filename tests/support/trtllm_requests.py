@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.trtllm.interfaces import Interface
+from paged_backend.trtllm.interfaces import create_interface
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, LLMAPI
 
 NUMPY = {
@@ -36,9 +36,11 @@ def rows(model, *values):
 
 
 def ask(model=ENSEMBLE, **values):
-    """Return the Ask of a request with one row; the LLM API model has no rows."""
+    """Return the RowRequest of a request with one row; the LLM API model has no rows."""
     tensors = rows(model, NEEDED[model] | values)
-    (one,) = Interface(model).read({name: value[0] for name, value in tensors.items()} if model == LLMAPI else tensors)
+    (one,) = create_interface(model).read(
+        {name: value[0] for name, value in tensors.items()} if model == LLMAPI else tensors
+    )
     return one
 
 

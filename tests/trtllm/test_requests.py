@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.trtllm import configs, replies
-from paged_backend.trtllm.interfaces import Interface
+from paged_backend.trtllm import configs, responses
+from paged_backend.trtllm.interfaces import create_interface
 from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.rows import use_client_names
 from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
@@ -222,7 +222,7 @@ def test_neutral_values_of_unsupported_inputs_are_accepted(model):
 )
 def test_biases_beyond_max_biases_are_rejected(model, biases, refused):
     def read(most):
-        return Interface(model, limits=RelayLimits(max_biases=most)).read(rows(model, NEEDED[model] | biases))
+        return create_interface(model, limits=RelayLimits(max_biases=most)).read(rows(model, NEEDED[model] | biases))
 
     assert read(3)
     field = next(iter(biases))
@@ -240,13 +240,13 @@ def test_caps_are_config_parameters():
 
 def test_every_row_is_a_separate_request():
     both = rows(BLS, {"text_input": ["One"], "max_tokens": [3]}, {"text_input": ["Two"], "max_tokens": [4]})
-    first, second = Interface(BLS).read(both)
+    first, second = create_interface(BLS).read(both)
     assert (first.batch_index, second.batch_index) == (0, 1)
     assert second.tensors["text_input"].tolist() == [b"Two"]
     assert json.loads(second.tensors["sampling_parameters"][0])["max_tokens"] == 4
     tensors = rows(BLS, NEEDED[BLS]) | {"top_k": np.ones((2, 1), np.int32)}
     with pytest.raises(RequestError, match="top_k: has 2 rows, but text_input has 1; send the same number"):
-        Interface(BLS).read(tensors)
+        create_interface(BLS).read(tensors)
 
 
 def test_token_ids():
@@ -287,7 +287,7 @@ def response(**values):
 
 
 def outputs(one, **values):
-    return [{name: value.tolist() for name, value in part.items()} for part in replies.write(one, response(**values))]
+    return [{name: value.tolist() for name, value in part.items()} for part in responses.write(one, response(**values))]
 
 
 def test_only_text_output_has_no_batch_dimension():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.trtllm.requests import Ask
+from paged_backend.trtllm.requests import RowRequest
 from paged_backend.trtllm.tensors import CORE_OUTPUTS, NUMPY_TYPES, TEXT_OUTPUTS
 
 Outputs = dict[str, np.ndarray]
@@ -22,47 +22,51 @@ def is_last(response: Mapping[str, np.ndarray]) -> bool:
     return all(reason != b"None" for reason in response["finish_reason"])
 
 
-def write(ask: Ask, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
+def write(row_request: RowRequest, response: Mapping[str, np.ndarray]) -> Iterator[Outputs]:
     """Yield one response per sample that has new output, or one for all beams."""
-    if ask.samples == 1:
-        yield _outputs(ask, response, range(ask.beams), None)
+    if row_request.samples == 1:
+        yield _outputs(row_request, response, range(row_request.beams), None)
         return
     last = is_last(response)
-    for index in range(ask.samples):
+    for index in range(row_request.samples):
         if response["num_output_tokens"][index] or response["text_output"][index] or last:
-            yield _outputs(ask, response, range(index, index + 1), index)
+            yield _outputs(row_request, response, range(index, index + 1), index)
 
 
-def _outputs(ask: Ask, response: Mapping[str, np.ndarray], which: range, sequence_index: int | None) -> Outputs:
+def _outputs(
+    row_request: RowRequest, response: Mapping[str, np.ndarray], which: range, sequence_index: int | None
+) -> Outputs:
     """Return the output tensors for the samples `which` of the engine's response."""
     values: dict[str, Any] = {}
     counts = [int(count) for count in response["num_output_tokens"]] if "num_output_tokens" in response else []
-    if ask.token_ids:
-        lines = _lines(ask, response, counts, which)
-        values["output_ids"] = [_padded(lines, ask.pad_id)]
+    if row_request.token_ids:
+        lines = _lines(row_request, response, counts, which)
+        values["output_ids"] = [_padded(lines, row_request.pad_id)]
         values["sequence_length"] = [[len(line) for line in lines]]
         counts[which.start : which.stop] = [len(line) for line in lines]
     else:
         values["text_output"] = response["text_output"][which.start : which.stop]
-    if ask.log_probs:
+    if row_request.log_probs:
         values["cum_log_probs"] = [response["cumulative_logprob"][which.start : which.stop]]
         values["output_log_probs"] = [_padded([_logprobs(bytes(response["logprobs"][one])) for one in which], 0.0)]
-    if ask.batch_index is not None:
-        values["batch_index"] = [[ask.batch_index]]
+    if row_request.batch_index is not None:
+        values["batch_index"] = [[row_request.batch_index]]
     if sequence_index is not None:
         values["sequence_index"] = [[sequence_index]]
-    if ask.num_input_tokens:
+    if row_request.num_input_tokens:
         values["num_input_tokens"] = response["num_input_tokens"].reshape(1, 1)
-    if ask.num_output_tokens:
+    if row_request.num_output_tokens:
         values["num_output_tokens"] = [[sum(counts[which.start : which.stop])]]
     if "receipt" in response:
         metrics = perf_metrics(json.loads(bytes(response["receipt"][0])))
         values |= {name: [[value]] for name, value in metrics.items()}
-    table = CORE_OUTPUTS if ask.token_ids else TEXT_OUTPUTS
+    table = CORE_OUTPUTS if row_request.token_ids else TEXT_OUTPUTS
     return {name: np.asarray(value, NUMPY_TYPES[table[name].data_type]) for name, value in values.items()}
 
 
-def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], which: range) -> list[list[int]]:
+def _lines(
+    row_request: RowRequest, response: Mapping[str, np.ndarray], counts: list[int], which: range
+) -> list[list[int]]:
     """Return the token ids of each sample.
 
     As in TensorRT-LLM, the token that ends an output is not part of it, unless it belongs to a stop word.
@@ -71,9 +75,9 @@ def _lines(ask: Ask, response: Mapping[str, np.ndarray], counts: list[int], whic
     for one in which:
         begin = sum(counts[:one])
         line = response["token_ids"][begin : begin + counts[one]].tolist()
-        if response["finish_reason"][one] == b"stop" and line and response["stop_reason"][one] in ask.dropped:
+        if response["finish_reason"][one] == b"stop" and line and response["stop_reason"][one] in row_request.dropped:
             line.pop()
-        lines.append([*ask.prompt, *line])
+        lines.append([*row_request.prompt, *line])
     return lines
 
 
