@@ -18,7 +18,7 @@ from paged_kernels.sampling_metadata import SamplingMetadata
 @cache
 def _implementation(module: str, function: str, on_cpu: bool) -> Callable[..., Any]:
     """Return the implementation: Triton on a GPU; on a CPU, C++ if it was compiled, else PyTorch or numpy."""
-    name = f"paged_kernels.cpu.{module}" if on_cpu else f"kernels.{module}"
+    name = f"paged_kernels.cpu.{module}" if on_cpu else f"paged_kernels.{module}"
     if on_cpu and hasattr(native, function) and native.levels():
         name = native.__name__
     elif on_cpu and hasattr(layer_ops, function):
