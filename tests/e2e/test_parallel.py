@@ -22,7 +22,7 @@ def ranks(server):
             command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        if b"parallel.rank" in command and f"PAGED_TEST_SERVER={server.shm_prefix}".encode() in environment:
+        if b"engine.rank" in command and f"PAGED_TEST_SERVER={server.shm_prefix}".encode() in environment:
             found.append(int(process.name))
     return found
 

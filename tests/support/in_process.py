@@ -115,7 +115,7 @@ def running(assembly: Assembly) -> Iterator[EngineHarness]:
         assert assembly.scheduler.blocks.num_used == 0
 
 
-def save_tiny(config: PretrainedConfig, directory: Path, tokenizer: Path | None = None) -> PreTrainedModel:
+def save_tiny(config: PretrainedConfig, directory: Path) -> PreTrainedModel:
     """Save a model with random fp32 weights, so large that its logits are far apart, and a byte-level tokenizer as a
     Hugging Face directory."""
     torch.manual_seed(0)
