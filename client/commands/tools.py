@@ -7,6 +7,8 @@ import os
 
 from client.session import UsageError
 
+NOT_BENCHMARKS = ("on_gpu",)  # runs checks and benchmarks together: see `make bench-gpu`
+
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="run a benchmark")
@@ -36,13 +38,14 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _benchmarks() -> list[str]:
-    """Return the names of the public modules of paged_bench."""
+    """Return the names of the benchmarks: the public modules of paged_bench."""
     import pkgutil
     from importlib.util import find_spec
 
     spec = find_spec("paged_bench")
     places = spec.submodule_search_locations if spec else None
-    return sorted(info.name for info in pkgutil.iter_modules(places or []) if not info.name.startswith("_"))
+    names = (info.name for info in pkgutil.iter_modules(places or []))
+    return sorted(name for name in names if not name.startswith("_") and name not in NOT_BENCHMARKS)
 
 
 def perf_analyzer(args: argparse.Namespace) -> int:

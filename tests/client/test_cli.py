@@ -334,6 +334,7 @@ class TestBench:
         bench.mkdir()
         (bench / "__init__.py").touch()
         (bench / "_helper.py").touch()
+        (bench / "on_gpu.py").touch()
         (bench / "throughput.py").write_text("def main(argv):\n    print(argv)\n    return 3\n")
         monkeypatch.syspath_prepend(tmp_path)
         for name in [name for name in sys.modules if name.startswith("paged_bench")]:
@@ -346,12 +347,13 @@ class TestBench:
         assert main(["bench", "throughput", "--url", "x", "--", "-h"]) == 3
         assert capsys.readouterr().out == "['--url', 'x', '--', '-h']\n"
 
-    @pytest.mark.parametrize("arguments", [[], ["nope"], ["_helper"]])
+    @pytest.mark.parametrize("arguments", [[], ["nope"], ["_helper"], ["on_gpu"]])
     def test_unknown_benchmark_lists_available_ones(self, capsys, arguments):
         assert main(["bench", *arguments]) == 2
         message = capsys.readouterr().err
         assert "\n  throughput" in message
         assert "  _helper" not in message
+        assert "  on_gpu" not in message
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["generate", "--top-k", "x"]])
