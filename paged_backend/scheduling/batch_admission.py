@@ -23,10 +23,10 @@ from paged_backend.scheduling.stats import SchedulerCounters
 
 @dataclass
 class _Capacity:
-    """What waiting requests may still take in this step."""
+    """The sequences and blocks that are left for waiting requests in this step."""
 
     num_seqs: int
-    reserved_blocks: int  # that running requests still need for the tokens they have
+    reserved_blocks: int  # blocks that running requests still need for the tokens they have
 
 
 class BatchAdmission:

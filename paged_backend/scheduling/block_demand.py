@@ -11,7 +11,7 @@ from paged_backend.scheduling.sequence import Group
 
 
 class Demand(NamedTuple):
-    """What a waiting request finds in the prefix cache, and the blocks that it needs."""
+    """The cache hit of a waiting request, and the blocks that it needs."""
 
     hit: CacheHit
     num_blocks: int  # that must be available: new ones, and cached ones of the hit; not the source of a partial hit

@@ -38,7 +38,7 @@ class HostOffload:
 
     @property
     def has_unspilled(self) -> bool:
-        """Whether `spill` has a block to look at."""
+        """True if `spill` has a block to look at."""
         return bool(self._unspilled)
 
     def block_cached(self, block: int) -> None:

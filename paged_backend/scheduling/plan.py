@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def embeds(self) -> bool:
-        """Whether the hidden state of the last token is what the request asks for."""
+        """True if the chunk ends the prompt of an embedding request, which gets the hidden state of its last token."""
         return self.sequence.request.embeds and self.ends_request
 
     def add_draft_tokens(self, tokens: list[int], num_new_blocks: int) -> None:

@@ -163,7 +163,7 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the steps in flight have to be committed before the next one is planned: a request waits for it, or
+        """True if the steps in flight have to be committed before the next one is planned: a request waits for it, or
         beams, guides or draft tokens depend on the results."""
         if self._blocked or self._proposer is not None:
             return True

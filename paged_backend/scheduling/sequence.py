@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether max_tokens are generated, the last one perhaps by the step in flight."""
+        """True if max_tokens are generated, the last one perhaps by the step in flight."""
         return 0 < self.request.sampling.max_tokens <= len(self.tokens) - self.num_prompt
 
     @property

@@ -12,7 +12,7 @@ from paged_backend.scheduling.beam_search import Candidate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returned, by draw or by chunk of its plan.
+    """The results of a step, by draw or by chunk of its plan.
 
     A draw is one sequence in one chunk's `draws`; draws are numbered from 0 over all chunks, in the plan's order.
     The mappings hold only draws and chunks that have such a value.

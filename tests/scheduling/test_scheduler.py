@@ -11,7 +11,6 @@ from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.plan import Costs
-from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.step_result import StepResult
@@ -413,24 +412,6 @@ def test_draft_tokens_do_not_use_prefill_budget():
     step(sched)
     sched.add(request(16, prompt=100))
     assert [len(chunk.draft_tokens) for chunk in sched.schedule().chunks] == [7] * 16
-
-
-def test_prefill_gets_half_of_step_when_decode_is_slow():
-    budget = PrefillBudget(0.1, 0.001, 512)
-    budget.record_step(0, 0.2)  # decode alone
-    budget.record_step(100, 0.3)
-    assert budget.tokens == 133
-    budget.record_step(0, 0.01)
-    budget.record_step(133, 0.2)
-    assert budget.tokens == 66
-
-
-def test_short_last_chunk_does_not_raise_prefill_budget():
-    budget = PrefillBudget(0.1, 0.001, 512)
-    budget.record_step(30, 0.04)
-    assert budget.tokens == 100
-    budget.record_step(100, 0.04)
-    assert budget.tokens == 200
 
 
 def test_prefill_without_decode_uses_full_token_budget():

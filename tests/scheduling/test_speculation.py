@@ -10,7 +10,6 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.speculation import PromptLookup, propose_placeholders
-from paged_backend.scheduling.step_result import accept_draft_tokens
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 4
@@ -117,14 +116,6 @@ def test_prompt_lookup_indexes_incrementally():
 def test_no_device_drafts_with_penalties():
     assert propose_placeholders(sequence([1], repetition_penalty=1.1), 3) == []
     assert len(propose_placeholders(sequence([1]), 3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("drawn", "draft_tokens", "expected"),
-    [([1, 2, 3], [1, 2], [1, 2, 3]), ([1, 9, 3], [1, 2], [1, 9]), ([9, 2, 3], [1, 2], [9])],
-)
-def test_tokens_after_rejected_draft_are_dropped(drawn, draft_tokens, expected):
-    assert accept_draft_tokens(drawn, draft_tokens) == expected
 
 
 @pytest.mark.parametrize(
