@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, few threads, and a tiny model that most engine tests use."""
+"""Shared by all tests: no network access, reports of long tests, and the tiny models that most engine tests use."""
 
 import os
 import time
@@ -16,32 +16,32 @@ FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def figures(pytestconfig, request):
-    """Call it with what a test has counted: it is told at the end of the run."""
+    """A function that reports a line at the end of the run, such as what the test has counted."""
     return lambda text: pytestconfig.stash.setdefault(FIGURES, []).append(f"{request.node.name}: {text}")
 
 
 @pytest.fixture
 def tell(pytestconfig):
-    """Call it with a line that is to be seen at once; where tests run in several processes nobody sees it."""
+    """A function that prints a line at once. With several test processes it is not shown."""
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
     return lambda text: reporter and reporter.write_line(f"    {text}")
 
 
 @pytest.fixture
 def hours(pytestconfig):
-    """That a long test may take."""
+    """The hours that a long test may take."""
     return pytestconfig.getoption("--hours")
 
 
 @pytest.fixture
 def until(hours):
-    """When a long test has had them, by the monotonic clock."""
+    """The time.monotonic() at which a long test has to end."""
     return time.monotonic() + 3600 * hours
 
 
 @pytest.fixture
 def in_time(until):
-    """Of what is to be tried, all that a long test has the time for, and at least one."""
+    """A function that yields items until the time of a long test is over, and at least one."""
 
     def some(items):
         for item in items:
@@ -55,46 +55,46 @@ def in_time(until):
 def pytest_addoption(parser):
     sizes = "sizes of the stress tests: 'cycles=20 restarts=10 responses=300000'; also killed, left, held, preemptions"
     parser.addoption("--stress", "--storm", default="", help=sizes)
-    longest = "hours that each long test goes on at the most, where what it is to reach takes longer"
+    longest = "time limit of each long test, in hours"
     parser.addoption("--hours", type=float, default=1.0, help=longest)
 
 
 def pytest_sessionfinish(session):
-    if (told := getattr(session.config, "workeroutput", None)) is not None:
-        told["figures"], told["table"] = session.config.stash.get(FIGURES, []), table.state()
+    if (report := getattr(session.config, "workeroutput", None)) is not None:
+        report["figures"], report["table"] = session.config.stash.get(FIGURES, []), table.state()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """One of the processes that tests run in has come to its end."""
-    if told := getattr(node, "workeroutput", None):
-        node.config.stash.setdefault(FIGURES, []).extend(told["figures"])
-        table.add(told["table"])
+    """Collect the reports of a test process that has ended."""
+    if report := getattr(node, "workeroutput", None):
+        node.config.stash.setdefault(FIGURES, []).extend(report["figures"])
+        table.add(report["table"])
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if told := config.stash.get(FIGURES, []):
+    if lines := config.stash.get(FIGURES, []):
         terminalreporter.section("figures")
-        for line in told:
+        for line in lines:
             terminalreporter.line(line)
     if table.rows:
         terminalreporter.section("stress tests")
         terminalreporter.line(table.text())
-    if told := table.goals():
+    if goals := table.goals():
         terminalreporter.section("goals")
-        terminalreporter.line(told)
+        terminalreporter.line(goals)
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
-def planning(request, monkeypatch):
-    """Tests that take it run twice: with each step committed before the next is planned, and after."""
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def async_scheduling(request, monkeypatch):
+    """Run the test twice: with each step committed before the next is scheduled, and with overlap."""
     monkeypatch.setitem(TINY, "async_scheduling", request.param)
     return request.param
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """(directory, model): three layers of grouped-query attention with random weights, in fp32."""
+    """(directory, model): three layers with grouped-query attention and random fp32 weights."""
     directory = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
         vocab_size=320,
@@ -110,7 +110,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory):
-    """Another tiny model of the same tokens, which guesses badly."""
+    """The directory of a tiny draft model with the same vocabulary, whose draft tokens are mostly rejected."""
     directory = tmp_path_factory.mktemp("draft")
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,

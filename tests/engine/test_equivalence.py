@@ -9,7 +9,7 @@ from tests.support.in_process import generate_with_transformers, running, tiny_a
 
 MAX_TOKENS = 16
 
-pytestmark = pytest.mark.usefixtures("planning")
+pytestmark = pytest.mark.usefixtures("async_scheduling")
 
 
 @pytest.fixture(scope="module")

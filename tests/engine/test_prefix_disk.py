@@ -47,7 +47,7 @@ def ask(assembly, prompt=PROMPT):
     return tokens, stats
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 def test_restarted_server_finds_prefixes_on_disk(assembly, tmp_path, alone):
     assert ask(assembly())[0] == alone
     assert len(files(tmp_path)) == (len(PROMPT) + MAX_TOKENS - 1) // 4

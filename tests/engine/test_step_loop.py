@@ -9,7 +9,7 @@ from tests.support.in_process import generate_with_transformers, running, tiny_a
 
 MAX_TOKENS = 16
 
-pytestmark = pytest.mark.usefixtures("planning")
+pytestmark = pytest.mark.usefixtures("async_scheduling")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_aborted_request_frees_its_blocks_immediately(tiny, steps):
         assert engine.history[-1].stats.waiting == 0
 
 
-def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
+def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, async_scheduling):
     """One step too many is computed for a sequence whose end is not known yet, but its tokens are not returned."""
     assembly = tiny_assembly(tiny[0])
     calls = []
@@ -53,12 +53,14 @@ def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, planning):
         setattr(assembly.scheduler, name, counted)
     with running(assembly) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=4)
-        expected = ["schedule", *["schedule", "commit"] * 3, "commit"] if planning else ["schedule", "commit"] * 4
+        expected = (
+            ["schedule", *["schedule", "commit"] * 3, "commit"] if async_scheduling else ["schedule", "commit"] * 4
+        )
         assert calls == expected
         calls.clear()
         (output,) = engine.wait(engine.submit([5, 6, 7], max_tokens=9, stop_token_ids=[tokens[1]]))
         assert output.tokens == tokens[:2]
-    assert calls.count("schedule") == calls.count("commit") == 2 + planning
+    assert calls.count("schedule") == calls.count("commit") == 2 + async_scheduling
 
 
 def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):

@@ -53,7 +53,7 @@ def plain(tiny, prompts):
         return engine.generate(prompts, **SAMPLING)
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
 def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
@@ -62,7 +62,7 @@ def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capt
     assert capture.replays
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 def test_samples_penalties_and_beams_with_replay(tiny, prompts, capture, monkeypatch):
     requests = [
         {"n": 3, "temperature": 1.0, "seed": 4},

@@ -21,7 +21,7 @@ from tests.support.in_process import TINY, WAIT, byte_tokenizer, running, tiny_a
 from tests.support.logprobs import Caller
 from tests.support.pb_utils import PB_UTILS
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 EXPRESSION = r"[a-z]{3,6}(-[0-9]{2}){1,3}"
 SCHEMA = {
     "type": "object",

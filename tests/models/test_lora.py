@@ -46,7 +46,7 @@ def check_all(engine, lora_prompts, lora_outputs, **sampling):
         assert output.tokens == lora_outputs[name][index], (name, index)
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 def test_batch_of_all_adapters_and_base_model(tiny, adapter_list, lora_prompts, lora_outputs):
     with running(tiny_assembly(tiny[0], adapters=adapter_list, **LORA)) as engine:
         check_all(engine, lora_prompts, lora_outputs)
@@ -123,7 +123,7 @@ def test_preemption(tiny, adapter_list, adapter_files, mode):
         assert engine.history[-1].stats.preemptions > 0
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_higher_priority_preempts_adapter_slots(tiny, adapter_list, adapter_files, lora_prompts, mode):
     """The preempted request resumes later and generates the same tokens."""

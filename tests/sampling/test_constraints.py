@@ -19,7 +19,7 @@ from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check
 from tests.support.pb_utils import PB_UTILS
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 VOCAB, LENGTH = 320, 24
 ALLOWED = tuple(range(40, 90))
 

@@ -17,7 +17,7 @@ from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check
 from tests.support.pb_utils import PB_UTILS
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
 
 

@@ -15,7 +15,7 @@ from paged_backend.sampling.masks import Mask, apply_mask, build_mask
 from paged_backend.scheduling.sequence import Sequence
 from tests.support.in_process import WAIT, running, tiny_assembly
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 VOCAB, END = 320, 319
 
 

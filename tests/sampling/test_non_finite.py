@@ -44,7 +44,7 @@ def check_broken(output):
     ],
     ids=str,
 )
-def test_non_finite_logits_fail_only_their_request(tiny, planning, expected, sampling, value):
+def test_non_finite_logits_fail_only_their_request(tiny, async_scheduling, expected, sampling, value):
     with running(poisoned(tiny[0], value)) as engine:
         good = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS[:2]]
         broken = engine.submit([*range(20, 37), POISON, 9, 10], **({"max_tokens": 20} | sampling))
@@ -54,7 +54,7 @@ def test_non_finite_logits_fail_only_their_request(tiny, planning, expected, sam
         assert [output.tokens for output in outputs] == expected
 
 
-def test_failure_during_decode_keeps_earlier_tokens(tiny, planning):
+def test_failure_during_decode_keeps_earlier_tokens(tiny, async_scheduling):
     """The prompt is finite, but a generated token is POISON."""
     with running(poisoned(tiny[0])) as engine:
         key = engine.submit(PROMPTS[1], max_tokens=20, logit_bias={str(POISON): 100}, min_tokens=20)

@@ -13,7 +13,7 @@ from paged_backend.scheduling.plan_builder import PlanBuilder
 from tests.support.callers import serving
 from tests.support.in_process import WAIT, byte_tokenizer, running, tiny_assembly
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 TOKENIZER = byte_tokenizer()
 IDS = TOKENIZER.encode("The sea, é")
 

@@ -55,7 +55,7 @@ def test_beam_outputs_match_transformers(tiny, prompts, width, options):
                 assert found == expected, (prompt, stops)
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 def test_beam_outputs_survive_preemption(tiny, prompts):
     """The pool has room for one search: the others are preempted and recomputed, with beams of different lengths."""
     directory, model = tiny
@@ -68,7 +68,7 @@ def test_beam_outputs_survive_preemption(tiny, prompts):
         assert engine.history[-1].stats.copies > 0
 
 
-@pytest.mark.usefixtures("planning")
+@pytest.mark.usefixtures("async_scheduling")
 def test_beams_and_samples_share_a_step(tiny, prompts):
     directory, model = tiny
     expected = generate(model, prompts[2], None, num_beams=3)[0]

@@ -17,7 +17,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.server.embedding import EmbeddingCall, embedding_json, parse_embedding_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
-sync_and_async = pytest.mark.usefixtures("planning")
+sync_and_async = pytest.mark.usefixtures("async_scheduling")
 LIMITS = EngineLimits(64, 320, 256, 4, 8, embedding=EmbeddingSpec(64))
 
 
