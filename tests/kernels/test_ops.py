@@ -4,7 +4,6 @@ import ast
 import inspect
 
 import pytest
-
 from paged_kernels import ops
 
 DISPATCHES = [
