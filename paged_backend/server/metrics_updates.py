@@ -9,7 +9,7 @@ UPDATE_SECONDS = 0.1  # between two updates, while steps only add tokens
 
 
 class MetricsUpdates:
-    """Collects scheduler statistics and passes the newest to `Metrics` now and then: an update is slow (metrics.py)."""
+    """Collects scheduler statistics and updates `Metrics` with the newest at intervals, because updates are slow."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
