@@ -67,6 +67,7 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
         *(["scheduling/test_beam_search"] if file == BEAM_SEARCH else []),
         "scheduling/test_sharing",
         "scheduling/test_block_manager",
+        "scheduling/test_block_pool",
     ]
     options = ["-x", "-q", "-p", "no:cacheprovider"]
     for random_test in (
