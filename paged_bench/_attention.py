@@ -9,15 +9,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from paged_kernels.layer_cache import LayerCache, dequantize
-from paged_kernels.ops import kv_write
-from paged_kernels.paging import Paging
 from torch import Tensor
 
 from paged_backend.execution.batch import shared_prefixes
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._race import rotations
+from paged_kernels.layer_cache import LayerCache, dequantize
+from paged_kernels.ops import kv_write
+from paged_kernels.paging import Paging
 
 CHECKED = 64  # queries per sequence whose output is compared with fp32, evenly spread
 

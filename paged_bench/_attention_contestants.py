@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from paged_bench._attention import AttentionInputs, Cell
+from paged_bench._race import Call
 from paged_kernels.cascade import read_ratio
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as in_pytorch
 from paged_kernels.ops import paged_attention
 from paged_kernels.paging import Paging
-from torch import Tensor
-
-from paged_bench._attention import AttentionInputs, Cell
-from paged_bench._race import Call
 
 OURS = "paged"
 UNQUANTIZED, NO_SHARED_PREFIX = "paged, pool as the query", "paged, prefix read by each"

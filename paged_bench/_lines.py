@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable
 
 import torch
+
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_bench._race import Call, rotations
 from paged_kernels import ops
 from paged_kernels.block_pair import BlockPair
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
-
-from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_bench._race import Call, rotations
 
 SHAPE = LayerShape(8, 128)
 HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # with SHAPE, the sizes of Llama-3.1-8B

@@ -13,9 +13,8 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any
 
-from paged_kernels.cpu import native
-
 from paged_backend.scheduling.plan import Plan
+from paged_kernels.cpu import native
 
 PARTS = {  # functions and methods of each part; the remaining time is "rest"
     "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnnCopy.__call__"),

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import Paging
 from torch import Tensor
 
 from client.serving.repository import resolve_model
@@ -24,7 +22,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.engine.prepare import ROOT
+from paged_backend.engine.model_preparation import ROOT
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
@@ -34,6 +32,8 @@ from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish
+from paged_kernels.ops import kv_write, paged_attention
+from paged_kernels.paging import Paging
 
 BLOCK_SIZE = 16
 TYPES = ("auto", "fp8", "int8")  # the first one is the reference

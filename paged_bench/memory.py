@@ -115,6 +115,7 @@ def attention_speed(rounds: int) -> list[Record]:
     The layer has 9 heads of 64 and 3 KV heads, as in the demo model. The block sizes run alternately.
     """
     import torch
+
     from paged_kernels.layer_cache import LayerCache
     from paged_kernels.ops import kv_write, paged_attention
     from paged_kernels.paging import Paging

@@ -56,7 +56,7 @@ def _bench(name: str, share: float, *arguments: str, file: str | None = None) ->
 
 
 ENGINE_CHECKS = (
-    "engine/test_equivalence", "engine/test_step_loop", "engine/test_prefix_disk", "scheduling/test_speculation",
+    "integration/test_equivalence", "engine/test_step_loop", "engine/test_prefix_disk", "scheduling/test_speculation",
     "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk",
     "engine/test_workers",
 )  # fmt: skip

@@ -12,6 +12,10 @@ MAX_FILE_LINES = 350
 MAX_METHODS = 20
 JUSTIFICATION = re.compile(r"^# Over \d+ lines: \S+", re.M)  # a comment in a longer file that says why
 DIAGRAMS = ["docs/architecture.md"]
+ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
+FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
+    "kernels": {"decoder_layer", "import_name", "linear", "quantization", "splits"},
+}
 
 
 @pytest.mark.parametrize("module", modules())
@@ -68,3 +72,15 @@ def test_test_modules_do_not_import_each_other():
             for name in names:
                 assert not any(part.startswith("test_") for part in name.split(".")[:-1]), f"{file} imports {name}"
                 assert not (ROOT / f"{name.replace('.', '/')}.py").name.startswith("test_"), f"{file} imports {name}"
+
+
+def test_test_modules_are_named_after_source_modules():
+    """tests/<package>/test_<module>.py tests one module; tests of several modules are in tests/integration and e2e."""
+    packages = {"kernels": "paged_kernels", "client": "client", "bench": "paged_bench"}
+    for folder in sorted(file for file in (ROOT / "tests").iterdir() if (file / "__init__.py").exists()):
+        if folder.name in ACROSS_MODULES:
+            continue
+        package = packages.get(folder.name, f"paged_backend.{folder.name}")
+        names = {one.rpartition(".")[2].lstrip("_") for one in modules() if f"{one}.".startswith(f"{package}.")}
+        tested = {file.stem.removeprefix("test_") for file in folder.rglob("test_*.py")}
+        assert tested - names == FEATURES.get(folder.name, set()), f"tests/{folder.name}"

@@ -14,9 +14,9 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
-from paged_backend.engine.prepare import ROOT, PreparedModel, prepare
 from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -107,7 +107,7 @@ def _assemble(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: needs a host pool; set swap_space as well"
         )
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
-    prepared = prepare(config, tp_group)
+    prepared = prepare_model(config, tp_group)
     try:
         return _build(config, adapters, prepared, workers, started)
     except Exception:

@@ -28,7 +28,7 @@ from paged_backend.engine.messages import (
 )
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.prefix_disk import PrefixDisk
-from paged_backend.engine.preparation import RequestPreparation
+from paged_backend.engine.request_preparation import RequestPreparation
 from paged_backend.engine.state import EngineState
 from paged_backend.engine.step_loop import StepLoop
 from paged_backend.execution.runner import StepRunner

@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.engine.prepare import prepare
+from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.scheduling.plan import Plan
 
@@ -53,7 +53,7 @@ def run_worker(channel: Connection) -> None:
     channel.send(Ready())
     tp_group = TensorParallelGroup(start.device, start.rank, start.config.tensor_parallel_size)
     tp_group.join(start.rendezvous)
-    runner = prepare(start.config, tp_group).runner
+    runner = prepare_model(start.config, tp_group).runner
     while (message := channel.recv()) is not None:
         if isinstance(message, Plan):
             runner.move(message)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from paged_kernels import launch_table
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
@@ -32,6 +31,7 @@ from paged_backend.scheduling.plan import Chunk, Costs, Plan
 from paged_backend.scheduling.plan_builder import MAX_SCORED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
+from paged_kernels import launch_table
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # upper bounds of the context lengths for which attention is tiled or split alike

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from paged_kernels.cascade import find_prefix_groups
-from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare
 from paged_backend.scheduling.plan import Chunk, Plan
+from paged_kernels.cascade import find_prefix_groups
+from paged_kernels.paging import Paging, SharedPrefixes
 
 
 class UniformBatch(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from paged_kernels.paging import Paging
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from paged_backend.execution.batch import Drafting, PackedBatch
 from paged_backend.execution.forward import paged_logits
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.sampling.sampler import sample
+from paged_kernels.paging import Paging
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,14 +20,14 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from paged_kernels.cascade import MAX_GROUPS
-from paged_kernels.paging import Paging, SharedPrefixes
 from torch import Tensor
 from torch.nn.functional import pad
 
 from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.sampling.sampler import SamplingBatch
+from paged_kernels.cascade import MAX_GROUPS
+from paged_kernels.paging import Paging, SharedPrefixes
 
 log = logging.getLogger("paged_llm")
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch
-from paged_kernels.cpu import native
 from transformers import PretrainedConfig
 
 from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
@@ -14,6 +13,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.loading.weights import is_dequantized
 from paged_backend.models import rope
+from paged_kernels.cpu import native
 
 
 def pick_device(config: EngineConfig) -> torch.device:

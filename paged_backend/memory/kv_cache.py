@@ -10,12 +10,12 @@ from itertools import accumulate, islice
 
 import numpy as np
 import torch
-from paged_kernels.layer_cache import FORMATS, LayerCache
 from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.utils.machine import available_memory
+from paged_kernels.layer_cache import FORMATS, LayerCache
 
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from paged_kernels import ops
-from paged_kernels.block_pair import BlockPair
 
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import Move
+from paged_kernels import ops
+from paged_kernels.block_pair import BlockPair
 
 SWAP_PROGRAMS = 16  # of a swap at a time on a GPU: more do not fill the bus better, and take SMs from the step
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paged_kernels.layer_cache import LayerCache
-from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import Paging
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory.kv_cache import KVCache
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.ops import kv_write, paged_attention
+from paged_kernels.paging import Paging
 
 ATTENTION = "paged_llm"  # the name of `attend` in the registry of transformers
 

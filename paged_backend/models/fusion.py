@@ -24,14 +24,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from paged_kernels.cpu import native
-from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
+from paged_kernels.cpu import native
+from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
 
 log = logging.getLogger("paged_llm")
 

@@ -22,12 +22,12 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from paged_kernels.cpu import native
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.memory.kv_cache import GIB
 from paged_backend.utils.machine import available_memory
+from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
 

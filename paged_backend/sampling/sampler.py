@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from paged_kernels import ops
-from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 from torch import Tensor
 
 from paged_backend.api.sampling_params import SamplingParams
@@ -23,6 +21,8 @@ from paged_backend.sampling.constraints import Constraints, apply_constraints
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import Draw
+from paged_kernels import ops
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 PADDING = 2**62  # pads rows of tokens; beyond every vocabulary
 TOP_K_OFF = 2**31 - 1  # as top_k: keeps every token of any vocabulary

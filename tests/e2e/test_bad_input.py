@@ -205,7 +205,7 @@ def to_gateway(**fields):
 
 DEEP = 200_000
 # For the gateway, over HTTP, with the beginning of its error. It does not read larger bodies
-# (tests/client/test_openai.py).
+# (tests/client/openai/test_app.py).
 BEFORE_THE_SERVER = [
     (to_gateway(prompt="a" * ((10 << 20) - 100)), "prompt: text_input: 10485660 characters; must be at most"),
     (b'{"model": "paged_llm", "prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}", "the body is not valid JSON: recursion"),

@@ -5,10 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paged_kernels import launch_table
-from paged_kernels.launch import Device
-from paged_kernels.layer_cache import LayerCache
-from paged_kernels.paged_attention import plan_launch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
@@ -18,6 +14,10 @@ from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
+from paged_kernels import launch_table
+from paged_kernels.launch import Device
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.paged_attention import plan_launch
 from tests.support.in_process import tiny_assembly
 
 ROW_BYTES, GRAPH_BYTES, WORKSPACE, CACHED = 900, 7, 32, 5000

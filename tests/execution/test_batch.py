@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from paged_kernels import cascade
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import UniformBatch, pack, resolve_placeholders
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
+from paged_kernels import cascade
 
 
 def sequence_of(key, prompt, blocks, **sampling):

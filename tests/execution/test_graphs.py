@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paged_kernels import cascade
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paged_backend.engine import runner_builder, step_loop
 from paged_backend.execution import drafter, graphs, runner
+from paged_kernels import cascade
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 SAMPLING = {"max_tokens": 12}

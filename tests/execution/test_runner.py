@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from paged_kernels import ops
-from paged_kernels.cpu import layer_ops
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paged_backend.api.request import GenerateRequest
@@ -22,6 +20,8 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
 from paged_backend.scheduling.step_result import StepResult
+from paged_kernels import ops
+from paged_kernels.cpu import layer_ops
 
 META = torch.device("meta")
 SAMPLINGS = [

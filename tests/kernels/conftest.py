@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paged_kernels import launch_table
 from paged_kernels.cpu import build
 

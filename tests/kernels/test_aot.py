@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from paged_kernels.aot import MAX_SPILLED_BYTES, SMALL_KERNELS
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")

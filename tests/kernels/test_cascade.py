@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
+
 from paged_kernels import cascade, launch
 from paged_kernels import paged_attention as module
 from paged_kernels.cascade import find_prefix_groups, read_ratio
@@ -10,8 +12,6 @@ from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
 from paged_kernels.paging import Paging, SharedPrefixes
-from torch.testing import assert_close
-
 from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
 
 # (query_len, context_len, group or None): the rows of a group share SHARED[group] tokens, in whole blocks of 16

@@ -1,6 +1,7 @@
 """Launch shapes and splits of the attention kernels."""
 
 import pytest
+
 from paged_kernels import launch, launch_table
 from paged_kernels.launch import count_splits, launch_shape, prefix_tile
 from paged_kernels.launch_table import Tile, TuningKey

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+
 from paged_kernels import launch_table, tuning_inputs
 from paged_kernels.launch import Device
 from paged_kernels.launch_table import (

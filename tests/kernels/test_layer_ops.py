@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
+
 from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from paged_kernels.cpu import layer_ops, native
@@ -12,8 +14,6 @@ from paged_kernels.kv_write import kv_write_reference
 from paged_kernels.layer_cache import FORMATS
 from paged_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from paged_kernels.swiglu import swiglu, swiglu_reference
-from torch.testing import assert_close
-
 from tests.support.attention_cases import make_cache
 
 TRITON_DTYPES = [torch.float32, torch.float16]

@@ -4,6 +4,7 @@ import ast
 import inspect
 
 import pytest
+
 from paged_kernels import ops
 
 DISPATCHES = [

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from torch.testing import assert_close
 
+from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.support.attention_cases import AXES, BATCHES, Case, make_inputs, make_paging, move_paging, sample
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+
 from paged_kernels.cpu import native as compiled
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.kv_write import kv_write
 from paged_kernels.layer_cache import FORMATS, MAX_CODE, LayerCache, dequantize, quantize
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
-from torch import Tensor
-
 from tests.support.attention_cases import Case, make_inputs
 
 ON_CPU = [attend_cpu, *(partial(compiled.paged_attention, level=level) for level in compiled.levels())]

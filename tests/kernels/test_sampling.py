@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from paged_kernels.cpu.sampling import noise_bits as bits_cpu
 from paged_kernels.cpu.sampling import sample as sample_cpu
 from paged_kernels.sampling import noise_bits_reference, sample, sample_reference, sampling_noise
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
-from torch import Tensor
 
 OFF = {"top_k": 2**31 - 1, "top_p": 1.0, "margin": torch.inf}
 FILTERS = [  # every filter alone and combined, at its extremes, and off

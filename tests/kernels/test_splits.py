@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
+
 from paged_kernels import launch
 from paged_kernels import paged_attention as module
 from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
-from torch.testing import assert_close
-
 from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from paged_kernels import launch, launch_table, tuning_inputs
 from paged_kernels import tune as tuner
 from paged_kernels.launch_table import (

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import transformers as hf
-from paged_kernels.cpu import native
 from transformers import LlamaConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_options
 from paged_backend.loading.model_options import check_quantization
+from paged_kernels.cpu import native
 from tests.support.families import COMMON, DYNAMIC, LONGROPE
 from tests.support.in_process import tiny_assembly
 

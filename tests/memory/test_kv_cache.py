@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
-from paged_kernels.layer_cache import FORMATS, LayerCache, dequantize
-from paged_kernels.ops import kv_write, rope_kv_write
 
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.scheduling.block_manager import Copy
+from paged_kernels.layer_cache import FORMATS, LayerCache, dequantize
+from paged_kernels.ops import kv_write, rope_kv_write
 from tests.support.in_process import running, tiny_assembly
 
 MAX_TOKENS = 16

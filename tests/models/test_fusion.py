@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 import transformers as hf
-from paged_kernels.cpu import native
 from torch import nn
 
 from paged_backend.loading import proof
 from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
+from paged_kernels.cpu import native
 from tests.support.families import COMMON, FAMILIES, is_fused
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 

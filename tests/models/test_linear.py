@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from paged_kernels.cpu import native
 from transformers import LongcatFlashConfig
 
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.linear import ROWS, MixedWeight, WeightQuantizer, project
+from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 

@@ -65,17 +65,17 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
         "scheduling/test_adapter_slots",
         "server/test_sessions",
         *(["scheduling/test_beam_search"] if file == BEAM_SEARCH else []),
-        "scheduling/test_sharing",
+        "integration/test_sharing",
         "scheduling/test_block_manager",
         "scheduling/test_block_pool",
     ]
     options = ["-x", "-q", "-p", "no:cacheprovider"]
     for random_test in (
-        "test_block_manager.py::test_hypothesis_rules",
-        "test_block_manager.py::test_seeded_rules",
-        "test_sharing.py::test_random_load",
+        "scheduling/test_block_manager.py::test_hypothesis_rules",
+        "scheduling/test_block_manager.py::test_seeded_rules",
+        "integration/test_sharing.py::test_random_load",
     ):
-        options += ["--deselect", f"tests/scheduling/{random_test}"]
+        options += ["--deselect", f"tests/{random_test}"]
     if file == DISK:
         modules = ["memory/test_block_file", "engine/test_prefix_disk"]
     options += [f"tests/{module}.py" for module in modules]

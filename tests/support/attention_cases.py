@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
+from torch import Tensor
+
 from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
 from paged_kernels.paging import Paging
-from torch import Tensor
 
 # (query_len, context_len) of each sequence of a batch
 BATCHES = {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from paged_kernels import ops
 from paged_kernels.cpu import build, native
 

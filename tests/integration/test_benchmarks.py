@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_kernels.cpu import native
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from client.cli import main
@@ -17,6 +16,7 @@ from paged_bench._lines import LINES
 from paged_bench._peers import padded
 from paged_bench._report import arguments, parser
 from paged_bench._workload import MODELS, WORKLOADS, Job, model_names, workload
+from paged_kernels.cpu import native
 from tests.support.in_process import save_tiny
 from tests.support.records import records_of
 

@@ -29,7 +29,7 @@ class PreparedModel:
     seconds_per_token: float
 
 
-def prepare(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
+def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
     """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
     and UnsupportedModel."""
     limit_torch_threads(config.tensor_parallel_size)

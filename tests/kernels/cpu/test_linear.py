@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
+
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import linear, pack_linear
-from torch.testing import assert_close
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import DecoderLayer, add_rms_norm, kv_write, linear, pack_linear, paged_attention, swiglu
 from paged_kernels.layer_cache import FORMATS
-
 from tests.support.attention_cases import Case, make_inputs
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")

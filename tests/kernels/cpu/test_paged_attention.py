@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
+
 from paged_kernels import ops
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as cpu
 from paged_kernels.layer_cache import FORMATS
 from paged_kernels.paged_attention import paged_attention_reference
-from torch.testing import assert_close
-
 from tests.support.attention_cases import BATCHES, Case, make_inputs, make_paging, replace_paging, sample
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
