@@ -13,7 +13,7 @@ _TEXT = '''"""{mark}: serves the models whose config.pbtxt says `backend: "{name
 
 import sys
 
-sys.path.insert({position}, {root!r})
+sys.path[{position}:{position}] = {paths!r}
 
 from paged_backend.server.triton_model import TritonPythonModel  # noqa: E402, F401
 '''
@@ -46,8 +46,10 @@ def _text(name: str) -> str:
     A checkout goes to the front of sys.path. An installed package's directory goes to the end, because it also has
     other packages.
     """
-    position = "0" if (REPOSITORY_ROOT / "pyproject.toml").is_file() else "len(sys.path)"
-    return _TEXT.format(mark=_MARK, name=name, position=position, root=str(REPOSITORY_ROOT))
+    is_checkout = (REPOSITORY_ROOT / "pyproject.toml").is_file()
+    position = "0" if is_checkout else "len(sys.path)"
+    paths = [str(REPOSITORY_ROOT), *([str(REPOSITORY_ROOT / "kernels")] if is_checkout else [])]
+    return _TEXT.format(mark=_MARK, name=name, position=position, paths=paths)
 
 
 def _replace(file: Path, text: str) -> None:

@@ -20,21 +20,22 @@ def directory(tmp_path):
 
 
 def imported_from(file, tmp_path):
-    """Return the path from which a Python stub imports the engine.
+    """Return the paths from which a Python stub imports the engine and the kernels.
 
     PyTorch must not be imported: a server that only requests the configuration would wait for it.
     """
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     code = (
         f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
-        " print(sys.modules['paged_backend.server.tensors'].__file__)"
+        " print(sys.modules['paged_backend.server.tensors'].__file__);"
+        " import importlib.util; print(importlib.util.find_spec('paged_kernels').origin)"
     )
     packages = [path for path in sys.path if path.endswith("site-packages")]
     environment = {"PYTHONPATH": ":".join([str(tmp_path), *packages])}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    return Path(done.stdout.strip())
+    return [Path(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--name", "vllm"]])
@@ -42,13 +43,14 @@ def test_installed_backend_imports_the_engine(directory, arguments, capsys):
     assert main(["install-backend", str(directory), *arguments]) == 0
     file = directory / (arguments or ["", "paged"])[-1] / "model.py"
     assert capsys.readouterr().out.splitlines() == [str(file)]
-    assert imported_from(file, directory) == ROOT / "paged_backend/server/tensors.py"
+    expected = [ROOT / "paged_backend/server/tensors.py", ROOT / "kernels/paged_kernels/__init__.py"]
+    assert imported_from(file, directory) == expected
 
 
 def test_installed_package_is_last_on_sys_path(directory, monkeypatch, tmp_path):
     monkeypatch.setattr(install, "REPOSITORY_ROOT", tmp_path / "site-packages")
     (file,) = install.install(directory)
-    assert f"sys.path.insert(len(sys.path), '{tmp_path}/site-packages')" in file.read_text()
+    assert f"sys.path[len(sys.path):len(sys.path)] = ['{tmp_path}/site-packages']" in file.read_text()
 
 
 def test_installing_again_replaces_the_file(directory):
