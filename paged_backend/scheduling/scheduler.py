@@ -3,7 +3,7 @@
 Scheduler           plans a step, commits it, ends requests
   RequestRegistry   registry.py: the waiting queue (waiting_queue.py), the running batch, ends of requests
   ChunkPlanner      chunk_planner.py: the next chunks of running requests, and their draft tokens
-  Admission         admission.py: which waiting requests are admitted; block demand is in block_demand.py
+  BatchAdmission    batch_admission.py: which waiting requests are admitted; block demand is in block_demand.py
   Preemption        preemption.py: swaps out or recomputes running requests
   StepCommitter     step_commit.py: tokens and ends from a step's results; beams are in beam_commit.py
   BlockTables       block_tables.py: the blocks of each sequence, over the BlockManager
