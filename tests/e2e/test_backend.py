@@ -54,7 +54,8 @@ def server(tiny, tmp_path_factory):
     add_model(repository, "silent_by_options", tiny[0], backend="vllm", options=options)
     (repository / "pipeline" / "1").mkdir(parents=True)
     (repository / "pipeline" / "config.pbtxt").write_text(ENSEMBLE)
-    with plain_server(repository, backends=backends) as running:
+    # One model at a time: on a busy machine, tritonserver 2.51 sometimes never finished loading four of them at once.
+    with plain_server(repository, "--model-load-thread-count=1", backends=backends) as running:
         yield running
 
 

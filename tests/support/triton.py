@@ -30,6 +30,7 @@ from client.serving.server_files import find_server
 from client.serving.tritonserver import TritonServer, server_environment
 
 MODEL = "paged_llm"
+START_SECONDS = 300  # after which a server that has not started is killed
 WAIT = 120  # seconds after which a missing response fails the test
 
 
@@ -109,12 +110,17 @@ def plain_server(
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if without is None or Path(path) != without)
     environment |= variables
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         log = [""]
+        limit = threading.Timer(START_SECONDS, os.killpg, (process.pid, signal.SIGKILL))  # else the test never ends
+        limit.start()
         while "Started HTTPService" not in log[-1]:
             log.append(process.stdout.readline())
             assert log[-1], "".join(log)  # the server has ended
+        limit.cancel()
         # Keep reading its output: a full pipe would block it.
         threading.Thread(target=process.stdout.read, daemon=True).start()
         until(lambda: listens(ports["http"]), "an open port, which the server announces too early")
