@@ -53,6 +53,8 @@ def serve(args: argparse.Namespace) -> int:
         check_options({**options, "model": model})
     except ConfigError as error:
         raise UsageError(f"-o {error}") from None
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from None
     return launch.serve(
         model,
         options,

@@ -71,7 +71,10 @@ class Body(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """The fields that are passed to the engine under the same names. None is the engine's default."""
+    """The fields that are passed to the engine under the same names. None is the engine's default.
+
+    A test compares them with the fields of SamplingParams.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -57,6 +57,14 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object], 
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json."""
+    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json.
+
+    Raises FileNotFoundError if that file is missing, as in an installed package.
+    """
     settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{settings}: not found; `paged serve` needs a checkout of the repository. An installed package"
+            " serves through `paged install-backend`"
+        )
     EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

@@ -80,6 +80,12 @@ class TestServe:
         assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
         assert serve_calls == []
 
+    def test_installed_package_without_a_model_repository(self, serve_calls, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr("client.serving.repository.REPOSITORY_ROOT", tmp_path)
+        assert main(["serve", "/models/x"]) == 2
+        assert "needs a checkout of the repository" in capsys.readouterr().err
+        assert not serve_calls
+
     def test_model_may_be_given_as_an_option(self, serve_calls):
         assert main(["serve", "-o", "model=/m"]) == 7
         ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
