@@ -179,7 +179,7 @@ def test_every_attention_target_has_a_baseline():
         (["server", "--null", "--tokens", "-3"], "'-3': must be a whole number of at least 1"),
         (["kernels", "--json", "/nonexistent/x.json"], "there is no directory '/nonexistent'"),
         (["memory", "--requests", "99"], "'99': must be at least 100, so that some wait for blocks"),
-        (["kernels", "--only", "nothing"], "argument --only: 'nothing': in none of"),
+        (["kernels", "--only", "nothing"], "argument --only: 'nothing': matches none of"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_the_run(capsys, arguments, message):
