@@ -2,14 +2,12 @@
 jumps of the wall clock change nothing."""
 
 import json
-import shutil
 import time
 from contextlib import closing
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from client.serving.server_files import REPOSITORY_ROOT
 from client.serving.tritonserver import TritonServer
 from tests.support import faults
 from tests.support.stress.models import Models
@@ -22,16 +20,10 @@ STUCK = {"stuck_step": 40}  # its requests would never end
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
-def faulty(directory, asked):
-    """Return a copy of the model repository whose engine has faults."""
-    shutil.copytree(REPOSITORY_ROOT / "model_repository", directory, ignore=shutil.ignore_patterns("__pycache__"))
-    return faults.inject_into_repository(directory, asked)
-
-
 @pytest.fixture
 def stuck(tmp_path):
     """A model repository whose engine never finishes its 40th step."""
-    return faulty(tmp_path / "repository", STUCK)
+    return faults.faulty_repository(tmp_path / "repository", STUCK)
 
 
 def begun(stream):
@@ -112,7 +104,7 @@ def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_p
         assert all(0 <= value < 600 for name, value in receipt.items() if name.endswith("_seconds"))
         return one.text
 
-    repository = faulty(tmp_path / "repository", {"wall_clock": 2})
+    repository = faults.faulty_repository(tmp_path / "repository", {"wall_clock": 2})
     with TritonServer(tiny[0], options, repository=repository) as server, raw_stream(server) as stream:
         ask(stream, None)
         expected = answer(stream)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 from client.serving.tritonserver import TritonServer
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Entry
+from tests.support.faults import faulty_repository
 from tests.support.in_process import byte_tokenizer, save_tiny
 from tests.support.triton import idle, metrics, post, raw_stream, raw_streams, until
 
@@ -166,16 +167,23 @@ def test_a_stop_string_ends_beams(printable, swapping):
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
-def test_samples_share_the_prompt_until_they_diverge(swapping):
-    before = metrics(swapping)
-    with raw_stream(swapping) as stream:
+@pytest.fixture
+def slow(printable, tmp_path):
+    """A server whose steps take at least 20 ms."""
+    repository = faulty_repository(tmp_path / "repository", {"slow_steps": 20})
+    with TritonServer(printable[0], OPTIONS, repository=repository) as running:
+        yield running
+
+
+def test_samples_share_the_prompt_until_they_diverge(slow):
+    with raw_stream(slow) as stream:
         start(stream, PROMPT + "!", streaming=True, n=3, max_tokens=200, temperature=1, seed=5)
-        until(lambda: metrics(swapping)["paged_kv_blocks{shared}"] > 0, "shared blocks")
+        until(lambda: metrics(slow)["paged_kv_blocks{shared}"] > 0, "shared blocks")
         texts, _, receipt = finish(stream)
     assert len(set(texts)) == 3
-    assert grown(swapping, before)["paged_kv_copies_total"] >= receipt["blocks_copied"] >= 2
-    idle(swapping)
-    assert metrics(swapping)["paged_kv_blocks{shared}"] == 0
+    idle(slow)
+    assert metrics(slow)["paged_kv_copies_total"] >= receipt["blocks_copied"] >= 2
+    assert metrics(slow)["paged_kv_blocks{shared}"] == 0
 
 
 def test_a_stop_string_ends_one_sample_only(swapping):

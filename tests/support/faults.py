@@ -1,8 +1,9 @@
 """Fault injection, which shows that tests would notice a fault.
 
-A fault is a name and the occurrence at which it happens, counted from 1: `{"drop_final": 20}`. It wraps one method of
-the objects that serve. Production code knows nothing of this: in one process a test creates `faulty_service(faults)` in
-place of `Service`, and for a real server `inject_into_repository` replaces the model.py of a repository's copy.
+A fault is a name and the occurrence at which it happens, counted from 1: `{"drop_final": 20}`. The number of
+`slow_steps` is a duration in milliseconds. A fault wraps one method of the objects that serve. Production code knows
+nothing of this: in one process a test creates `faulty_service(faults)` in place of `Service`, and for a real server
+`inject_into_repository` replaces the model.py of a repository's copy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from paged_backend.engine.assembly import Assembly
     from paged_backend.execution.batch import PackedBatch
     from paged_backend.execution.graphs import ForwardOutput
+    from paged_backend.execution.runner import Runner
     from paged_backend.server.channel import Channel
     from paged_backend.server.service import Service
 
@@ -64,6 +67,13 @@ def inject_into_repository(repository: Path, faults: Mapping[str, int]) -> Path:
     (version / FILE).write_text(json.dumps(parse(json.dumps(faults))))
     (version / "model.py").write_text(MODEL)
     return repository
+
+
+def faulty_repository(directory: Path, faults: Mapping[str, int]) -> Path:
+    """Copy the model repository into a new directory, with these faults in the engine's model. Return the directory."""
+    source = ROOT / "model_repository"
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("__pycache__"))
+    return inject_into_repository(directory, faults)
 
 
 def faulty_service(faults: Mapping[str, int]) -> type[Service]:
@@ -190,6 +200,18 @@ def _stuck_step(occurrence: int, service: Service, assembly: Assembly) -> None:
     _replace_step(occurrence, assembly, hang)
 
 
+def _slow_steps(milliseconds: int, service: Service, assembly: Assembly) -> None:
+    """Not a fault: every step takes this much longer, so that a test sees requests while they run."""
+    runner = _single_runner(assembly)
+    run = runner._run
+
+    def slow_run(packed: PackedBatch) -> ForwardOutput:
+        time.sleep(milliseconds / 1000)
+        return run(packed)
+
+    runner._run = slow_run  # type: ignore[method-assign]
+
+
 def _log_drops(occurrence: int, service: Service, assembly: Assembly) -> None:
     """Not a fault: from this occurrence on, log when a request was aborted and its blocks are free."""
     scheduler, engine, count = assembly.scheduler, service._engine, itertools.count(1)
@@ -228,16 +250,20 @@ def _replace_step(
     occurrence: int, assembly: Assembly, instead: Callable[[Callable[[], ForwardOutput]], ForwardOutput]
 ) -> None:
     """Let `instead` compute one step."""
-    from paged_backend.execution.runner import Runner
-
-    runner, count = assembly.runner, itertools.count(1)
-    assert isinstance(runner, Runner), "faults in steps need tensor_parallel_size=1"
+    runner, count = _single_runner(assembly), itertools.count(1)
     run = runner._run
 
     def counted_run(packed: PackedBatch) -> ForwardOutput:
         return instead(lambda: run(packed)) if next(count) == occurrence else run(packed)
 
     runner._run = counted_run  # type: ignore[method-assign]
+
+
+def _single_runner(assembly: Assembly) -> Runner:
+    from paged_backend.execution.runner import Runner
+
+    assert isinstance(assembly.runner, Runner), "faults in steps need tensor_parallel_size=1"
+    return assembly.runner
 
 
 FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
@@ -249,6 +275,7 @@ FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
     "out_of_memory": _out_of_memory,
     "dead_engine": _dead_engine,
     "stuck_step": _stuck_step,
+    "slow_steps": _slow_steps,
     "log_drops": _log_drops,
     "wall_clock": _wall_clock,
 }
