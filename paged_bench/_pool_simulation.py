@@ -70,11 +70,11 @@ def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> I
 
 
 def sampled(plan: Plan, rng: random.Random) -> StepResult:
-    """Return token 0 for each draw, and candidates for each live beam."""
-    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
-    widths = {draw: sequence.request.sampling.beam_width for draw, sequence in enumerate(draws)}
-    candidates = {draw: random_candidates(width, rng) for draw, width in widths.items() if width > 1}
-    return StepResult([[0] for _ in draws], candidates=candidates)
+    """Return token 0 for each sampled sequence, and candidates for each live beam."""
+    sequences = [sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences]
+    widths = {index: sequence.request.sampling.beam_width for index, sequence in enumerate(sequences)}
+    candidates = {index: random_candidates(width, rng) for index, width in widths.items() if width > 1}
+    return StepResult([[0] for _ in sequences], candidates=candidates)
 
 
 def random_candidates(width: int, rng: random.Random) -> list[Candidate]:

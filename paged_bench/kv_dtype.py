@@ -82,7 +82,7 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group(request).leader
     sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
-    packed = pack(Plan((Chunk(sequence, 0, len(window), draws=()),)), block_size=BLOCK_SIZE)
+    packed = pack(Plan((Chunk(sequence, 0, len(window), sampled_sequences=()),)), block_size=BLOCK_SIZE)
     batch = DeviceUpload(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)
     return paged_logits(assembly.loaded.model, replace(batch, sample_rows=every), pool).float().log_softmax(-1)

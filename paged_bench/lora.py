@@ -49,7 +49,7 @@ def step(assembly: Assembly, adapters: Sequence[Adapter], rows: int, context: in
         request = GenerateRequest(row, (row,) * context, SamplingParams(temperature=0.0), 0, frozenset())
         one = Group(replace(request, adapter=adapters[row % len(adapters)] if adapters else None)).leader
         one.blocks = list(range(row * each, (row + 1) * each))
-        chunks.append(Chunk(one, context - 1, 1, draws=(one,)))
+        chunks.append(Chunk(one, context - 1, 1, sampled_sequences=(one,)))
     plan = Plan(tuple(chunks), adapters={one.digest: slot for slot, one in enumerate(adapters)})
 
     def once() -> float:

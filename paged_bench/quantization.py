@@ -40,7 +40,7 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
     sequence = Group(request).leader
     sequence.blocks = list(range(-(-rows // BLOCK_SIZE)))
     batch = DeviceUpload(assembly.device)(
-        pack(Plan((Chunk(sequence, 0, rows, draws=(sequence,)),)), block_size=BLOCK_SIZE)
+        pack(Plan((Chunk(sequence, 0, rows, sampled_sequences=(sequence,)),)), block_size=BLOCK_SIZE)
     )
 
     def once() -> float:

@@ -45,7 +45,7 @@ def build_runner(
         loaded.model,
         kv,
         host,
-        max_draws=config.max_num_seqs + config.max_num_batched_tokens,  # one per draft token as well
+        max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
         broadcast_tokens=broadcast_tokens,
@@ -63,7 +63,7 @@ def graph_shapes_of(config: EngineConfig, runner: Runner) -> list[GraphShape]:
 
 
 def capture_graphs(config: EngineConfig, loaded: LoadedModel, runner: Runner, shapes: list[GraphShape]) -> None:
-    """Capture graphs of these shapes, if the device supports it and the options allow it."""
+    """Capture graphs of these shapes if the device supports graphs and the options allow them."""
     capture = None if config.enforce_eager else graph_capture(runner.kv.device)
     if capture:
         max_len = loaded.spec.max_model_len

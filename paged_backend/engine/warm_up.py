@@ -26,7 +26,7 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.adapter_rows import adapter_rows
 from paged_backend.models.lora import Lora
 from paged_backend.scheduling.block_manager import BlockManager, Copy
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import Chunk, Costs, Plan
 from paged_backend.scheduling.plan_builder import MAX_SCORED
 from paged_backend.scheduling.scheduler import Scheduler
@@ -34,29 +34,31 @@ from paged_backend.scheduling.sequence import Group
 from paged_kernels import launch_table
 
 REPEATS = 3
-CONTEXTS = (256, 1024, 8192, 65536)  # upper bounds of the context lengths for which attention is tiled or split alike
-CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # likewise for the rows of attention and of the other kernels
+CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, the upper bounds of how attention tiles or splits them
+CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, likewise for attention and other kernels
 DECODE_ROWS = 4
-SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # penalties and constraints make logits float32
-    kind | more
-    for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
-    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    tuple(  # kinds of sampling; penalties and constraints use float32 logits
+        kind | more
+        for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
+        for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
+    )
 )
-MAX_SAMPLED_ROWS = 512  # of a warm-up step: the memory of their float32 logits is reserved
-MEASURED_BLOCKS = 8  # in one transfer, so that its fixed cost is shared as it is while serving
+MAX_SAMPLED_ROWS = 512  # maximum sampled rows of a warm-up step, whose float32 logits take reserved memory
+MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its fixed cost as in serving
 
 
 @dataclass(frozen=True)
 class WarmUpResult:
-    """What the first run of the model has shown."""
+    """Measurements of the first run of the model."""
 
-    seconds_per_token: float  # in the largest step
-    gpu_bytes: int  # of device memory for activations and CUDA graphs, besides the weights and the pool
+    seconds_per_token: float  # time per token in the largest step
+    gpu_bytes: int  # GPU memory for activations and CUDA graphs, besides the weights and the pool
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> WarmUpResult:
-    """Run the largest step twice over a pool that it just fits into, on a GPU also a step of every kind, and capture
-    the largest graphs. Return the speed, and the memory that the pool has to leave free."""
+    """Run the largest step twice over the smallest pool that it fits into. On a GPU, also run a step of every kind and
+    capture the largest graphs. Return the speed, and the memory that the pool must leave free."""
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
@@ -100,8 +102,8 @@ def _run_warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
-    """Return a step of every kind that has compiled kernels of its own. Compiling one takes seconds, in which every
-    request would wait. All steps use block 0, since their results are not read."""
+    """Return a step of every kind that has compiled kernels of its own, because compiling a kernel while serving would
+    delay every request by seconds. All steps use block 0, since their results are not read."""
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
     contexts = [*(context for context in CONTEXTS if context < longest), longest]
     lengths = [*(length for length in CHUNK_LENGTHS if length < min(longest, budget)), min(longest, budget)]
@@ -113,7 +115,7 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
         sequence = Group(request).leader
         sequence.blocks = [0] * -(-len(tokens) // config.block_size)
-        return Chunk(sequence, start, length, draws=(sequence,))
+        return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
     for context in contexts:
         rows = tuple(chunk(context - 1, 1) for _ in range(min(DECODE_ROWS, config.max_num_seqs)))
@@ -121,7 +123,7 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         for length in lengths:
             if length <= context:
                 yield Plan((chunk(context - length, length),))
-            if len(rows) > 1:  # decode rows first, in the scheduler's order
+            if len(rows) > 1:  # mixed step: decode rows first, as the scheduler orders them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
     scored = min(MAX_SCORED, longest - 1, budget - 1)
     prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
@@ -136,8 +138,8 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
 
 
 def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
-    """Return the peak of GPU memory that steps take, beyond what was allocated. Earlier peaks of the process, such as
-    that of loading the model, do not count."""
+    """Return the peak GPU memory that steps allocate in addition. Earlier peaks of the process, such as that of loading
+    the model, do not count."""
     if device.type != "cuda":
         steps()
         return 0
@@ -150,8 +152,8 @@ def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
 def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> int:
     """Return the GPU memory that all graphs will take.
 
-    All graphs share the memory of the largest, and each takes a little of its own. Both are measured by capturing the
-    largest graph of each sort, then the two largest.
+    All graphs share the memory of the largest, and each takes a little of its own. To measure both, the largest graph
+    of each kind is captured, then the two largest.
     """
     shapes, device = graph_shapes_of(config, runner), runner.kv.device
     if device.type != "cuda":
@@ -168,7 +170,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
         return max(0, before - after)
 
     first, second = largest_shapes(shapes, 1), largest_shapes(shapes, 2)
-    measure(first)  # what the first capture allocates for good must not count in the next ones
+    measure(first)  # excludes from later captures what the first one allocates permanently
     shared = measure(first)
     if second == first:
         return shared
@@ -177,16 +179,17 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
 
 
 def _free_bytes(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # a capture does so, too, which would look as if it freed memory
+    torch.cuda.empty_cache()  # a capture frees it as well, which would falsify the measurement
     return torch.cuda.mem_get_info(device)[0]
 
 
 def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
-    """Measure what decides between swapping and recomputing. Before any request: the first blocks are overwritten."""
+    """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
+    first blocks."""
     move = copy = 0.0
     count = min(MEASURED_BLOCKS, num_host_blocks, len(runner.kv.tensors[0]))
     if count:
-        moves = tuple(Move(block, block, None) for block in range(count))
+        moves = tuple(BlockTransfer(block, block, None) for block in range(count))
         swap = Plan((), moves_out=moves, moves_in=moves)
         move = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2 / count
     count = min(MEASURED_BLOCKS, len(runner.kv.tensors[0]) // 2)
@@ -197,7 +200,7 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
 
 
 def _median_seconds(action: Callable[[], None], device: torch.device) -> float:
-    action()  # the first run touches new memory
+    action()  # not measured: the first run touches new memory
     return statistics.median(_seconds(action, device) for _ in range(REPEATS))
 
 

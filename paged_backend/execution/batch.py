@@ -21,45 +21,45 @@ class UniformBatch(NamedTuple):
     """A batch with the same number of rows for every sequence, as some CUDA graphs expect it."""
 
     queries: int  # rows per sequence
-    seqs: int  # sequences in a step, at most
+    seqs: int  # maximum sequences in a step
 
 
 class DraftCheck(NamedTuple):
-    """The draft tokens of one sequence, which its sampled tokens are compared with."""
+    """The draft tokens of one sequence, to compare with its sampled tokens."""
 
-    draw: int  # index of the sample that is compared with the first draft token
+    first_sample: int  # index of the sampled token that is compared with the first draft token
     row: int  # row of the first draft token
     draft_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """How the draft model proposes tokens in the batch that verifies them: one round per draft token, in which every
-    sequence takes part that wants at least as many. Sequences with the most draft tokens come first."""
+    """The rounds in which a draft model proposes tokens, in the batch that verifies them. Round i proposes draft token
+    i of every sequence that has so many. Sequences with the most draft tokens come first."""
 
-    rows: Tensor  # [num_checks] int64: the row of the token before the first draft token
+    rows: Tensor  # [num_checks] int64: row of the token before the first draft token
     seqs: Tensor  # [num_checks] int64: the sequence's index in the batch
     counts: tuple[int, ...]  # sequences that take part in each round
-    sampling: tuple[SamplingBatch, ...]  # of each round
+    sampling: tuple[SamplingBatch, ...]  # sampling inputs of each round
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """Every chunk of a step, end to end in one row."""
+    """The tensors of a step, with all chunks end to end in one row."""
 
     input_ids: Tensor  # [1, num_tokens] int64; -1 - i is a placeholder for sample i of the previous step
     position_ids: Tensor  # [1, num_tokens] int64
     paging: Paging
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are needed, in order
-    draw_rows: Tensor | None  # [num_draws] int64: the index into sample_rows of each sample; None: one each, in order
+    logit_rows: Tensor | None  # [num_sampled] int64: row of the logits per sampled token; None: one each, in order
     sampling: SamplingBatch
     uses_previous_step: bool  # whether there are placeholders for tokens of the previous step
     checks: tuple[DraftCheck, ...] = ()
-    drafting: Drafting | None = None  # set where a draft model proposes the draft tokens on the device
-    prompt_chunks: tuple[tuple[int, int], ...] = ()  # chunks with prompt log probabilities, and how many rows of each
+    drafting: Drafting | None = None  # None: no draft model proposes tokens
+    prompt_chunks: tuple[tuple[int, int], ...] = ()  # (chunk, number of rows) with prompt log probabilities
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are needed
-    hidden_chunks: tuple[int, ...] = ()  # the chunks that those rows belong to
-    adapters: AdapterRows | None = None  # set where a row uses a LoRA adapter
+    hidden_chunks: tuple[int, ...] = ()  # chunks of hidden_rows
+    adapters: AdapterRows | None = None  # None: no row uses a LoRA adapter
 
     @property
     def is_replayable(self) -> bool:
@@ -77,16 +77,16 @@ def pack(
 ) -> PackedBatch:
     """Pack a plan into tensors on the host.
 
-    draft: a draft model has yet to propose the plan's draft tokens. gqa_group: query heads per KV head, if attention
-    can read a prefix that several sequences share once for all of them. uniform: pad steps with draft tokens that fit
-    to this many rows per sequence, unless they share prefixes. Padding rows hold tokens that were computed before; they
-    write no keys and values, and their logits are not used.
+    draft: whether a draft model will propose the plan's draft tokens. gqa_group: query heads per KV head if attention
+    can read a shared prefix once for several sequences, else None. uniform: pad steps with draft tokens to this batch
+    if they fit and share no prefixes. Padding rows hold tokens that were computed before; they write no keys and
+    values, and their logits are not used.
     """
     chunks = plan.chunks
     rows = _pack_rows(chunks, block_size, gqa_group, uniform)
     row_ends = rows.query_starts[1:].tolist()
-    sample_rows, draw_rows, sampling = _sampling(plan, row_ends)
-    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.draws and chunk.embeds)
+    sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
+    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.sampled_sequences and chunk.embeds)
     prompt_chunks = enumerate(chunks) if plan.has_prompt_outputs else ()
     return PackedBatch(
         input_ids=torch.from_numpy(rows.tokens)[None],
@@ -101,7 +101,7 @@ def pack(
             shared=rows.shared,
         ),
         sample_rows=torch.from_numpy(sample_rows),
-        draw_rows=None if draw_rows is None else torch.from_numpy(draw_rows),
+        logit_rows=None if logit_rows is None else torch.from_numpy(logit_rows),
         sampling=sampling,
         uses_previous_step=bool((rows.tokens < 0).any()),
         checks=_checks(chunks, row_ends),
@@ -134,7 +134,7 @@ def _pack_rows(
     tables, lengths, shared = _block_tables(chunks), ends - firsts, None
     if gqa_group is not None:
         shared = shared_prefixes(tables, ends, lengths, block_size=block_size, group=gqa_group)
-    if shared is None:  # only sequences with a single row share prefixes
+    if shared is None:  # sharing prefixes requires one row per sequence, so no padding
         lengths = _padded_lengths(firsts, ends, uniform)
     starts = ends - lengths
     query_starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -146,26 +146,26 @@ def _pack_rows(
 
 
 def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray | None, SamplingBatch]:
-    """Return `sample_rows`, `draw_rows` and `sampling` of the batch."""
+    """Return `sample_rows`, `logit_rows` and `sampling` of the batch."""
     chunks = plan.chunks
-    draws = [
+    sample_positions = [
         (sequence, position)
         for chunk in chunks
-        for sequence in chunk.draws
-        for position in range(chunk.first_draw, chunk.start + chunk.length + 1)
+        for sequence in chunk.sampled_sequences
+        for position in range(chunk.first_sampled, chunk.start + chunk.length + 1)
     ]
-    rows = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _draw_rows(chunk, end)]
+    rows = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _sampled_rows(chunk, end)]
     counts = np.fromiter((count for _, count in rows), np.int64, len(rows))
     sample_rows = np.fromiter((row for row, _ in rows), np.int64, len(rows))
-    draw_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
-    sampling = prepare(draws)
+    logit_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
+    sampling = prepare(sample_positions)
     if plan.has_prompt_outputs and any(chunk.scored for chunk in chunks):
-        drawn_from = np.repeat(sample_rows, counts)
+        sampled_from = np.repeat(sample_rows, counts)
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)
-        draw_rows = sample_rows.searchsorted(drawn_from)
+        logit_rows = sample_rows.searchsorted(sampled_from)
         sampling = replace(sampling, prompts=_prompt_rows(chunks, sample_rows.searchsorted(scored)))
-    return sample_rows, draw_rows, sampling
+    return sample_rows, logit_rows, sampling
 
 
 def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
@@ -185,18 +185,18 @@ def shared_prefixes(
     return SharedPrefixes(lens, members, starts, groups.max_len)
 
 
-def _draw_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
+def _sampled_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
     """Return the rows up to `end` that a chunk samples from, each with its number of samples."""
-    count = len(chunk.draws)
+    count = len(chunk.sampled_sequences)
     return [(row, count) for row in range(end - 1 - len(chunk.draft_tokens), end)] if count else []
 
 
 def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[DraftCheck, ...]:
-    checks, draw = [], 0
+    checks, first = [], 0
     for chunk, end in zip(chunks, row_ends, strict=True):
         if chunk.draft_tokens:
-            checks.append(DraftCheck(draw, end - len(chunk.draft_tokens), chunk.draft_tokens))
-        draw += len(chunk.draws) + len(chunk.draft_tokens)
+            checks.append(DraftCheck(first, end - len(chunk.draft_tokens), chunk.draft_tokens))
+        first += len(chunk.sampled_sequences) + len(chunk.draft_tokens)
     return tuple(checks)
 
 
@@ -207,7 +207,7 @@ def _scored_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> np.ndarray:
 
 
 def _prompt_rows(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptLogprobRows:
-    """Return what the prompt log probabilities need. rows: the index in the logits of each scored position."""
+    """Return the inputs of prompt log probabilities. rows: the index in the logits of each scored position."""
     counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
     tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
     return PromptLogprobRows(LogprobRows(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
@@ -219,7 +219,7 @@ def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None
         return None
     drafted.sort(key=lambda item: -len(item[1].draft_tokens))
     rounds = [
-        [(chunk.sequence, chunk.first_draw + number) for _, chunk in drafted if number < len(chunk.draft_tokens)]
+        [(chunk.sequence, chunk.first_sampled + number) for _, chunk in drafted if number < len(chunk.draft_tokens)]
         for number in range(len(drafted[0][1].draft_tokens))
     ]
     return Drafting(
@@ -231,7 +231,8 @@ def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None
 
 
 def _padded_lengths(firsts: np.ndarray, ends: np.ndarray, uniform: UniformBatch | None) -> np.ndarray:
-    """Return the rows of each sequence. firsts, ends: its tokens that are computed before and after the step."""
+    """Return the number of rows of each sequence. firsts, ends: number of its tokens computed before and after the
+    step."""
     lengths: np.ndarray = ends - firsts
     if uniform and len(ends) <= uniform.seqs and 1 < lengths.max() <= uniform.queries <= ends.min():
         return np.full_like(lengths, uniform.queries)
@@ -256,5 +257,5 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_bl
 
 
 def resolve_placeholders(tokens: Tensor, previous: Tensor) -> Tensor:
-    """Replace placeholders for tokens of the previous step. previous: [num_draws] int64, its sampled tokens."""
+    """Replace placeholders for tokens of the previous step. previous: [num_sampled] int64, its sampled tokens."""
     return tokens.where(tokens >= 0, previous[(-1 - tokens).clamp(min=0)])

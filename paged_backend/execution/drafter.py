@@ -1,9 +1,9 @@
 """A draft model that proposes tokens on the device; the model verifies them in the same step.
 
 The draft model shares the blocks of the model: its layers follow the model's in the KV cache, so a block that is
-copied, swapped or hit in the prefix cache carries the draft model's keys and values as well. It runs over every batch,
-and before that over its own proposals, one token per sequence at a time. It samples with the random numbers that the
-model will use, so the two choose the same token where their probabilities agree.
+copied, swapped or hit in the prefix cache carries the draft model's keys and values as well. In each step it first runs
+over its own proposals, one token per sequence at a time, then over the whole batch. It samples with the random numbers
+that the model will use, so both choose the same token if their probabilities agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Drafter:
 
 
 def propose(batch: PackedBatch, drafting: Drafting, forward: Callable[[PackedBatch], Tensor]) -> PackedBatch:
-    """Return the batch with its draft tokens filled in. forward: as `Drafter.forward`."""
+    """Return the batch with its draft tokens filled in. forward: a function like `Drafter.forward`."""
     ids = batch.input_ids.clone()
     for number in range(len(drafting.counts)):
         _propose_round(ids, batch, drafting, number, forward)
@@ -62,5 +62,5 @@ def _propose_round(
     )
     all_rows = one_each.query_starts[:-1].long()
     step = PackedBatch(ids[:, rows], positions, one_each, all_rows, None, drafting.sampling[number], False)
-    # Sampling gives -1 for logits that are not finite. Any token will do then, since it is verified.
+    # Sampling gives -1 for logits that are not finite. Any token is fine there, because the model verifies it.
     ids[0, rows + 1] = sample(forward(step), step.sampling).clamp(min=0)

@@ -13,7 +13,7 @@ from paged_backend.models.attention import AttentionMeta
 
 @torch.inference_mode()
 def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
-    """One forward pass over a packed batch -> logits [num_samples, vocab] of the rows that sample."""
+    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample."""
     logits = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -21,5 +21,5 @@ def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Ten
         logits_to_keep=batch.sample_rows,
         paged=AttentionMeta(batch.paging, kv),
     ).logits[0]
-    # A model that does not know logits_to_keep projects every row.
+    # A model without the parameter logits_to_keep projects every row.
     return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]

@@ -31,26 +31,26 @@ from paged_kernels.paging import Paging, SharedPrefixes
 
 log = logging.getLogger("paged_llm")
 
-MAX_ROWS = 512  # of a captured step: with more, the device is busy for as long as the host takes to launch the step
-MEMORY_BOUND_ROWS = 192  # that a GPU multiplies while it reads the weights: 790 TFLOP/s over 4.3 TB/s (H200, 16 bits)
-ROW_STEP = 32  # between the sizes of steps with draft tokens of many sequences
+MAX_ROWS = 512  # maximum rows of a captured step; with more, the device takes longer than the host's launches
+MEMORY_BOUND_ROWS = 192  # rows that take as long to compute as to read the weights: 790 TFLOP/s / 4.3 TB/s (H200)
+ROW_STEP = 32  # difference between the sizes of steps with draft tokens of many sequences
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
-# Takes a function that returns logits, and returns one that runs it again into the same tensor.
+# Captures a function that returns logits, and returns a function that replays it into the same tensor.
 GraphCapture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class GraphShape(NamedTuple):
     """The steps that one graph can run."""
 
-    seqs: int  # sequences, with those of padding
-    rows: int  # rows, with those of padding
-    queries: int  # rows per sequence, at most
+    seqs: int  # sequences, including padding
+    rows: int  # rows, including padding
+    queries: int  # maximum rows per sequence
     shared: bool = False  # whether rows share prefixes
 
     @property
     def rows_per_seq(self) -> int:
-        """Rows that each padding sequence takes, while there are any left."""
+        """The rows of each padding sequence, except for the last ones."""
         return self.rows // self.seqs
 
     def fits(self, paging: Paging) -> bool:
@@ -62,8 +62,8 @@ class GraphShape(NamedTuple):
 
 
 def capture_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the decode batch sizes to capture. They are close together, so that padding costs little, but no more than
-    are worth the memory and the start-up time."""
+    """Return the decode batch sizes to capture. They are dense enough that padding costs little, but few enough to
+    limit memory and start-up time."""
     steps = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_ROWS + 1, 16)]
     largest = min(max_num_seqs, steps[-1])
     return [*(size for size in steps if size < largest), largest]
@@ -74,15 +74,14 @@ def graph_shapes(
 ) -> list[GraphShape]:
     """Return the shapes to capture, the largest first, so that the others fit into its memory.
 
-    queries: rows per sequence, at most: 1 plus the number of draft tokens. shared: capture some shapes for steps with
-    shared prefixes, too.
+    queries: maximum rows per sequence, which is 1 plus the number of draft tokens. shared: also capture shapes for
+    steps with shared prefixes.
 
-    Besides decode steps there are two sorts of steps with draft tokens. With few sequences, each has `queries` rows,
-    whether they hold draft tokens or not (`batch.UniformBatch`): extra rows cost nothing while reading the weights
-    takes longer, and attention is partitioned for the actual number of sequences. With many sequences, of which often
-    only some have draft tokens, no row is added that is not needed, and any row may be a sequence: rows cost time, and
-    attention has enough work however it is partitioned. The second sort also takes the steps that cannot be padded to
-    the first.
+    Besides decode steps there are two kinds of steps with draft tokens. With few sequences, every sequence is padded to
+    `queries` rows (`batch.UniformBatch`): extra rows are free as long as reading the weights takes longer, and
+    attention is partitioned for the actual number of sequences. With many sequences, often only some have draft tokens.
+    Then rows cost time, so sequences are not padded and a shape allows up to one sequence per row; attention has enough
+    work for any partition. The second kind also runs the steps that cannot be padded to the first.
     """
     decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
     few, many = [], []
@@ -109,7 +108,7 @@ def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
 
 
 def largest_shapes(shapes: Sequence[GraphShape], count: int) -> list[GraphShape]:
-    """Return the `count` largest shapes of each sort, where shapes of one sort differ in their size alone."""
+    """Return the `count` largest shapes of each kind. Shapes of one kind differ only in size."""
     sorts: dict[tuple[object, ...], list[GraphShape]] = {}
     for shape in _largest_first(shapes):
         sorts.setdefault((shape.queries, shape.shared, shape.rows_per_seq), []).append(shape)
@@ -122,7 +121,7 @@ def _largest_first(shapes: Sequence[GraphShape]) -> list[GraphShape]:
 
 @dataclass(frozen=True, eq=False)
 class _StaticInputs:
-    """The inputs that every replay overwrites as a whole, in one place."""
+    """The inputs that every replay overwrites, in one buffer."""
 
     input_ids: Tensor  # [1, rows] int64
     position_ids: Tensor  # [1, rows] int64
@@ -159,34 +158,34 @@ class _StaticInputs:
 
 @dataclass(frozen=True, eq=False)
 class _CapturedGraph:
-    buffer: Tensor  # [bytes] uint8: where the graph reads its _StaticInputs
+    buffer: Tensor  # [bytes] uint8: the _StaticInputs that the graph reads
     replay: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class _StepUpload:
-    """What the host uploads for one replay. The first part goes to the graph's buffer."""
+    """The tensors that the host uploads for one replay. The first part goes to the graph's buffer."""
 
     inputs: _StaticInputs
     block_tables: Tensor  # [num_seqs, max_blocks] int32
     sample_rows: Tensor | None  # None: every row
-    draw_rows: Tensor | None
+    logit_rows: Tensor | None
     sampling: SamplingBatch
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardOutput:
-    """The result of a forward pass, on the device, with what sampling needs."""
+    """The result of a forward pass on the device, with the inputs of sampling."""
 
-    logits: Tensor  # [num_samples, vocab]; from a graph valid until the next replay
-    draw_rows: Tensor | None
+    logits: Tensor  # [num_samples, vocab]; if from a graph, valid until the next replay
+    logit_rows: Tensor | None
     sampling: SamplingBatch
     draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
-    hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, of the rows that the batch asks for
+    hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, for hidden_rows of the batch
 
 
 class Graphs:
-    """Captured graphs of one model, with static inputs that they share where they can."""
+    """Captured graphs of one model, which share static inputs if possible."""
 
     def __init__(
         self,
@@ -200,9 +199,9 @@ class Graphs:
     ):
         """Capture every shape.
 
-        forward: returns the logits of a packed batch. previous: [max_draws] int64, the tokens that the previous step
-        sampled. shapes: the largest first. max_blocks: in a block table. Raises what `forward` or `capture` raises for
-        a model that cannot be captured.
+        forward: returns the logits of a packed batch. previous: [max_sampled] int64, the tokens that the previous step
+        sampled. shapes: the largest first. max_blocks: maximum blocks in a block table. Raises what `forward` or
+        `capture` raises for a model that cannot be captured.
         """
         max_seqs, device = max(shape.seqs for shape in shapes), previous.device
         self._tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
@@ -246,12 +245,12 @@ class Graphs:
 
     @property
     def uniform(self) -> UniformBatch | None:
-        """What steps with draft tokens are padded to, if such shapes are captured."""
+        """The padding of steps with draft tokens, if such shapes are captured."""
         few = [shape for shape in self._shapes if shape.rows_per_seq > 1]
         return UniformBatch(few[-1].queries, few[-1].seqs) if few else None
 
     def find(self, paging: Paging) -> GraphShape | None:
-        """Return the captured shape with the fewest sequences that a step fits into, if there is one."""
+        """Return the smallest captured shape, by sequences, that a step fits into; None if there is none."""
         first = bisect_left(self._shapes, (paging.num_seqs,))
         return next((shape for shape in self._shapes[first:] if shape.fits(paging)), None)
 
@@ -261,23 +260,23 @@ class Graphs:
         count, captured = len(paging.slots), self._captured[shape]
         sample_rows = None if len(batch.sample_rows) == count else batch.sample_rows
         inputs = _StaticInputs.padded(batch.input_ids, batch.position_ids, paging, shape)
-        step = _StepUpload(inputs, paging.block_tables, sample_rows, batch.draw_rows, batch.sampling)
+        step = _StepUpload(inputs, paging.block_tables, sample_rows, batch.logit_rows, batch.sampling)
         step = upload(step, head=captured.buffer)
         tables = step.block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
         logits = captured.replay()
         logits = logits[:count] if step.sample_rows is None else logits[step.sample_rows]
-        return ForwardOutput(logits, step.draw_rows, step.sampling)
+        return ForwardOutput(logits, step.logit_rows, step.sampling)
 
 
 def graph_capture(device: torch.device) -> GraphCapture | None:
-    """Return what captures graphs on a device; None for a device without graphs."""
+    """Return the object that captures graphs on a device; None for a device without graphs."""
     return CudaGraphCapture() if device.type == "cuda" else None
 
 
 class CudaGraphCapture:
-    """Captures CUDA graphs that share one memory pool and write their logits to one tensor: that of the first graph,
-    the largest. The logits must be used before the next replay of any of them."""
+    """Captures CUDA graphs that share one memory pool and one tensor for logits, which the first and largest graph
+    allocates. The logits must be used before the next replay of any graph."""
 
     def __init__(self) -> None:
         self._stream = _capture_stream(torch.cuda.current_device())
@@ -307,7 +306,7 @@ class CudaGraphCapture:
         return replay
 
     def _warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run the step twice, so that what its first call sets up is not captured."""
+        """Run the step twice, so that the initialization in its first call is not captured."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -319,8 +318,8 @@ class CudaGraphCapture:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the GPU. Tried before a capture: if a capture itself fails on this,
-    PyTorch before 2.12 never frees its memory, and raises in every later `empty_cache`."""
+    """Raise RuntimeError if the host waits for the GPU. Used before a capture, because after a capture that fails for
+    this reason PyTorch before 2.12 never frees its memory and raises in every later `empty_cache`."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -331,6 +330,6 @@ def forbid_synchronization() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream for all captures of a process. PyTorch keeps a cuBLAS workspace (32 MiB on Hopper) for each
-    stream that has run a matrix product."""
+    """Return the stream that all captures of a process share, because PyTorch keeps a cuBLAS workspace (32 MiB on
+    Hopper) for each stream that has run a matrix product."""
     return torch.cuda.Stream(device)

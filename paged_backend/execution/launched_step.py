@@ -1,4 +1,4 @@
-"""A step in flight: the results that a launched step copies to the host, and how they become a `StepResult`."""
+"""A step in flight: the results that a launched step copies to the host, and their conversion to a `StepResult`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NOT_FINITE = "the model's outputs for this request are not finite; other request
 class LaunchedStep:
     """A step that was enqueued, with its results on their way to the host."""
 
-    tokens: Tensor  # [num_draws] int64
+    tokens: Tensor  # [num_sampled] int64
     beams: TopLogprobs | None
     scores: LogprobsTensors | None
-    prompts: tuple[LogprobsTensors, ...]  # of scored prompt rows, in order
-    prompt_chunks: tuple[tuple[int, int], ...]  # the chunks of those rows, and how many rows of each
+    prompts: tuple[LogprobsTensors, ...]  # log probabilities of scored prompt rows, in order
+    prompt_chunks: tuple[tuple[int, int], ...]  # (chunk, number of rows) of `prompts`
     checks: tuple[DraftCheck, ...]
     draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
-    hidden: Tensor | None  # [num_hidden, hidden_size] float32, of embedding requests
-    hidden_chunks: tuple[int, ...]  # the chunks of those rows
-    failed_rows: tuple[tuple[int, str], ...]  # samples that are not used, and why
+    hidden: Tensor | None  # [num_hidden, hidden_size] float32, for embedding requests
+    hidden_chunks: tuple[int, ...]  # chunks of the rows of `hidden`
+    failed_rows: tuple[tuple[int, str], ...]  # (row, reason) of samples that are not used
     arrived: torch.cuda.Event | None
 
     def result(self) -> StepResult:
@@ -43,9 +43,9 @@ class LaunchedStep:
         if self.arrived is not None:
             self.arrived.synchronize()
         sampled: list[int] = self.tokens.tolist()
-        tokens, draws = self._accepted_tokens(sampled)
+        tokens, seq_of_row = self._accepted_tokens(sampled)
         not_finite = (
-            [draw for draw, accepted in enumerate(tokens) if accepted[-1] < 0] if min(sampled, default=0) < 0 else []
+            [index for index, accepted in enumerate(tokens) if accepted[-1] < 0] if min(sampled, default=0) < 0 else []
         )
         prompt_logprobs = self._prompt_logprobs()
         hidden_states = self._hidden_states()
@@ -56,38 +56,39 @@ class LaunchedStep:
         } | {chunk: _not_finite() for chunk, state in hidden_states.items() if not np.isfinite(state).all()}
         return StepResult(
             tokens=tokens,
-            logprobs=self._logprobs(tokens, draws),
-            candidates={draws[row]: candidates for row, candidates in self.beams.by_row()} if self.beams else {},
-            errors={draw: _not_finite() for draw in not_finite}
-            | {draws[row]: RequestError(ErrorCode.INVALID_ARGUMENT, reason) for row, reason in self.failed_rows},
+            logprobs=self._logprobs(tokens, seq_of_row),
+            candidates={seq_of_row[row]: candidates for row, candidates in self.beams.by_row()} if self.beams else {},
+            errors={index: _not_finite() for index in not_finite}
+            | {seq_of_row[row]: RequestError(ErrorCode.INVALID_ARGUMENT, reason) for row, reason in self.failed_rows},
             prompt_logprobs=prompt_logprobs,
             hidden_states=hidden_states,
             prompt_errors=prompt_errors,
         )
 
     def _accepted_tokens(self, sampled: list[int]) -> tuple[list[list[int]], Sequence[int]]:
-        """Return the tokens of each draw, and the draw of each row. Without draft tokens every row is a draw."""
+        """Return the tokens of each sampled sequence, and the sequence index of each row. Without draft tokens each
+        sequence has one row."""
         if not self.checks:
             return [[token] for token in sampled], range(len(sampled))
         draft_ids = self.draft_ids.tolist() if self.draft_ids is not None else []
         tokens: list[list[int]] = []
-        draws: list[int] = []
+        seq_of_row: list[int] = []
         for check in (*self.checks, DraftCheck(len(sampled), 0, ())):
-            for token in sampled[len(draws) : check.draw]:
-                draws.append(len(tokens))
+            for token in sampled[len(seq_of_row) : check.first_sample]:
+                seq_of_row.append(len(tokens))
                 tokens.append([token])
             if count := len(check.draft_tokens):
-                end = check.draw + count + 1
+                end = check.first_sample + count + 1
                 drafts = draft_ids[check.row : check.row + count] or check.draft_tokens
-                draws += [len(tokens)] * (count + 1)
-                tokens.append(accept_draft_tokens(sampled[check.draw : end], drafts))
-        return tokens, draws
+                seq_of_row += [len(tokens)] * (count + 1)
+                tokens.append(accept_draft_tokens(sampled[check.first_sample : end], drafts))
+        return tokens, seq_of_row
 
-    def _logprobs(self, tokens: list[list[int]], draws: Sequence[int]) -> dict[int, list[Logprobs]]:
+    def _logprobs(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[int, list[Logprobs]]:
         found: dict[int, list[Logprobs]] = {}
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():
-            entries = found.setdefault(draws[row], [])
-            if len(entries) < len(tokens[draws[row]]):  # rows after a rejected draft token have no token
+            entries = found.setdefault(seq_of_row[row], [])
+            if len(entries) < len(tokens[seq_of_row[row]]):  # else a row after a rejected draft token
                 entries.append(logprobs)
         return found
 

@@ -1,4 +1,4 @@
-"""Runs packed steps on the device. Each is enqueued without waiting for the previous one."""
+"""Runs packed steps on the device. A step is enqueued without waiting for the previous one."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a runner: that of one process, or of several under tensor parallelism."""
+    """The interface of a runner, of one process or of several under tensor parallelism."""
 
     kv: KVCache
     host: KVCache | None  # the host pool
     drafter: Drafter | None
     transfers: Transfers
-    gqa_group: int | None  # query heads per KV head, where attention can share prefixes
+    gqa_group: int | None  # query heads per KV head; None if attention cannot share prefixes
 
     @property
     def uniform(self) -> UniformBatch | None:
@@ -59,7 +59,7 @@ class StepRunner(Protocol):
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
 
     def launch(self, packed: PackedBatch) -> PendingStep:
-        """Enqueue a step. Returns before the device is done."""
+        """Enqueue a step. Returns before the device has run it."""
 
     def release_graphs(self) -> None:
         """Free the captured graphs."""
@@ -74,13 +74,13 @@ class Runner:
         kv: KVCache,
         host: KVCache | None = None,
         *,
-        max_draws: int,
+        max_sampled: int,
         drafter: Drafter | None = None,
         lora: Lora | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
-        """kv: the model's layers, then the drafter's. host: the host pool. max_draws: samples in a step, at most.
-        broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0, under tensor parallelism."""
+        """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens per step.
+        broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with those of rank 0."""
         self.model = model
         self.kv = kv
         self.host = host
@@ -91,15 +91,15 @@ class Runner:
         self._broadcast_tokens = broadcast_tokens
         self._upload = DeviceUpload(kv.device)
         self._graphs: Graphs | None = None
-        self._draft_graphs: Graphs | None = None  # of the draft model's own steps
-        self._previous = torch.zeros(max_draws, dtype=torch.int64, device=kv.device)
+        self._draft_graphs: Graphs | None = None  # graphs of the draft model's own steps
+        self._previous = torch.zeros(max_sampled, dtype=torch.int64, device=kv.device)
 
     @torch.inference_mode()
     def capture_graphs(
         self, capture: GraphCapture, shapes: Sequence[GraphShape], *, max_blocks: int, max_context_len: int
     ) -> None:
         """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
-        eagerly, with a warning in the log. max_blocks: in a block table."""
+        eagerly, with a warning in the log. max_blocks: maximum blocks in a block table."""
 
         def graphs(forward: Callable[[PackedBatch], Tensor], shapes: Sequence[GraphShape]) -> Graphs:
             return Graphs(
@@ -110,7 +110,7 @@ class Runner:
             steps = graphs(self._forward, shapes)
             self._draft_graphs = graphs(self.drafter.forward, draft_shapes(shapes)) if self.drafter else None
             self._graphs = steps
-        except Exception as error:  # the model reads values on the host, or a kernel allocates
+        except Exception as error:  # raised if the model reads values on the host, or a kernel allocates
             log.warning("no CUDA graphs, so decode steps take longer: %s: %s", type(error).__name__, error)
 
     @property
@@ -129,7 +129,7 @@ class Runner:
         return self.gqa_group is not None
 
     def release_graphs(self) -> None:
-        """Free the captured graphs. Before the processes whose collectives are captured in them end."""
+        """Free the captured graphs. Called before the end of processes whose collectives they contain."""
         self._graphs = self._draft_graphs = None
 
     @torch.inference_mode()
@@ -144,11 +144,11 @@ class Runner:
     def launch(self, packed: PackedBatch) -> LaunchedStep:
         """Enqueue the forward pass and sampling of a batch, and the copy of the results to the host."""
         step = self._run(packed)
-        logits = step.logits if step.draw_rows is None else step.logits[step.draw_rows]
+        logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
         sampling = resolve_tokens(step.sampling, self._resolve) if packed.uses_previous_step else step.sampling
         tokens, beams = sample(logits, sampling), top_logprobs(logits, sampling)
         self._broadcast_tokens(tokens)
-        valid = tokens.clamp(min=0)  # -1 for logits that are not finite; the next step's input must be a token
+        valid = tokens.clamp(min=0)  # tokens are -1 if logits are not finite; the next step needs a valid token
         self._previous[: len(tokens)] = valid
         scores = compute_logprobs(logits, valid, sampling)
         prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
@@ -178,7 +178,7 @@ class Runner:
         )
 
     def _run(self, packed: PackedBatch) -> ForwardOutput:
-        """Run the forward passes of a batch: a graph where one fits, else the model itself."""
+        """Run the forward passes of a batch: a captured graph if one fits, else the model itself."""
         graphs = self._graphs
         shape = graphs.find(packed.paging) if graphs and packed.is_replayable else None
         if graphs and shape and not packed.drafting:
@@ -194,11 +194,11 @@ class Runner:
         if graphs and shape:
             return replace(graphs.replay(shape, batch, NO_UPLOAD), draft_ids=draft_ids)
         if batch.hidden_rows is None:
-            return ForwardOutput(self._forward(batch), batch.draw_rows, batch.sampling, draft_ids)
+            return ForwardOutput(self._forward(batch), batch.logit_rows, batch.sampling, draft_ids)
         with record_hidden_states(self.model) as states:
             logits = self._forward(batch)
         hidden = states[-1][0, batch.hidden_rows].float()
-        return ForwardOutput(logits, batch.draw_rows, batch.sampling, draft_ids, hidden)
+        return ForwardOutput(logits, batch.logit_rows, batch.sampling, draft_ids, hidden)
 
     def _forward(self, batch: PackedBatch) -> Tensor:
         """Return the model's logits of a batch on the device, after the draft model has computed its keys and
@@ -224,7 +224,7 @@ class Runner:
 
 
 def _gqa_group(model: PreTrainedModel, device: torch.device) -> int | None:
-    """Return the query heads per KV head; None on a CPU, whose attention does not read shared prefixes once."""
+    """Return the query heads per KV head; None on a CPU, where attention reads a shared prefix once per sequence."""
     if device.type == "cpu":
         return None
     config = model.config.get_text_config()

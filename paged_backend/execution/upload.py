@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: enough for the widest type and for the kernels' vector loads
+ALIGNMENT = 16  # in bytes: enough for the widest type and for vector loads of kernels
 
 T = TypeVar("T")
 
 
 class _PinnedBuffer:
-    """Pinned host memory, with an event that tells when the device has read what was in it."""
+    """Pinned host memory, with an event that is reached when the device has read the contents."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -33,8 +33,8 @@ class _PinnedBuffer:
 class DeviceUpload:
     """Copies the tensors of a dataclass, and of the dataclasses in it, to the device.
 
-    To a GPU all of them go in one copy from pinned memory, which the host does not wait for. Two buffers alternate, so
-    that one is filled while the device reads the other.
+    To a GPU, all tensors go in one asynchronous copy from pinned memory. Two buffers alternate, so that one is filled
+    while the device reads the other.
     """
 
     def __init__(self, device: torch.device | None):
@@ -43,8 +43,8 @@ class DeviceUpload:
         self._buffers = [_PinnedBuffer(), _PinnedBuffer()] if device is not None and device.type == "cuda" else []
 
     def __call__(self, tree: T, head: Tensor | None = None) -> T:
-        """Return the same dataclass with its tensors on the device. head: [bytes] uint8, the fixed place on the device
-        where the first bytes must go, such as a CUDA graph's inputs; they are copied separately."""
+        """Return the same dataclass with its tensors on the device. head: [bytes] uint8, fixed device memory for the
+        first bytes, such as a CUDA graph's inputs; they are copied separately."""
         if not self._buffers:
             if head is not None:
                 _fill(head, tensors_of(tree))
@@ -61,7 +61,7 @@ class DeviceUpload:
 
     @staticmethod
     def size_of(tree: Any) -> int:
-        """Return the bytes that the tensors of a dataclass take in a buffer, with alignment."""
+        """Return the size in bytes of a dataclass's tensors in a buffer, with alignment."""
         return _ends(tensors_of(tree))[-1]
 
     @staticmethod

@@ -23,8 +23,8 @@ from paged_backend.loading.model_options import (
     pick_max_model_len,
 )
 from paged_backend.loading.model_source import find_files, read_config
-from paged_backend.loading.proof import prove
 from paged_backend.loading.tokenizer_loader import load_tokenizer
+from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
 from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models import tensor_parallel
@@ -89,9 +89,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
-    adaptable = find_adaptable_layers(model) if config.enable_lora else None  # before `prove` modifies the model
+    adaptable = find_adaptable_layers(model) if config.enable_lora else None  # before `verify_model` modifies it
     spec = ModelSpec(
-        layers=_prove(config, path, model, kv_dtype),
+        layers=_verify(config, path, model, kv_dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -110,9 +110,9 @@ def check_model(config: EngineConfig, root: Path) -> None:
     tensor_parallel.check_model(config, hf_config)
 
 
-def _prove(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
     try:
-        return prove(
+        return verify_model(
             model,
             block_size=config.block_size,
             kv_dtype=kv_dtype,

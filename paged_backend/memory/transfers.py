@@ -21,14 +21,14 @@ import torch
 
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_kernels import ops
 from paged_kernels.block_pair import BlockPair
 
-SWAP_PROGRAMS = 16  # of a swap at a time on a GPU: more do not fill the bus better, and take SMs from the step
+SWAP_PROGRAMS = 16  # GPU programs per swap: more do not increase PCIe throughput and take SMs from the step
 
 Queue: TypeAlias = Literal["compute", "swap"]
-Blocks: TypeAlias = Sequence[Copy] | Sequence[Move]
+Blocks: TypeAlias = Sequence[Copy] | Sequence[BlockTransfer]
 
 
 class Queues(Protocol):
@@ -41,14 +41,14 @@ class Queues(Protocol):
         """Return an event that is reached when everything in the queue so far is done."""
 
     def wait(self, queue: Queue, event: Any) -> None:
-        """Let nothing that is enqueued from now on begin before the event."""
+        """Make everything that is enqueued from now on wait for the event."""
 
     def block(self, event: Any) -> None:
-        """Wait for the event on the host."""
+        """Block the host until the event is reached."""
 
 
 class StreamQueues:
-    """The caller's CUDA stream as compute queue, and a stream of its own for swaps."""
+    """The queues of a GPU: the caller's CUDA stream for compute, and a separate stream for swaps."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -75,7 +75,7 @@ class StreamQueues:
 
 
 class SynchronousTransfers:
-    """The queues of a CPU: every copy is done when `launch` returns, so there is nothing to wait for."""
+    """The queues of a CPU: every copy is done when `launch` returns, so waiting does nothing."""
 
     def launch(self, queue: Queue, pair: BlockPair, moves: Blocks) -> None:
         ops.block_copy(pair, _list(moves))
@@ -96,24 +96,26 @@ def _list(moves: Blocks) -> torch.Tensor:  # [num_moves, 2] int64
 
 class Transfers:
     """The copies of a device pool and, if there is one, its host pool. Within one call, no block is a target twice, and
-    no target is also a source in the same pool. Every method but `settle` returns before the device is done."""
+    no target is also a source in the same pool. Every method except `settle` returns before the device is done."""
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
-        """queues: None for those of the pool's device."""
+        """queues: by default those of the pool's device."""
         self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
         self._within = BlockPair.of(kv.tensors, kv.tensors)
         self._out = BlockPair.of(kv.tensors, host.tensors) if host else None
         self._in = BlockPair.of(host.tensors, kv.tensors) if host else None
         self._arriving: list[Any] = []  # events of swap-ins that no step has waited for
-        self._swapping: list[Any] = []  # the last event that the host has not waited for
+        self._swapping: list[Any] = []  # event of the last swap, if the host has not waited for it
 
-    def move(self, moves_out: Sequence[Move], moves_in: Sequence[Move], copies: Sequence[Copy]) -> None:
-        """Enqueue the transfers of a step that reads the targets: outs, then ins, then copies."""
+    def move(
+        self, moves_out: Sequence[BlockTransfer], moves_in: Sequence[BlockTransfer], copies: Sequence[Copy]
+    ) -> None:
+        """Enqueue the transfers of a step, before the step itself: outs, then ins, then copies."""
         self.swap(moves_out, moves_in)
         self.arrive()
         self.copy(copies)
 
-    def swap(self, moves_out: Sequence[Move], moves_in: Sequence[Move]) -> None:
+    def swap(self, moves_out: Sequence[BlockTransfer], moves_in: Sequence[BlockTransfer]) -> None:
         """Enqueue swap-outs, then swap-ins. Work that is enqueued next may write to the sources of outs, but may not
         read the targets of ins before `arrive`."""
         queues = self._queues
@@ -132,7 +134,7 @@ class Transfers:
             self._arriving = self._swapping
 
     def arrive(self) -> None:
-        """Let work that is enqueued next wait for all swap-ins."""
+        """Make work that is enqueued next wait for all swap-ins."""
         for event in self._arriving:
             self._queues.wait("compute", event)
         self._arriving = []
@@ -144,7 +146,7 @@ class Transfers:
             self._queues.launch("compute", self._within, copies)
 
     def settle(self) -> None:
-        """Wait on the host for all swaps. Before it reads or writes blocks of the host pool."""
+        """Block the host until all swaps are done. Called before the host reads or writes blocks of the host pool."""
         for event in self._swapping:
             self._queues.block(event)
         self._swapping = []

@@ -11,8 +11,8 @@ does not grow, and the original layers stay intact: removing the fused `forward`
 
 `FAMILIES` lists the transformers classes with this layer structure. `fuse` checks that every layer is unmodified (no
 other modules, parameters or hooks; plain Linear and Parameter), and takes the attention parameters from what the layer
-passed to attention in a probe. The verification at load (`proof.py`) compares the fused model with the model's own
-eager attention and so detects whatever these checks miss.
+passed to attention in a probe. The verification at load (`verification.py`) compares the fused model with the model's
+own eager attention and so detects whatever these checks miss.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def hidden_size(model: PreTrainedModel) -> int | None:
     try:
         with record_hidden_states(model) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception:  # `prove`, which follows, reports the error
+    except Exception:  # reported by `verify_model`, which follows
         return None
     shapes = [tuple(state.shape) if isinstance(state, Tensor) else () for state in states]
     if len(shapes) != 1 or len(shapes[0]) != 3 or shapes[0][:2] != (1, 1):

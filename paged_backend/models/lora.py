@@ -164,7 +164,7 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return the linear layers that adapters may change, by name, with their input and output sizes.
 
     These are the layers that process every token of a batch exactly once and in order, which excludes the output layer
-    and routed experts. Returns none if the forward pass fails; `prove` then reports the error. The model must be
+    and routed experts. Returns none if the forward pass fails; `verify_model` then reports the error. The model must be
     unmodified.
     """
     calls: Counter[str] = Counter()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.sampling.masks import ConstrainedRows, Mask, apply_mask, build_mask
-from paged_backend.scheduling.sequence import Draw
+from paged_backend.scheduling.sequence import SamplePosition
 from paged_backend.scheduling.sequence import Sequence as Sample
 
 
@@ -44,9 +44,9 @@ class Constraints:
 Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, condition), the last two as in Bias
 
 
-def prepare(draws: Sequence[Draw]) -> Constraints | None:
-    """Collect the constraints of these draws on the host. Returns None if no draw has any."""
-    rows = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.constrains_logits]
+def prepare(sample_positions: Sequence[SamplePosition]) -> Constraints | None:
+    """Collect the constraints of these tokens on the host. Returns None if no token has any."""
+    rows = [(row, *one) for row, one in enumerate(sample_positions) if one[0].request.constrains_logits]
     if not rows:
         return None
     bans = [(row, *ban) for row, sequence, position in rows for ban in _bans(sequence, position)]

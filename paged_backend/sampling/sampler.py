@@ -20,7 +20,7 @@ from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, apply_constraints
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
-from paged_backend.scheduling.sequence import Draw
+from paged_backend.scheduling.sequence import SamplePosition
 from paged_kernels import ops
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
@@ -82,13 +82,17 @@ class SamplingBatch:
     metadata: SamplingMetadata | None = None  # None: all rows sample greedily
     beams: BeamRows | None = None
     logprob_rows: LogprobRows | None = None
-    prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the draws
+    prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the sampled tokens
 
 
-def prepare(draws: Rows[Draw]) -> SamplingBatch:
-    """Build the sampling inputs of these draws on the host. Row i of the logits belongs to draw i."""
+def prepare(sample_positions: Rows[SamplePosition]) -> SamplingBatch:
+    """Build the sampling inputs of these tokens on the host. Row i of the logits belongs to the i-th of them."""
     return SamplingBatch(
-        constraints.prepare(draws), _penalties(draws), _metadata(draws), _beams(draws), _sampled_logprob_rows(draws)
+        constraints.prepare(sample_positions),
+        _penalties(sample_positions),
+        _metadata(sample_positions),
+        _beams(sample_positions),
+        _sampled_logprob_rows(sample_positions),
     )
 
 
@@ -108,7 +112,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the logits after constraints and penalties, which `sample` draws from.
+    """Return the logits after constraints and penalties, which `sample` samples from.
 
     Returns `logits` unchanged if no row has a constraint or penalty.
     """
@@ -156,14 +160,14 @@ def _column(values: Rows[float], dtype: torch.dtype) -> Tensor:
     return _array(values, dtype)[:, None]
 
 
-def _metadata(draws: Rows[Draw]) -> SamplingMetadata | None:
-    params = [seq.request.sampling for seq, _ in draws]
+def _metadata(sample_positions: Rows[SamplePosition]) -> SamplingMetadata | None:
+    params = [seq.request.sampling for seq, _ in sample_positions]
     if not any(map(_is_random, params)):
         return None
     return SamplingMetadata(
         scales=_array([1 / _temperature(p) if _is_random(p) else 0 for p in params], torch.float32),
-        seeds=_array([_signed(seq.seed) for seq, _ in draws], torch.int64),
-        positions=_array([position - seq.num_prompt for seq, position in draws], torch.int64),
+        seeds=_array([_signed(seq.seed) for seq, _ in sample_positions], torch.int64),
+        positions=_array([position - seq.num_prompt for seq, position in sample_positions], torch.int64),
         filters=_filters(params),
     )
 
@@ -181,17 +185,17 @@ def _is_random(params: SamplingParams) -> bool:
     return params.temperature > 0 and params.beam_width == 1
 
 
-def _beams(draws: Rows[Draw]) -> BeamRows | None:
-    rows = [row for row, (seq, _) in enumerate(draws) if seq.request.sampling.beam_width > 1]
+def _beams(sample_positions: Rows[SamplePosition]) -> BeamRows | None:
+    rows = [row for row, (seq, _) in enumerate(sample_positions) if seq.request.sampling.beam_width > 1]
     if not rows:
         return None
-    requests = [draws[row][0].request for row in rows]
+    requests = [sample_positions[row][0].request for row in rows]
     candidates = max(num_candidates(request.sampling, request.stop_ids) for request in requests)
     return BeamRows(_array(rows, torch.int64), candidates, _logprob_rows([request.logprobs for request in requests]))
 
 
-def _sampled_logprob_rows(draws: Rows[Draw]) -> LogprobRows | None:
-    counts = [seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in draws]
+def _sampled_logprob_rows(sample_positions: Rows[SamplePosition]) -> LogprobRows | None:
+    counts = [seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in sample_positions]
     return _logprob_rows(counts)
 
 
@@ -213,8 +217,8 @@ def _filters(params: Rows[SamplingParams]) -> SamplingFilters | None:
     )
 
 
-def _penalties(draws: Rows[Draw]) -> Penalties | None:
-    rows = [(row, *draw) for row, draw in enumerate(draws) if draw[0].request.sampling.has_penalty]
+def _penalties(sample_positions: Rows[SamplePosition]) -> Penalties | None:
+    rows = [(row, *one) for row, one in enumerate(sample_positions) if one[0].request.sampling.has_penalty]
     if not rows:
         return None
     params = [seq.request.sampling for _, seq, _ in rows]

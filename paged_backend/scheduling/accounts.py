@@ -4,9 +4,9 @@ These are the virtual token counters of Sheng et al., "Fairness in Serving Large
 tenant and priority. The prompt tokens to be computed count on admission, and each output token as it is sampled.
 
 A tenant without waiting requests starts level with the tenant that was admitted last, so it gains no credit for the
-time that it was idle, and does not wait behind another tenant's queue. If it started at that tenant's count from before
-the admission, a stream of new tenants could overtake another one for ever; it therefore starts after it, by at most
-MAX_HEAD_START tokens.
+time that it was idle, and does not wait behind another tenant's queue. It starts at that tenant's count after the
+admission (at most MAX_HEAD_START tokens more): with the count before it, a series of new tenants could starve an old
+one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Account:
     priority: int
     tenant: str
     served_tokens: int = 0
-    num_open: int = 0  # requests
-    num_waiting: int = 0  # of those, the ones that were never admitted
+    num_open: int = 0  # open requests, waiting or admitted
+    num_waiting: int = 0  # open requests that were never admitted
 
 
 @dataclass(slots=True)
 class _Level:
     """The accounts of one priority."""
 
-    start: int = 0  # count that a tenant without waiting requests starts at
+    start: int = 0  # initial count of a tenant without waiting requests
     accounts: dict[str, Account] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class Accounts:
     def check(self, waiting: Iterable[Account], admitted: Iterable[Account]) -> None:
         """Assert every invariant, given the account of each request. For tests and idle moments.
 
-        waiting: of requests that were never admitted. admitted: of all others.
+        waiting: accounts of requests that were never admitted. admitted: accounts of all other requests.
         """
         never, once = list(waiting), list(admitted)
         held = [account for level in self._levels.values() for account in level.accounts.values()]

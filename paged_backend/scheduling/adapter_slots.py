@@ -33,10 +33,10 @@ class AdapterSlots:
 
     def __init__(self, count: int):
         self._free = list(range(count))
-        self._held: OrderedDict[bytes, _HeldAdapter] = OrderedDict()  # by digest, the least recently used first
-        self._loads: dict[int, Adapter] = {}  # by slot: assigned, but not on the device yet
+        self._held: OrderedDict[bytes, _HeldAdapter] = OrderedDict()  # by digest; the least recently used first
+        self._loads: dict[int, Adapter] = {}  # assigned adapters that are not on the device yet, by slot
         self._num_users = 0
-        self.resident: tuple[Adapter, ...] = ()  # replaced as a whole, never changed
+        self.resident: tuple[Adapter, ...] = ()  # adapters on the device; replaced as a whole, never changed
 
     def has_room(self, adapter: Adapter) -> bool:
         """Return whether `acquire` would succeed: the adapter has a slot, or one is free or can be evicted."""
@@ -66,7 +66,7 @@ class AdapterSlots:
         return {digest: self._held[digest].slot for digest in digests}
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Return what has to be loaded before the next step, and forget it."""
+        """Return the adapters to load before the next step, and forget them."""
         if not self._loads:
             return ()
         loads = tuple(AdapterLoad(slot, adapter) for slot, adapter in self._loads.items())
@@ -74,8 +74,8 @@ class AdapterSlots:
         return loads
 
     def fail(self, loads: Iterable[AdapterLoad]) -> None:
-        """Load these again, or free their slots if no request uses them: their step failed, so they may not be on the
-        device. Called after the requests of that step have ended."""
+        """Handle loads whose step failed: load each adapter again, or free its slot if no request uses it. Called after
+        the requests of that step have ended."""
         for load in loads:
             held = self._held.get(load.adapter.digest)
             if held is None or held.slot != load.slot:

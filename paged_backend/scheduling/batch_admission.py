@@ -1,4 +1,4 @@
-"""Admission: which waiting requests join the running batch in a step."""
+"""Batch admission: selects the waiting requests that join the running batch in a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Capacity:
     """The sequences and blocks that are left for waiting requests in this step."""
 
     num_seqs: int
-    reserved_blocks: int  # blocks that running requests still need for the tokens they have
+    reserved_blocks: int  # blocks that running requests still need for their tokens
 
 
 class BatchAdmission:
@@ -65,7 +65,7 @@ class BatchAdmission:
         """Admit waiting requests until the next one does not fit.
 
         A request is admitted only if the blocks for all of its tokens are available and not reserved for prompts that
-        are still being computed. So prompts do not preempt each other half-way.
+        are still being computed. This keeps prompts from preempting each other during prefill.
         """
         capacity = self._capacity() if self._requests.waiting else _Capacity(0, 0)
         while builder.budget > 0 and (group := self._next()):
@@ -81,7 +81,7 @@ class BatchAdmission:
             elif self._requests.running and not self._would_fit(group, capacity, demand):
                 return
             elif demand and not slot_users and self._pins.drop_oldest():
-                continue  # idle sessions are unpinned before any request is preempted
+                continue  # unpins idle sessions before any request is preempted
             elif builder.in_flight:
                 builder.blocked = True
                 return
@@ -93,9 +93,8 @@ class BatchAdmission:
                 return
 
     def _next(self) -> Group | None:
-        """Return the next request. If its adapter has no slot, and no request of lower priority to preempt for one,
-        return the first request without an adapter instead: a request with another adapter might keep the slots in use
-        for ever."""
+        """Return the next request. If its adapter has no slot and none can be freed by preemption, return the first
+        request without an adapter. Another adapter request could keep the slots occupied and starve this one."""
         first = self._requests.waiting.first()
         if first is None or self._has_slot(first) or self._preemptible_slot_users(first):
             return first
@@ -114,11 +113,11 @@ class BatchAdmission:
         if self._has_slot(group):
             return []
         users: dict[bytes, list[Group]] = {}
-        for one in self._requests.running.values():  # in order of rank
+        for one in self._requests.running.values():  # iterates in scheduling order
             if one.request.adapter:
                 users.setdefault(one.request.adapter.digest, []).append(one)
         lower = (ones for ones in users.values() if ones[0].priority > group.priority)
-        return max(lower, key=lambda ones: (ones[0].priority, -len(ones), ones[0].rank), default=[])
+        return max(lower, key=lambda ones: (ones[0].priority, -len(ones), ones[0].scheduling_order), default=[])
 
     def _would_fit(self, group: Group, capacity: _Capacity, demand: Demand | None) -> bool:
         """Return whether a request would fit if all requests of lower priority were preempted and all sessions

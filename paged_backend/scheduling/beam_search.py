@@ -1,10 +1,10 @@
-"""Beam search: which beams live on, as transformers' `generate(num_beams=...)` decides it. Tokens and scores only.
+"""Beam search: which beams continue, by the rules of transformers' `generate(num_beams=...)`. Tokens and scores only.
 
     live          the beam_width most likely outputs that may continue; each step extends them all
     hypotheses    the best outputs that ended, scored by log-probability / length ** length_penalty
 
-A step looks at the (1 + number of stop tokens) * beam_width most likely continuations of all live beams. Those that end
-an output become hypotheses if they are among the first beam_width. The best beam_width of the rest live on. A stop
+A step examines the (1 + number of stop tokens) * beam_width most likely continuations of all live beams. Those that end
+an output become hypotheses if they are among the first beam_width. The best beam_width of the rest stay live. A stop
 string, or a stop sequence of several tokens, ends an output as a stop token does. Arithmetic is in float32, as in
 transformers, so that ties and near-ties are resolved the same way.
 """
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
     token: int
     log_prob: float
-    logprobs: Logprobs = ()  # of it and the top tokens, before logits processing, if requested
+    logprobs: Logprobs = ()  # entries of this and the top tokens, before logits processing, if requested
 
 
 class Continuation(NamedTuple):
@@ -45,12 +45,12 @@ class Hypothesis:
     score: np.float32
     tokens: tuple[int, ...]
     finish: FinishReason
-    logprobs: tuple[Logprobs, ...] = ()  # of each token
+    logprobs: tuple[Logprobs, ...] = ()  # one entry per token
 
 
 def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
-    """Return how many continuations a step looks at, of each beam and of all: enough that beam_width are left if the
-    most likely ones are all stop tokens."""
+    """Return the number of continuations that a step examines, per beam and in total. It is large enough that
+    beam_width continuations are left if the most likely ones are all stop tokens."""
     return max(2, 1 + len(stop_ids)) * sampling.beam_width
 
 
@@ -63,14 +63,14 @@ class BeamSearch:
         stop_ids: frozenset[int],
         ends: Callable[[Row[int]], bool] | None = None,
     ):
-        """ends: returns whether an output ends with its last token, in addition to the tokens of `stop_ids`."""
+        """ends: returns whether an output ends after its last token; tokens of `stop_ids` end it in any case."""
         self._ends = ends
         self._sampling = sampling
         self._stop_ids = stop_ids
-        self._scores = [np.float32(0)]  # of live beams
-        self._logprobs: list[tuple[Logprobs, ...]] = [()]  # of their tokens
-        self.hypotheses: list[Hypothesis] = []  # best first
-        self.num_agreed = 0  # tokens that `agree` has returned
+        self._scores = [np.float32(0)]  # cumulative log probabilities of live beams
+        self._logprobs: list[tuple[Logprobs, ...]] = [()]  # log probabilities of the tokens of live beams
+        self.hypotheses: list[Hypothesis] = []  # ended outputs, best first
+        self.num_agreed = 0  # number of tokens that `agree` has returned
 
     def advance(self, outputs: Row[Row[int]], rows: Row[Row[Candidate]]) -> list[Continuation]:
         """Advance the search by one step, and return the live beams of the next one, best first; none if it has ended.
@@ -87,11 +87,11 @@ class BeamSearch:
             )
             for beam, row in enumerate(rows)
             for candidate in row[:limit]
-            if candidate.log_prob > -math.inf  # else the token is not allowed
+            if candidate.log_prob > -math.inf  # -inf: the token is not allowed
         ]
         found.sort(
             key=lambda one: one[0], reverse=True
-        )  # stable: of equal ones the earlier beam first, as topk mostly does
+        )  # a stable sort: among equal scores the earlier beam comes first, as mostly in topk
         out_of_tokens = count >= self._sampling.max_tokens
         closed = self._full and self._sampling.early_stopping is True
         live = []
@@ -118,7 +118,7 @@ class BeamSearch:
             self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, entries))
 
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
-        """Return the tokens, after those returned before, that all outputs that may still be returned have in common.
+        """Return the next tokens that all outputs have in common which may still be returned.
 
         outputs: the tokens that each live beam has generated.
         """
@@ -143,7 +143,7 @@ class BeamSearch:
         return found + found[-1:] * (self._sampling.n - len(found))
 
     def _finish(self, tokens: Row[int], out_of_tokens: bool) -> FinishReason | None:
-        """Return why an output ends, or None. For one that ends by its text, the responder cuts the text and sets the
+        """Return why an output ends, or None. If it ends by its text, the responder cuts the text and sets the
         reason."""
         if tokens[-1] in self._stop_ids:
             return FinishReason.STOP

@@ -14,7 +14,7 @@ class Demand(NamedTuple):
     """The cache hit of a waiting request, and the blocks that it needs."""
 
     hit: CacheHit
-    num_blocks: int  # that must be available: new ones, and cached ones of the hit; not the source of a partial hit
+    num_blocks: int  # must be available: new blocks and cached full blocks of the hit, not its partial source
 
 
 class BlockDemand:
@@ -40,8 +40,8 @@ class BlockDemand:
     def fit(self, demand: Demand, reserved: int) -> CacheHit | None:
         """Return the hit to use if the demand fits beside the blocks that are reserved for others, else None.
 
-        A partial hit is left out where the copy of its block would cost more than computing its tokens, or where its
-        source, which is not available to others until it is copied, leaves no room for the rest.
+        A partial hit is not used if copying its block would cost more than computing its tokens, or if too few blocks
+        remain while its source is locked for the copy.
         """
         available = self._blocks.num_available - reserved
         hit, needed = demand
@@ -56,19 +56,20 @@ class BlockDemand:
         return hit
 
     def _total(self, group: Group) -> int:
-        """Return the blocks of all the group's tokens: the prompt's full ones once, the rest for each sample."""
+        """Return the blocks for all of the group's tokens: full prompt blocks once, all others per sample."""
         return sum(self._blocks.blocks_for(len(one.tokens)) for one in group.sequences) - self._shared(group)
 
     def _held(self, group: Group) -> int:
         return sum(len(one.blocks) for one in group.sequences) - (self._shared(group) if group.forked else 0)
 
     def _shared(self, group: Group) -> int:
-        """Return how often the prompt's full blocks are counted too much in a sum over all samples."""
+        """Return the blocks to subtract from the sum over all samples, which counts the shared prompt blocks once per
+        sample."""
         return (len(group.sequences) - 1) * (group.leader.num_prompt // self._blocks.block_size)
 
     def _to_swap_in(self, group: Group) -> int:
-        """Return the blocks that a swapped-out group needs: those on the host, more for its further tokens, and a copy
-        for each sequence that would write into a block that another one shares."""
+        """Return the blocks that a swapped-out group needs: one per block on the host, blocks for its further tokens,
+        and a copy for each sequence that would write into a shared block."""
         size = self._blocks.block_size
         held = {block for sequence in group.sequences for block in sequence.host_blocks}
         more = sum(self._blocks.blocks_for(len(one.tokens)) - len(one.host_blocks) for one in group.active)

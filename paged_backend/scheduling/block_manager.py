@@ -1,7 +1,7 @@
 """Block tables over the device's pool: allocation, sharing, copy-on-write and the prefix cache. Integers, no tensors.
 
-A second pool on the host may stand behind the first: blocks that are evicted from the device are offloaded to it and
-can still be found, and preempted requests are swapped out to it.
+There may be a second pool on the host: blocks that are evicted from the device are offloaded to it and can still be
+found, and preempted requests are swapped out to it.
 
     BlockManager    block tables: allocate, grow, fork, copy-on-write, adopt a cache hit, free
       pool          block_pool.py: reference counts, free list, LRU list of cached blocks
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain
-from paged_backend.scheduling.host_offload import HostOffload, Move
+from paged_backend.scheduling.host_offload import BlockTransfer, HostOffload
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit, PrefixCache
 
 
@@ -29,7 +29,7 @@ class Copy(NamedTuple):
 
 
 class BlockManager:
-    """Gives the blocks of a fixed pool to block tables and caches what they hold."""
+    """Assigns the blocks of a fixed pool to block tables and caches their contents."""
 
     def __init__(self, num_blocks: int, block_size: int, *, caching: bool = False, host: BlockPool | None = None):
         """caching: whether prefixes are cached. host: the pool on the host, if there is one."""
@@ -37,7 +37,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size: int = block_size
         self.caching = caching
-        self.num_copies = 0  # since the start, copy-on-write
+        self.num_copies = 0  # copy-on-write copies since the start
         self.host = host
         self.pool = BlockPool(num_blocks, caching=caching, on_evict=self._offload_evicted)
         self.cache = PrefixCache(self.pool, host, block_size)
@@ -73,7 +73,7 @@ class BlockManager:
         self.pool.free_table(table)
 
     def fork(self, table: Sequence[int]) -> list[int]:
-        """Return a second block table of the same blocks, a partial last one included."""
+        """Return a second block table of the same blocks, including a partial last block."""
         assert all(map(self.pool.is_used, table)), "a fork of blocks that are not in use"
         for block in table:
             self.pool.touch(block)
@@ -89,12 +89,12 @@ class BlockManager:
             return None
         source, table[index] = table[index], blocks[0]
         self.pool.lock(source)
-        self.pool.free(source)  # the table's reference; that of the copy is left
+        self.pool.free(source)  # drops the table's reference; the copy's lock keeps one
         self.num_copies += 1
         return Copy(source, blocks[0])
 
     def finish_copies(self, copies: Iterable[Copy]) -> None:
-        """Unlock the sources of copies that are done, or that will not be done."""
+        """Unlock the sources of copies that are done or dropped."""
         for copy in copies:
             self.pool.unlock(copy.source)
 
@@ -102,13 +102,13 @@ class BlockManager:
         """Return the longest cached prefix of `tokens`; see `PrefixCache.match`."""
         return self.cache.match(chain, tokens)
 
-    def adopt(self, hit: CacheHit) -> tuple[list[int], list[Move], list[Copy]]:
+    def adopt(self, hit: CacheHit) -> tuple[list[int], list[BlockTransfer], list[Copy]]:
         """Return a block table of a hit's blocks, and the moves and the copy that fill it.
 
         Full blocks on the device are shared. Blocks on the host are moved in. The partial block is copied, as the
         sequence will write into it. The pool must have room for the new blocks.
         """
-        for location in hit.blocks:  # first, so that nothing of the hit is evicted for the rest of it
+        for location in hit.blocks:  # locks all blocks of the hit first: allocating below may evict
             if location.on_host:
                 self._lock(location)
             else:

@@ -1,9 +1,9 @@
 """Reference counts, free list and LRU list of one pool of blocks, on the device or on the host.
 
-pool     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer
-free     [5, 2]                                a stack: the block freed last is reused first, as it is in the CPU cache
-cached   7 -> 0                                not referenced, content still indexed; least recently used first
-in use   {1: 1, 3: 2, 4: 1, 6: 3}              number of references to each: block tables, copies and moves
+pool     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer free     [5, 2]
+a stack: the block freed last is reused first, while it is in the CPU cache cached   7 -> 0
+not referenced, content still indexed; least recently used first in use   {1: 1, 3: 2, 4: 1, 6: 3}              number
+of references to each: block tables, copies and moves
 
 Free + cached + used = total, always; `check()` asserts it.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paged_backend.scheduling.content import Entry, PrefixIndex
 
-# Marks in a pool map: free, cached, referenced by so many block tables, referenced by sessions only.
+# Marks in a pool map: free; cached; number of block tables that reference the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
 _MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
 
@@ -36,7 +36,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._transfers: Counter[int] = Counter()  # of the references, those of unfinished copies and moves
+        self._transfers: Counter[int] = Counter()  # references of unfinished copies and moves, part of _references
 
     @property
     def num_free(self) -> int:
@@ -71,20 +71,21 @@ class BlockPool:
         return blocks
 
     def allocate_counted(self, count: int) -> list[int]:
-        """Allocate `count` blocks that the caller has counted to be available."""
+        """Allocate `count` blocks; the caller has checked that so many are available."""
         blocks = self.allocate(count)
         assert blocks is not None, "blocks that were counted available are not"
         return blocks
 
     def touch(self, block: int) -> None:
-        """Add a reference. A cached block is in use again."""
+        """Add a reference; a cached block is then in use again."""
         self._cached.pop(block, None)
         self._references[block] += 1
         if self._references[block] == 2:
             self.num_shared += 1
 
     def free(self, block: int) -> None:
-        """Drop a reference. Without the last one, a block with a known content becomes cached, any other free.
+        """Drop a reference. When the last reference is dropped, a block with known content becomes cached and any other
+        becomes free.
 
         Raises:
             ValueError: the block is not in use.
@@ -101,7 +102,7 @@ class BlockPool:
                 self._free.append(block)
 
     def free_table(self, table: list[int]) -> None:
-        """Free and clear a block table. The tail goes first, so that it is evicted before the head, which more requests
+        """Free and clear a block table. Its tail is freed first, and so evicted before its head, which more requests
         can share. Raises ValueError for a block that is not in use."""
         for block in reversed(table):
             self.free(block)
@@ -132,7 +133,7 @@ class BlockPool:
         return sum(self._references[block] == count for block, count in held.items())
 
     def forget(self, entry: Entry) -> None:
-        """Remove a content from the index. Block tables that hold its block keep it."""
+        """Remove a content from the index. Block tables keep its block."""
         block = self.index.find(entry)
         if block is not None:
             self.index.remove(block)
@@ -148,7 +149,7 @@ class BlockPool:
         """
         try:
             counts = bytes(self._references)
-        except ValueError:  # a count above 255
+        except ValueError:  # raised by a count above 255
             counts = bytes([count if count < 256 else 255 for count in self._references])
         smaller: Iterable[int] = self._free
         mark, other = FREE, CACHED
@@ -159,7 +160,7 @@ class BlockPool:
         for block in smaller:
             marks[block] = number
         for block, sessions in (pinned or {}).items():
-            if self._references[block] == sessions:  # no request holds it
+            if self._references[block] == sessions:  # only sessions hold the block
                 marks[block] = ord(PINNED)
         return marks.decode()
 

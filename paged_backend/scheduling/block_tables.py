@@ -13,8 +13,8 @@ from paged_backend.scheduling.sequence import Group, Sequence
 
 
 class BlockTables:
-    """Changes the block tables of groups, and is the only one to count their `block_usage`. The scheduler decides which
-    group gets blocks."""
+    """Changes the block tables of groups, and alone counts their `block_usage`. The scheduler decides which group gets
+    blocks."""
 
     def __init__(self, blocks: BlockManager, costs: Costs, preemption: str):
         """preemption: "swap", "recompute", or "auto" for the cheaper one."""
@@ -36,10 +36,11 @@ class BlockTables:
         leader.computed = leader.committed = len(hit.blocks) * self._blocks.block_size + hit.partial_tokens
 
     def grow(self, group: Group, num_tokens: int) -> None:
-        """Extend the leader's block table to hold `num_tokens` tokens, for which the caller has counted the blocks."""
+        """Extend the leader's block table to hold `num_tokens` tokens. The caller has checked that enough blocks are
+        available."""
         before = len(group.leader.blocks)
         grown = self._blocks.grow(group.leader.blocks, num_tokens)
-        assert grown, "blocks that were counted available are not"
+        assert grown, "not enough blocks, although they were checked to be available"
         group.block_usage.new += len(group.leader.blocks) - before
 
     def allocate(self, sequence: Sequence, num_tokens: int, builder: PlanBuilder) -> Allocation | None:
@@ -57,16 +58,16 @@ class BlockTables:
             return None
         if shared:
             copy = self._blocks.make_writable(table, index)
-            assert copy is not None, "blocks that were counted available are not"
+            assert copy is not None, "not enough blocks, although they were checked to be available"
             builder.add_copies(sequence.key, (copy,))
         if more > 0:
             grown = self._blocks.grow(table, num_tokens)
-            assert grown, "blocks that were counted available are not"
+            assert grown, "not enough blocks, although they were checked to be available"
         return Allocation(shared + max(0, more), int(shared))
 
     def allocate_for_drafts(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """Extend a block table for draft tokens; return how many blocks that took. None, with nothing changed, if the
-        pool is exhausted."""
+        """Extend a block table for draft tokens; return the number of blocks allocated. None, with nothing changed, if
+        the pool is exhausted."""
         before = len(sequence.blocks)
         return len(sequence.blocks) - before if self._blocks.grow(sequence.blocks, num_tokens) else None
 
@@ -76,7 +77,7 @@ class BlockTables:
         group.block_usage.copied += allocated.copied
 
     def commit(self, sequence: Sequence, end: int) -> None:
-        """Note that the keys and values of the tokens before `end` are written, and cache the blocks that are full."""
+        """Record that keys and values are written up to `end`, and cache the blocks that are full."""
         size = self._blocks.block_size
         first, sequence.committed = sequence.committed // size, end
         for index in range(first, sequence.committed // size):
@@ -151,7 +152,7 @@ class BlockTables:
         group.block_usage.from_host += len(moves)
 
     def restart(self, group: Group) -> None:
-        """Free all blocks of a group, whose tokens are to be computed again."""
+        """Free all blocks of a group so that its tokens are computed again."""
         self.free(group)
         group.forked = len(group.sequences) == 1
         if group.beams:

@@ -30,13 +30,13 @@ class ChunkPlanner:
         self._counters = counters
 
     def split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
-        """Return the sequences that decode and those that prefill, each in order of rank.
+        """Return the sequences that decode and those that prefill, each in scheduling order.
 
-        Decode is planned first, so that a long prompt delays running streams by little.
+        Decode is planned first, so that a long prompt hardly delays running streams.
         """
         decoding: list[tuple[Group, Sequence]] = []
         prefilling: list[tuple[Group, Sequence]] = []
-        for group in self._requests.running.values():  # in order of rank; `check` asserts it
+        for group in self._requests.running.values():  # iterates in scheduling order, which `check` asserts
             for sequence in group.active:
                 if not (in_flight and sequence.has_all_tokens):
                     is_decode = len(sequence.tokens) - sequence.computed == 1
@@ -47,12 +47,12 @@ class ChunkPlanner:
         """Plan the next chunk of each sequence that still runs."""
         running = self._requests.running
         for group, sequence in ordered:
-            if group.key in running:  # an earlier one may have preempted it
+            if group.key in running:  # false if an earlier sequence has preempted it
                 self.extend(group, sequence, builder)
 
     def extend(self, group: Group, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Plan the sequence's next chunk. If the pool is exhausted, unpin idle sessions and then preempt the running
-        requests of the lowest rank, this one included."""
+        """Plan the sequence's next chunk. If the pool is exhausted, unpin idle sessions and then preempt the last
+        running requests in scheduling order, possibly this one."""
         end = len(sequence.tokens) if group.forked else group.prefill_len
         length = min(end - sequence.computed, builder.budget)
         if group.scores_prompt:
@@ -72,11 +72,12 @@ class ChunkPlanner:
         builder.add_chunk(group, sequence, length, allocated)
 
     def add_draft_tokens(self, builder: PlanBuilder, propose: Proposer, limit: int) -> None:
-        """Add draft tokens to decode chunks, as far as the step's budget and the pool allow. limit: per sequence."""
+        """Add draft tokens to decode chunks, as far as the step's budget and the pool allow. limit: maximum per
+        sequence."""
         for chunk in builder.chunks:
             sequence = chunk.sequence
             group = self._requests.running[sequence.key]
-            if chunk.draws != (sequence,) or chunk.length > 1 or not sequence.generated:
+            if chunk.sampled_sequences != (sequence,) or chunk.length > 1 or not sequence.generated:
                 continue
             if group.needs_previous_result:
                 continue

@@ -7,8 +7,8 @@ first block of a sequence links to an origin (cache salt and adapter) instead.
                                                 <-  Entry [t16..t29 and two others]
 
 `Contents` interns entries by (parent, tokens), so there is one object per content, and comparing two prefixes of any
-length means comparing the identity of their last entries. Keys, which are hashes, only name the files of the disk tier;
-the content of a file is compared as well.
+length means comparing the identity of their last entries. Keys are hashes, which only name the files of the disk tier;
+there the content of a file is compared as well.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Key = bytes
 class Entry:
     """The content of a full block and of all blocks before it.
 
-    `Contents` makes the one entry that the pools use for a content. An entry made directly only serves to read its
-    `prefix` and `key`.
+    `Contents` creates the entries that the pools use, one per content. An entry that is constructed directly is only
+    for reading its `prefix` and `key`.
     """
 
     __slots__ = ("__weakref__", "_key", "parent", "tokens")
@@ -36,7 +36,7 @@ class Entry:
     def __init__(self, parent: PrefixParent, tokens: tuple[int, ...]):
         self.parent = parent
         self.tokens = tokens
-        self._key: Key = b""  # computed on first use
+        self._key: Key = b""  # cached `key`, computed on first use
 
     @property
     def prefix(self) -> tuple[Origin, list[int]]:
@@ -65,7 +65,7 @@ PrefixParent = Origin | Entry
 
 
 class Chain:
-    """The entries of a sequence's full blocks, from the first block on, as far as they were worked out."""
+    """The entries of a sequence's full blocks, from the first block on, as far as they have been computed."""
 
     __slots__ = ("entries", "origin")
 
@@ -88,9 +88,9 @@ class Chain:
 class Contents:
     """The entries of an engine's pools, one object per content, weakly referenced.
 
-    A cached block keeps its own entry alive, an entry its parent, a sequence its chain. The number of entries is
-    therefore bounded by the entries of open sequences plus cached blocks times the blocks of the longest sequence.
-    As tails are evicted before heads, it stays close to the number of cached blocks.
+    A cached block keeps its own entry alive, an entry keeps its parent, and a sequence keeps its chain. The number of
+    entries is therefore bounded by the entries of open sequences plus cached blocks times the blocks of the longest
+    sequence. As tails are evicted before heads, it stays close to the number of cached blocks.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._blocks: dict[Entry, int] = {}
-        # By parent: (tokens, block), sorted, so that the child with the longest common prefix is a neighbour.
+        # Children by parent, as sorted (tokens, block): the child with the longest common prefix is a neighbour.
         self._children: dict[PrefixParent, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
@@ -135,7 +135,7 @@ class PrefixIndex:
         return block in self._entries
 
     def entry(self, block: int) -> Entry | None:
-        """Return what a block holds, or None where that is not indexed."""
+        """Return the content of a block, or None if it is not indexed."""
         return self._entries.get(block)
 
     def find(self, entry: Entry) -> int | None:
@@ -152,7 +152,7 @@ class PrefixIndex:
         return True
 
     def remove(self, block: int) -> Entry:
-        """Remove an indexed block and return what it holds."""
+        """Remove an indexed block and return its content."""
         entry = self._entries.pop(block)
         del self._blocks[entry]
         siblings = self._children[entry.parent]

@@ -1,5 +1,5 @@
 """Moves between the device's pool and the host's pool: offloading evicted blocks, swapping preempted requests, and
-copying cached blocks for the disk tier. Both pools work without tensors; `Move`s say what has to be copied."""
+copying cached blocks for the disk tier. Both pools work without tensors; `BlockTransfer`s say what has to be copied."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Entry
 
 
-class Move(NamedTuple):
+class BlockTransfer(NamedTuple):
     """Copy a whole block, in every layer, to a block of the other pool.
 
-    `entry` is the content that the target is indexed by: at once on the way out, on the way in once it has arrived.
+    `entry` is the content under which the target is indexed: immediately for a move to the host, after completion for a
+    move to the device.
     """
 
     source: int
@@ -23,7 +24,7 @@ class Move(NamedTuple):
 
 
 class HostOffload:
-    """The moves of a device's pool. Without a host pool there are none.
+    """Plans the moves between the device's pool and the host's. Without a host pool there are none.
 
     The blocks of a move are locked until `finish_moves_out` or `finish_moves_in`.
     """
@@ -33,21 +34,21 @@ class HostOffload:
         self.num_moves_in = 0
         self._pool = pool
         self._host = host
-        self._moves_out: list[Move] = []  # to be done before anything else of the next step
-        self._unspilled: dict[int, None] = {}  # cached blocks, the oldest first, that `spill` has not looked at yet
+        self._moves_out: list[BlockTransfer] = []  # moves to do before anything else of the next step
+        self._unspilled: dict[int, None] = {}  # cached blocks that `spill` has not examined, oldest first
 
     @property
     def has_unspilled(self) -> bool:
-        """True if `spill` has a block to look at."""
+        """True if `spill` has a block to examine."""
         return bool(self._unspilled)
 
     def block_cached(self, block: int) -> None:
-        """Note a new cached block of the device."""
+        """Record a new cached block of the device."""
         if self._host:
             self._unspilled[block] = None
 
     def block_removed(self, block: int) -> None:
-        """Note that a block of the device is not cached any more."""
+        """Record that a block of the device is no longer cached."""
         self._unspilled.pop(block, None)
 
     def evict(self, block: int) -> None:
@@ -56,21 +57,22 @@ class HostOffload:
             self._host.free(target)
         self.block_removed(block)
 
-    def take_moves_out(self) -> tuple[Move, ...]:
+    def take_moves_out(self) -> tuple[BlockTransfer, ...]:
         """Return the moves that must be done before anything else of the next step, and forget them."""
         moves, self._moves_out = tuple(self._moves_out), []
         return moves
 
-    def finish_moves_out(self, moves: Iterable[Move], *, done: bool = True) -> None:
-        """Unlock the host's blocks. Where a move was not done, the content is removed from the host's index."""
+    def finish_moves_out(self, moves: Iterable[BlockTransfer], *, done: bool = True) -> None:
+        """Unlock the host's blocks. If the moves were not done, remove the contents from the host's index."""
         for move in moves:
             assert self._host
             if not done and self._host.index.contains(move.target):
                 self._host.index.remove(move.target)
             self._host.unlock(move.target)
 
-    def finish_moves_in(self, moves: Iterable[Move], *, done: bool = True) -> None:
-        """Unlock both blocks. Where a move was done, index its content, even if its request has ended."""
+    def finish_moves_in(self, moves: Iterable[BlockTransfer], *, done: bool = True) -> None:
+        """Unlock the blocks of both pools. If the moves were done, index the contents, even if the request has
+        ended."""
         for move in moves:
             assert self._host
             if done and move.entry and self._pool.caching:
@@ -78,9 +80,9 @@ class HostOffload:
             self._pool.unlock(move.target)
             self._host.unlock(move.source)
 
-    def spill(self, wanted: Callable[[Entry], bool], limit: int) -> tuple[Move, ...]:
+    def spill(self, wanted: Callable[[Entry], bool], limit: int) -> tuple[BlockTransfer, ...]:
         """Copy up to `limit` cached blocks of wanted content to the host, for the disk tier. The oldest go first, and
-        each block is looked at once."""
+        each block is examined only once."""
         left = limit
         while self._host and self._unspilled and left:
             block = next(iter(self._unspilled))
@@ -96,8 +98,8 @@ class HostOffload:
         return self.take_moves_out()
 
     def add_host_block(self, entry: Entry) -> int | None:
-        """Allocate a cached block of the host for this content, which the caller fills at once. None if the host has
-        the content or no room."""
+        """Allocate a cached block of the host for this content; the caller fills it at once. None if the host already
+        has the content, or has no room."""
         assert self._host
         if self._host.index.find(entry) is not None or not self._host.num_available:
             return None
@@ -108,7 +110,7 @@ class HostOffload:
 
     def swap_out(self, tables: Sequence[list[int]]) -> list[list[int]] | None:
         """Move block tables to the host and free them. Return the tables of the host's blocks, in the same order; None,
-        with nothing changed, if the host has no room for all."""
+        with nothing changed, if the host lacks room for all of them."""
         if self._host is None or len({block for table in tables for block in table}) > self._host.num_available:
             return None
         targets: dict[int, int] = {}
@@ -117,14 +119,14 @@ class HostOffload:
                 self._host.touch(targets[block])
             else:
                 target = self._move_out(block)
-                assert target is not None, "blocks that were counted available are not"
+                assert target is not None, "not enough blocks, although they were checked to be available"
                 targets[block] = target
         swapped = [[targets[block] for block in table] for table in tables]
         for table in tables:
             self._pool.free_table(table)
         return swapped
 
-    def swap_in(self, tables: Sequence[list[int]]) -> tuple[list[list[int]], list[Move]]:
+    def swap_in(self, tables: Sequence[list[int]]) -> tuple[list[list[int]], list[BlockTransfer]]:
         """Move block tables back from the host and free them there. Return the device's tables and the moves.
 
         Content that is still cached on the device is not moved. The device must have room for the rest.
@@ -132,7 +134,7 @@ class HostOffload:
         assert self._host
         blocks = list(dict.fromkeys(block for table in tables for block in table))
         targets: dict[int, int] = {}
-        for block in blocks:  # first, so that none of them is evicted for another
+        for block in blocks:  # references cached blocks first: allocating below may evict
             entry = self._host.index.entry(block)
             cached = self._pool.index.find(entry) if entry else None
             if cached is not None:
@@ -153,17 +155,17 @@ class HostOffload:
             self._host.free_table(table)
         return swapped, moves
 
-    def move_in(self, block: int) -> Move:
-        """Move a block of the host, which is locked, to a new block of the device."""
+    def move_in(self, block: int) -> BlockTransfer:
+        """Move a locked block of the host to a new block of the device."""
         assert self._host
         self.num_moves_in += 1
         target = self._pool.allocate_counted(1)[0]
         self._pool.lock(target)
-        return Move(block, target, self._host.index.entry(block))
+        return BlockTransfer(block, target, self._host.index.entry(block))
 
     def _move_out(self, block: int) -> int | None:
-        """Return a block of the host with this block's content and one reference: the one that is cached there, or the
-        target of a new move. None if there is no room."""
+        """Return a block of the host with this block's content and one reference: the cached one, or the target of a
+        new move. None if there is no room."""
         assert self._host
         entry = self._pool.index.entry(block)
         cached = self._host.index.find(entry) if entry else None
@@ -176,6 +178,6 @@ class HostOffload:
         if entry and self._host.caching:
             self._host.index.add(blocks[0], entry)
         self._host.lock(blocks[0])
-        self._moves_out.append(Move(block, blocks[0], entry))
+        self._moves_out.append(BlockTransfer(block, blocks[0], entry))
         self.num_moves_out += 1
         return blocks[0]

@@ -11,12 +11,12 @@ from paged_backend.scheduling.block_manager import BlockManager
 class Pins:
     """One pinned block table per session, the least recently used first.
 
-    That one is unpinned when the limit is exceeded or when a request needs the room. Its blocks are cached then, and
-    may be evicted.
+    The least recently used table is unpinned when the limit is exceeded or when a request needs its blocks. They are
+    then cached and may be evicted.
     """
 
     def __init__(self, blocks: BlockManager, limit: int):
-        """limit: number of pinned blocks, each counted once."""
+        """limit: maximum number of pinned blocks, each counted once."""
         self._blocks = blocks
         self._limit = limit
         self._tables: OrderedDict[Hashable, list[int]] = OrderedDict()

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.sequence import Sequence
 
 
 class Allocation(NamedTuple):
-    """Blocks that a sequence was given for a chunk."""
+    """The blocks allocated to a sequence for a chunk."""
 
     new: int
-    copied: int  # of the new ones, those of a copy-on-write
+    copied: int  # new blocks that are copies on write, a part of `new`
 
 
 NO_BLOCKS = Allocation(0, 0)
@@ -26,23 +26,23 @@ NO_BLOCKS = Allocation(0, 0)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, computed in one step: prefill, decode and speculation alike.
 
-    `draws` are the sequences that sample a token after the last of them: none where more of the prompt is to come or no
-    output is wanted, its own in decode, all of its group's at the end of their prompt. The last of the tokens may be
-    draft tokens; then one token is also sampled before each of those.
+    `sampled_sequences` are the sequences that sample a token after the chunk's last token: none in the middle of a
+    prompt or without output; the sequence itself in decode; all sequences of the group at the end of the prompt. If the
+    last tokens are draft tokens, one token is also sampled before each of them.
     """
 
     sequence: Sequence
     start: int
     length: int
-    draws: tuple[Sequence, ...]
-    allocated: Allocation = NO_BLOCKS  # counted in the request's usage unless the sequence has ended by the commit
-    forks: tuple[Sequence, ...] = ()  # sequences that share its blocks from then on
+    sampled_sequences: tuple[Sequence, ...]
+    allocated: Allocation = NO_BLOCKS  # counted in the usage unless the sequence ends before the commit
+    forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
-    scored: range = range(0)  # positions of the prompt after which the next token gets log probabilities
-    ends_request: bool = False  # whether it ends the prompt of a request without output
+    scored: range = range(0)  # prompt positions whose next token gets log probabilities
+    ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
     @property
-    def first_draw(self) -> int:
+    def first_sampled(self) -> int:
         """The position of the first token that is sampled."""
         return self.start + self.length - len(self.draft_tokens)
 
@@ -52,7 +52,7 @@ class Chunk:
         return self.sequence.request.embeds and self.ends_request
 
     def add_draft_tokens(self, tokens: list[int], num_new_blocks: int) -> None:
-        """Verify these tokens in the chunk as well. num_new_blocks: that the sequence was given for them."""
+        """Verify these tokens in the chunk as well. num_new_blocks: blocks allocated for them."""
         self.draft_tokens = tuple(tokens)
         self.length += len(tokens)
         if num_new_blocks:
@@ -63,9 +63,9 @@ class Chunk:
 class Costs:
     """Measured seconds that decide whether copying is cheaper than recomputing."""
 
-    token: float = 1.0  # to compute a token, in a full step
-    copy: float = 0.0  # to copy a block on the device
-    move: float = 0.0  # to copy a block between device and host
+    token: float = 1.0  # time to compute a token, in a full step
+    copy: float = 0.0  # time to copy a block on the device
+    move: float = 0.0  # time to copy a block between device and host
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Plan:
     decode first."""
 
     chunks: tuple[Chunk, ...]
-    moves_out: tuple[Move, ...] = ()  # device to host
-    moves_in: tuple[Move, ...] = ()  # host to device
+    moves_out: tuple[BlockTransfer, ...] = ()  # device to host
+    moves_in: tuple[BlockTransfer, ...] = ()  # host to device
     copies: tuple[Copy, ...] = ()
-    admitted: tuple[int, ...] = ()  # keys of requests that compute for the first time
-    planned_at: float = 0.0  # by the scheduler's clock
-    prefill_tokens: int | None = None  # prompt tokens beside sequences that decode; None where none decodes
-    loads: tuple[AdapterLoad, ...] = ()  # adapters to be loaded first
+    admitted: tuple[int, ...] = ()  # keys of requests that are computed for the first time
+    planned_at: float = 0.0  # time by the scheduler's clock
+    prefill_tokens: int | None = None  # prompt tokens in a step that also decodes; None in a step without decode
+    loads: tuple[AdapterLoad, ...] = ()  # adapters to load before the step
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
 

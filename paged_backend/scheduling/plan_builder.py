@@ -7,7 +7,7 @@ from itertools import chain
 
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.block_manager import BlockManager, Copy
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import Allocation, Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 
@@ -15,10 +15,11 @@ MAX_SCORED = 256  # prompt positions with log probabilities in a step: each need
 
 
 class PlanBuilder:
-    """A plan in the making, and what the step can still take."""
+    """Builds a plan and keeps the remaining budgets of the step."""
 
     def __init__(self, budget: int, planned_at: float, *, in_flight: bool, max_scored: int = MAX_SCORED):
-        """budget: tokens of the step. in_flight: whether another step is; then no request may be preempted."""
+        """budget: tokens of the step. in_flight: whether another step is in flight; then no request may be
+        preempted."""
         self.budget = budget
         self.scored_budget = max_scored  # prompt positions that may still get log probabilities
         self.planned_at = planned_at
@@ -28,11 +29,11 @@ class PlanBuilder:
         self.chunks: list[Chunk] = []
         self.admitted: list[int] = []
         self._has_prompt_outputs = False
-        self._copies: dict[int, list[Copy]] = {}  # by key of the request; the same for the moves
-        self._moves_in: dict[int, list[Move]] = {}
+        self._copies: dict[int, list[Copy]] = {}  # copies by request key
+        self._moves_in: dict[int, list[BlockTransfer]] = {}  # moves by request key
 
     def limit_scored(self, group: Group, start: int, length: int) -> int:
-        """Return how many of `length` prompt tokens from `start` on fit the limit of scored positions."""
+        """Return how many of the `length` prompt tokens from `start` fit into the limit of scored positions."""
         unscored = group.unscored(start, start + length)
         return length if len(unscored) <= self.scored_budget else unscored.start + self.scored_budget - start
 
@@ -41,9 +42,9 @@ class PlanBuilder:
         start = sequence.computed
         end = start + length
         is_last = end == len(sequence.tokens)
-        draws: tuple[Sequence, ...] = ()
+        sampled: tuple[Sequence, ...] = ()
         if is_last and group.has_output:
-            draws = (sequence,) if group.forked else tuple(group.sequences)
+            sampled = (sequence,) if group.forked else tuple(group.sequences)
         forks = () if group.forked or end != sequence.num_prompt else tuple(group.sequences[1:])
         self.budget -= length
         if group.scores_prompt or not group.has_output:
@@ -51,19 +52,19 @@ class PlanBuilder:
             self.scored_budget -= len(scored)
             self._has_prompt_outputs = True
             ends_request = is_last and not group.has_output
-            self.chunks.append(Chunk(sequence, start, length, draws, allocated, forks, (), scored, ends_request))
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), scored, ends_request))
         else:
-            self.chunks.append(Chunk(sequence, start, length, draws, allocated, forks))
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks))
 
     def add_copies(self, key: int, copies: Iterable[Copy]) -> None:
         """Add the copies that a request needs before its chunk."""
         self._copies.setdefault(key, []).extend(copies)
 
-    def add_moves_in(self, key: int, moves: Iterable[Move]) -> None:
+    def add_moves_in(self, key: int, moves: Iterable[BlockTransfer]) -> None:
         """Add the moves from the host that a request needs before its chunk."""
         self._moves_in.setdefault(key, []).extend(moves)
 
-    def remove(self, group: Group) -> tuple[list[Copy], list[Move]]:
+    def remove(self, group: Group) -> tuple[list[Copy], list[BlockTransfer]]:
         """Remove a request, and return its copies and moves."""
         removed = [chunk for chunk in self.chunks if chunk.sequence.request is group.request]
         self.budget += sum(chunk.length for chunk in removed)
@@ -72,7 +73,7 @@ class PlanBuilder:
         return self._copies.pop(group.key, []), self._moves_in.pop(group.key, [])
 
     def build(self, blocks: BlockManager, slots: AdapterSlots) -> Plan | None:
-        """Return the plan, with the moves and adapter loads that are due; None if it has no chunk."""
+        """Return the plan with all pending moves and adapter loads; None if it has no chunk."""
         if not self.chunks:
             return None
         return Plan(

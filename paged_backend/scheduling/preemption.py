@@ -31,10 +31,10 @@ class Preemption:
 
     def preempt(self, group: Group, builder: PlanBuilder) -> None:
         """Preempt a request with all of its samples. Their tokens are kept, so the output does not change: keys and
-        values wait on the host, or are computed again."""
+        values are moved to the host or computed again later."""
         assert not builder.in_flight
         copies, moves_in = builder.remove(group)
-        # Blocks that this very step would have filled hold nothing yet, so they cannot be swapped out.
+        # Blocks assigned in the step being planned are still empty, so they cannot be swapped out.
         swapped = not copies and not moves_in and self._tables.swap_out(group)
         self._blocks.finish_copies(copies)
         self._blocks.offload.finish_moves_in(moves_in, done=False)

@@ -21,8 +21,8 @@ class BlockLocation(NamedTuple):
 class CacheHit:
     """Cached blocks that hold the first tokens of a sequence. They are not referenced until `BlockManager.adopt`."""
 
-    blocks: tuple[BlockLocation, ...]  # full ones
-    partial: BlockLocation | None = None  # a block of which only the first `partial_tokens` continue them
+    blocks: tuple[BlockLocation, ...]  # full blocks
+    partial: BlockLocation | None = None  # a block of which only the first `partial_tokens` tokens match
     partial_tokens: int = 0
 
     @property
@@ -35,7 +35,7 @@ NO_HIT = CacheHit(())
 
 
 class PrefixCache:
-    """The contents of the device's pool, and of the host's if there is one."""
+    """Finds and indexes contents in the device's pool, and in the host's if there is one."""
 
     def __init__(self, pool: BlockPool, host: BlockPool | None, block_size: int):
         self.contents = Contents()
@@ -44,11 +44,11 @@ class PrefixCache:
         self._block_size = block_size
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> CacheHit:
-        """Return the longest cached prefix of `tokens`, and change nothing in the pools.
+        """Return the longest cached prefix of `tokens`. Changes nothing in the pools.
 
         The hit is at least one token shorter than `tokens`, as the last token has to be computed to sample from its
-        logits. `chain` is extended by the entries that were found, so that the next call for the same sequence only
-        looks them up.
+        logits. `chain` is extended by the entries that were found, so the next call for the same sequence does not
+        compute them again.
         """
         if not self._pool.caching:
             return NO_HIT
@@ -82,16 +82,16 @@ class PrefixCache:
         return self.contents.extend(chain, tokens, index + 1, self._block_size)
 
     def add(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> bool:
-        """Index a block that holds a sequence's full block `index`. Return whether it was added: the first block that
-        holds a content stays the one that is found."""
+        """Index a block that holds a sequence's full block `index`. Return whether it was added: of several blocks with
+        the same content only the first is indexed."""
         assert self._pool.is_used(block), f"block {block}: cached, but not in use"
         if not self._pool.caching or self._pool.index.contains(block):
             return False
         return self._pool.index.add(block, self.entry(chain, tokens, index))
 
     def remove(self, block: int) -> bool:
-        """Remove the content of a block of the device, which stays with its block tables, from both pools. Return
-        whether it was cached."""
+        """Remove the content of a block of the device from the indexes of both pools; block tables keep the block.
+        Return whether it was cached."""
         if not self._pool.index.contains(block):
             return False
         entry = self._pool.index.remove(block)
@@ -109,5 +109,5 @@ class PrefixCache:
         """Return the child of `parent` with the longest common prefix with `tokens`, and its length."""
         device = self._pool.index.nearest_child(parent, tokens) or (-1, 0)
         host = (self._host.index.nearest_child(parent, tokens) if self._host else None) or (-1, 0)
-        block, length = max(device, host, key=lambda found: found[1])  # of equal ones the device's
+        block, length = max(device, host, key=lambda found: found[1])  # prefers the device if both are equal
         return (BlockLocation(block, host[1] > device[1]), length) if length else (None, 0)

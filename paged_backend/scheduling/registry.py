@@ -17,12 +17,12 @@ from paged_backend.scheduling.waiting_queue import WaitingQueue
 
 
 class RequestRegistry:
-    """All open requests, each either waiting or running. Keeps the accounts of tenants and the users of adapter slots
-    in step with them, and frees the blocks of requests that end."""
+    """All open requests, each either waiting or running. Keeps the accounts of tenants and the user counts of adapter
+    slots up to date, and frees the blocks of requests that end."""
 
     def __init__(self, blocks: BlockManager, tables: BlockTables, slots: AdapterSlots, pins: Pins, accounts: Accounts):
         self.waiting = WaitingQueue()
-        self.running: dict[int, Group] = {}  # by key, in order of rank
+        self.running: dict[int, Group] = {}  # running requests by key, in scheduling order
         self.num_preempted = 0  # waiting requests that were preempted
         self._blocks = blocks
         self._tables = tables
@@ -40,7 +40,7 @@ class RequestRegistry:
 
     @property
     def lowest_ranked(self) -> Group:
-        """The running request with the lowest priority, and of those the one that was admitted last."""
+        """The last running request in scheduling order: of those with the lowest priority, the one admitted last."""
         return next(reversed(self.running.values()))
 
     def admit(self, group: Group) -> None:
@@ -54,8 +54,8 @@ class RequestRegistry:
             group.admission_index = next(self._admission_indices)
         else:
             self.num_preempted -= 1
-        if last and last.rank > group.rank:
-            self.running = {one.key: one for one in sorted(self.running.values(), key=lambda one: one.rank)}
+        if last and last.scheduling_order > group.scheduling_order:
+            self.running = {one.key: one for one in sorted(self.running.values(), key=lambda one: one.scheduling_order)}
 
     def requeue(self, group: Group) -> None:
         """Move a preempted request from the running batch to the waiting queue."""
@@ -69,7 +69,7 @@ class RequestRegistry:
         self._tables.free(group)
 
     def fail_group(self, group: Group, error: RequestError) -> TokenDelta:
-        """End all samples of a request with an error. After an internal error what it computed is not cached."""
+        """End all samples of a request with an error. After an internal error, its blocks are not cached."""
         if error.code is ErrorCode.INTERNAL:
             for sequence in group.sequences:
                 self._blocks.invalidate(sequence.blocks)
@@ -111,7 +111,7 @@ class RequestRegistry:
     def check(self) -> None:
         """Assert every invariant. For tests and idle moments."""
         running = list(self.running.values())
-        assert [group.rank for group in running] == sorted(group.rank for group in running)
+        assert [group.scheduling_order for group in running] == sorted(group.scheduling_order for group in running)
         self.waiting.check()
         assert not any(sequence.blocks for group in self.waiting for sequence in group.sequences)
         assert not any(sequence.host_blocks for group in running for sequence in group.sequences)

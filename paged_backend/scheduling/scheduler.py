@@ -5,7 +5,7 @@ Scheduler           plans a step, commits it, ends requests
   ChunkPlanner      chunk_planner.py: the next chunks of running requests, and their draft tokens
   BatchAdmission    batch_admission.py: which waiting requests are admitted; block demand is in block_demand.py
   Preemption        preemption.py: swaps out or recomputes running requests
-  StepCommitter     step_commit.py: tokens and ends from a step's results; beams are in beam_commit.py
+  StepCommitter     step_commit.py: stores a step's results, ends sequences; beams are in beam_commit.py
   BlockTables       block_tables.py: the blocks of each sequence, over the BlockManager
 """
 
@@ -38,11 +38,12 @@ from paged_backend.scheduling.step_result import StepResult
 
 
 class Scheduler:
-    """Decides what each step computes. `schedule` plans a step and `commit` books its results, on the engine thread.
+    """Decides what each step computes. `schedule` plans a step and `commit` stores its results, both on the engine
+    thread.
 
     A step may be planned while the one before is in flight. Tokens that are still to be sampled then stand in the
-    sequences as placeholders. A sequence that turns out to have ended computes one row in vain. No request is preempted
-    while a step is in flight: one that does not fit waits for the commit.
+    sequences as placeholders. If the sequence has ended meanwhile, one row is computed for nothing. No request is
+    preempted while a step is in flight: a request that does not fit waits for the commit.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Scheduler:
         fair_tenants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: how many blocks may be pinned
-        for sessions between turns. max_draft_tokens: per sequence and step. step_seconds: target time of a step while
-        sequences decode, which limits the prompt tokens beside them. max_loras: adapters on the device. fair_tenants:
-        within a priority, admit the tenant that was served the fewest tokens, not the first to come. clock: in seconds.
+        """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
+        sessions between turns. max_draft_tokens: maximum per sequence and step. step_seconds: target time of a step
+        that decodes, which limits its prompt tokens. max_loras: maximum adapters on the device. fair_tenants: within a
+        priority, admit the tenant that was served the fewest tokens instead of first come, first served. clock: returns
+        seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -146,7 +148,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Group, ...]:
-        """The running requests, in order of rank."""
+        """The running requests, by priority, then by first admission."""
         return tuple(self._requests.running.values())
 
     @property
@@ -156,7 +158,7 @@ class Scheduler:
 
     @property
     def empty_slots(self) -> int:
-        """Slots of the sequences' blocks that hold no token: between steps, the rest of each sequence's last block."""
+        """Slots in use that hold no token. Between steps these are the rest of each sequence's last block."""
         groups = self._requests.running.values()
         last = {one.blocks[-1]: one for group in groups for one in group.sequences if one.blocks}
         return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
@@ -190,7 +192,7 @@ class Scheduler:
         group = self._requests.find(key)
         if group is None:
             return False
-        if group.beams:  # outputs are not sequences: the search continues until all outputs have ended
+        if group.beams:  # beam outputs are not sequences: the search continues until all have ended
             group.beams.ended.add(index)
             return len(group.beams.ended) < group.request.sampling.n or self.abort(key)
         sequence = next((one for one in group.sequences if one.index == index), None)
@@ -243,12 +245,12 @@ class Scheduler:
         return plan
 
     def _advance(self, plan: Plan) -> None:
-        """Count the plan's tokens as computed, and append placeholders for those that it samples."""
+        """Count the plan's tokens as computed, and append placeholders for the tokens to sample."""
         self._in_flight += 1
         running = self._requests.running
         if self._accounts.by_tenant:
             for chunk in plan.chunks:
-                running[chunk.sequence.key].account.served_tokens += len(chunk.draws)
+                running[chunk.sequence.key].account.served_tokens += len(chunk.sampled_sequences)
         rows = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -261,13 +263,13 @@ class Scheduler:
                 sequence.tokens.extend(chunk.draft_tokens)
                 rows += len(chunk.draft_tokens)
             is_beam = sequence.request.sampling.beam_width > 1
-            for sequence in chunk.draws:
+            for sequence in chunk.sampled_sequences:
                 rows += 1
                 if not is_beam:
                     sequence.tokens.append(-rows)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
-        """Commit the results of the oldest step in flight, and return the tokens and ends that it gives requests."""
+        """Commit the results of the oldest step in flight, and return the new tokens and finished samples."""
         self._in_flight -= 1
         self._counters.steps += 1
         if self._prefill_budget:
@@ -281,7 +283,7 @@ class Scheduler:
         return self._committer.commit(plan, result)
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
-        """End the requests of a step that could not run, and no others. What it wrote or moved is not cached."""
+        """Fail the requests of a step that could not run. Blocks that it wrote or moved are not cached."""
         self._in_flight -= 1
         self.blocks.offload.finish_moves_out(plan.moves_out, done=False)
         self.blocks.offload.finish_moves_in(plan.moves_in, done=False)

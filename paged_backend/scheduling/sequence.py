@@ -15,10 +15,10 @@ class Sequence:
     """One sample of a request. Owned by the scheduler, on the engine thread.
 
     tokens    | prompt ............ | generated ... | -3 |     -1 - i: placeholder for row i of the step in flight
-    computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
-    committed |<----- keys and values written ------->|        equals computed if no step is in flight
-    blocks    |  b0  |  b1  |  b2  |  b3  |                    block table, grown as tokens arrive
-    chain        e0     e1     e2                              contents of full blocks, as far as worked out
+    computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less committed |<-----
+    keys and values written ------->|        equals computed if no step is in flight blocks    |  b0  |  b1  |  b2  |
+    b3  |                    block table, grown as tokens arrive chain        e0     e1     e2
+    contents of full blocks, as far as computed
     """
 
     __slots__ = (
@@ -27,7 +27,7 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
-        """index: of this sample in the request."""
+        """index: number of this sample in the request."""
         self.request = request
         self.tokens = tokens
         self.chain = chain
@@ -38,7 +38,7 @@ class Sequence:
         self.computed = 0
         self.committed = 0
         self.ended = False
-        self.history: array[int] = array("i")  # copy of the tokens that prompt lookup searches
+        self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
 
     @property
     def key(self) -> int:
@@ -46,22 +46,22 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """Sample i of seed s equals a request with seed s + i."""
+        """The seed of this sample: sample i of a request with seed s has the seed s + i."""
         return self.request.seed + self.index
 
     @property
     def pending(self) -> int:
-        """Tokens that are still to be computed: 1 in decode."""
+        """The number of tokens still to compute: 1 in decode."""
         return len(self.tokens) - self.computed
 
     @property
     def generated(self) -> int:
-        """Tokens after the prompt, placeholders included."""
+        """The number of tokens after the prompt, including placeholders."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def has_all_tokens(self) -> bool:
-        """True if max_tokens are generated, the last one perhaps by the step in flight."""
+        """True if max_tokens tokens are generated, or will be after the step in flight."""
         return 0 < self.request.sampling.max_tokens <= len(self.tokens) - self.num_prompt
 
     @property
@@ -69,7 +69,7 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
 
-Draw = tuple[Sequence, int]  # a sequence, and the position of the token to sample; later ones may be there already
+SamplePosition = tuple[Sequence, int]  # a sequence and the position of the token to sample
 
 
 @dataclass(eq=False, slots=True)
@@ -78,13 +78,13 @@ class BeamState:
     drops some of them."""
 
     search: BeamSearch
-    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of this step so far, by sequence index
-    ended: set[int] = field(default_factory=set)  # outputs that ended with a stop string
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # candidates of this step, by sequence index
+    ended: set[int] = field(default_factory=set)  # indices of outputs that ended with a stop string
 
 
 @dataclass(eq=False, slots=True)
 class BlockUsage:
-    """Blocks that a request was given. Changed by `BlockTables` only; the fields are those of `Usage`."""
+    """The numbers of blocks that a request used. Changed by `BlockTables` only; the fields are those of `Usage`."""
 
     new: int = 0
     reused: int = 0
@@ -106,30 +106,30 @@ class Group:
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, account: Account | None = None):
-        """account: the tenant's; by default one for this request alone."""
+        """account: the tenant's account; by default one for this request alone."""
         sampling = request.sampling
         self.request = request
         self.account = account or Account(sampling.priority, sampling.cache_salt)
         is_beam_search = sampling.beam_width > 1
         self.beams = BeamState(BeamSearch(sampling, request.stop_ids, request.ends)) if is_beam_search else None
         num_sequences = 1 if is_beam_search else sampling.num_samples
-        self.sequences = [  # those that have not ended, by index
+        self.sequences = [  # sequences that have not ended, by index
             Sequence(request, list(request.prompt_token_ids), Chain(request.origin), index)
             for index in range(num_sequences)
         ]
         self.forked = num_sequences == 1
         self.scores_prompt = sampling.prompt_logprobs is not None
         self.has_output = sampling.max_tokens > 0
-        # Beams continue from the candidates of the step before, and guides follow its tokens.
+        # Beams continue from the candidates of the previous step, and guides depend on its tokens.
         self.needs_previous_result = is_beam_search or bool(request.guides)
-        self.admission_index: int | None = None  # grows with each first admission; None: never admitted
-        self.prompt_logprobs: list[Logprobs] = []  # of the prompt's tokens after the first, as far as computed
+        self.admission_index: int | None = None  # number of the first admission, in order; None: never admitted
+        self.prompt_logprobs: list[Logprobs] = []  # entries of prompt tokens after the first, as far as computed
         self.block_usage = BlockUsage()
-        self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
+        self.cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.preemptions = 0
-        self.preempted_at = 0.0  # the last time, by the scheduler's clock
+        self.preempted_at = 0.0  # time of the last preemption, by the scheduler's clock
         self.preempted_seconds = 0.0
 
     @property
@@ -142,7 +142,7 @@ class Group:
         return self.request.sampling.priority
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def scheduling_order(self) -> tuple[int, int]:
         """The order of running requests: by priority, then by first admission."""
         assert self.admission_index is not None
         return self.priority, self.admission_index
@@ -171,7 +171,7 @@ class Group:
 
     @property
     def num_seqs(self) -> int:
-        """The largest number of sequences that compute in one step, now or later."""
+        """The maximum number of sequences that compute in one step, now or later."""
         return self.request.sampling.beam_width if self.beams else len(self.sequences)
 
     @property
@@ -184,19 +184,19 @@ class Group:
         return self.sequences if self.forked else self.sequences[:1]
 
     def unscored(self, start: int, end: int) -> range:
-        """Return the positions, of `start` to `end`, whose next prompt token still lacks its log probabilities."""
+        """Return the positions in `start` to `end` whose next prompt token lacks its log probabilities."""
         if not self.scores_prompt:
             return range(0)
         return range(max(start, len(self.prompt_logprobs)), min(end, self.leader.num_prompt - 1))
 
     @property
     def max_cacheable_tokens(self) -> int:
-        """The leader's tokens that may be looked up in the prefix cache. The cache has no logits, so it ends with the
-        first position whose log probabilities are needed."""
+        """The number of the leader's tokens that may be looked up in the prefix cache: up to the first position whose
+        log probabilities are needed, since the cache has no logits."""
         scored = len(self.prompt_logprobs)
         return scored + 1 if self.unscored(0, self.leader.num_prompt) else self.prefill_len
 
     @property
     def prefill_len(self) -> int:
-        """The leader's tokens to compute before the group forks; all of them once it has."""
+        """The number of the leader's tokens to compute before the group forks; all of its tokens afterwards."""
         return len(self.leader.tokens) if self.forked else self.leader.num_prompt

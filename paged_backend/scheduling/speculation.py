@@ -6,8 +6,8 @@ A sequence with k draft tokens computes a chunk of its last token and the drafts
     sampled               d1  d2  d3  d4        d1 after t, d2 after g1 ...
     accepted              d1  d2                g1 = d1, but g2 is not d2, so d3 and d4 are dropped
 
-Each position samples with its own random number, whether or not its draft token is right. The output is therefore the
-same as with one token at a time, greedy or sampled, and no token is rejected at random.
+Each position samples with its own random number, whether or not its draft token is accepted. The output is therefore
+the same as with one token at a time, greedy or sampled, and no token is rejected at random.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Proposer = Callable[[Sequence, int], list[int]]  # (sequence, limit) -> at most 
 
 class PromptLookup:
     """Proposes the tokens that followed the previous occurrence of the sequence's latest tokens (prompt lookup
-    decoding; Saxena, 2023). Needs no draft model. Pays where the output repeats the input: summaries, code, retrieval.
+    decoding; Saxena, 2023). Needs no draft model. Useful if the output repeats the input, as in summaries, code and
+    retrieval.
     """
 
     def __init__(self, *, shortest: int, longest: int):
-        """shortest, longest: number of the latest tokens to look up; the longest run that occurs is used."""
+        """shortest, longest: how many of the latest tokens to look up; the longest match is used."""
         assert 1 <= shortest <= longest
         self._lengths = range(longest, shortest - 1, -1)
 
@@ -38,7 +39,7 @@ class PromptLookup:
             start = _find_last(searched, searched[-length * width :], width) if length < len(tokens) else None
             if start is not None:
                 following = start + length
-                period = len(tokens) - following  # a repetition is assumed to go on
+                period = len(tokens) - following  # assumes that the repeated text continues
                 return [tokens[following + index % period] for index in range(limit)]
         return []
 
@@ -46,7 +47,7 @@ class PromptLookup:
 def propose_placeholders(sequence: Sequence, limit: int) -> list[int]:
     """Return placeholders for draft tokens that a draft model makes on the device, in the step that verifies them.
 
-    None for requests with penalties or bad words of several tokens: those need the values of the tokens before.
+    Returns none for requests with penalties or bad words of several tokens, which depend on the preceding tokens.
     """
     return [] if sequence.request.depends_on_output else [0] * limit
 

@@ -25,39 +25,39 @@ class SchedulerCounters:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    running: int  # requests
+    running: int  # running requests
     waiting: int
     blocks_total: int
     blocks_used: int
     blocks_cached: int
     blocks_shared: int
-    blocks_pinned: int  # for sessions between their turns
+    blocks_pinned: int  # blocks pinned for sessions between their turns
     block_size: int
     host_total: int  # blocks of the host's pool
     host_cached: int
-    host_used: int  # by preempted requests
-    recomputed: int  # preempted requests whose tokens are computed again; this and all below since the start
-    swapped: int  # preempted requests whose blocks were swapped out to the host
-    queried_tokens: int  # looked up in the prefix cache
-    cached_tokens: int  # found there
-    host_tokens: int  # of those, the ones on the host
+    host_used: int  # blocks of the host's pool that hold preempted requests
+    recomputed: int  # preemptions whose tokens are computed again; this and all below count since the start
+    swapped: int  # preemptions whose blocks were swapped out to the host
+    queried_tokens: int  # tokens looked up in the prefix cache
+    cached_tokens: int  # tokens found in the prefix cache, on the device or the host
+    host_tokens: int  # cached_tokens that were found on the host
     evictions: int  # cached blocks whose content was dropped for another request
     copies: int  # blocks copied on write
     moves_out: int  # blocks moved to the host
     moves_in: int  # blocks moved back
     draft_tokens: int
-    accepted_tokens: int  # of the draft tokens
+    accepted_tokens: int  # draft tokens that were accepted
     paused: int = 0  # waiting requests that were preempted
-    steps: int = 0  # since the start
+    steps: int = 0  # steps since the start
     context_requests: int = 0  # requests that prefilled in the last step
     context_tokens: int = 0  # prompt tokens in the last step
     disk_up: bool = False
     disk_blocks: int = 0
-    disk_read: int = 0  # blocks
-    disk_written: int = 0  # blocks
+    disk_read: int = 0  # blocks read from disk
+    disk_written: int = 0  # blocks written to disk
 
     def idle(self) -> SchedulerStats:
-        """Return the same without any request."""
+        """Return these statistics with no request open."""
         return replace(self, running=0, waiting=0, paused=0, context_requests=0, context_tokens=0)
 
     @property
@@ -74,5 +74,5 @@ class SchedulerStats:
 
     @property
     def usage(self) -> float:
-        """Fraction of the pool's blocks that requests hold."""
+        """The fraction of the pool's blocks that requests use."""
         return self.blocks_used / self.blocks_total

@@ -13,7 +13,7 @@ from paged_backend.scheduling.step_result import StepResult
 
 
 class StepCommitter:
-    """Turns the results of a step into tokens of requests."""
+    """Converts the results of a step into tokens of requests."""
 
     def __init__(
         self, requests: RequestRegistry, tables: BlockTables, beams: BeamCommitter, counters: SchedulerCounters
@@ -24,35 +24,36 @@ class StepCommitter:
         self._counters = counters
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
-        """Commit every chunk. Requests and samples that have ended since the step was planned are left out."""
+        """Commit every chunk. Skips requests and samples that have ended since the step was planned."""
         deltas: list[TokenDelta] = []
         running, tables, errors, logprobs = self._requests.running, self._tables, result.errors, result.logprobs
-        draw = 0
+        sampled = 0  # index of the sampled sequence, over all chunks
         for index, chunk in enumerate(plan.chunks):
             group = running.get(chunk.sequence.request.key)
             if group:
                 if chunk.allocated is not NO_BLOCKS and not chunk.sequence.ended:
                     tables.count(group, chunk.allocated)
-                for sequence in (chunk.sequence, *chunk.forks):  # the one that computed for others may have ended
+                for sequence in (chunk.sequence, *chunk.forks):  # the leader may have ended while its samples continue
                     if not sequence.ended:
                         tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
             if plan.has_prompt_outputs and group and not chunk.sequence.ended:
                 deltas += self._commit_prompt(group, chunk, result, index)
-            for sequence in chunk.draws:
+            for sequence in chunk.sampled_sequences:
                 if group is not None and not sequence.ended:
-                    if draw in errors:
-                        deltas.append(self._requests.fail_group(group, errors[draw]))
+                    if sampled in errors:
+                        deltas.append(self._requests.fail_group(group, errors[sampled]))
                     elif group.beams:
-                        deltas += self._beams.commit(group, sequence, result.candidates[draw])
+                        deltas += self._beams.commit(group, sequence, result.candidates[sampled])
                     else:
-                        delta = self._append(group, sequence, result.tokens[draw], len(chunk.draft_tokens))
-                        deltas.append(_with_logprobs(delta, logprobs[draw]) if draw in logprobs else delta)
-                draw += 1
-        assert draw == len(result.tokens), f"{len(result.tokens)} results for {draw} draws"
+                        delta = self._append(group, sequence, result.tokens[sampled], len(chunk.draft_tokens))
+                        deltas.append(_with_logprobs(delta, logprobs[sampled]) if sampled in logprobs else delta)
+                sampled += 1
+        assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
         return deltas
 
     def _append(self, group: Group, sequence: Sequence, tokens: list[int], num_drafts: int) -> TokenDelta:
-        """Append the tokens of a draw, up to the one that ends the output. num_drafts: draft tokens of the chunk."""
+        """Append the new tokens of a sequence, up to the one that ends the output. num_drafts: draft tokens in the
+        chunk."""
         request, first = sequence.request, sequence.committed
         sequence.tokens[first] = tokens[0]
         finish = _finish_reason(request, tokens[0], first + 1 - sequence.num_prompt)
@@ -66,14 +67,14 @@ class StepCommitter:
                 count += 1
             tokens = tokens[:count]
             self._tables.accept(group, sequence, tokens)
-            group.account.served_tokens += count - 1  # the first was counted when the step was planned
+            group.account.served_tokens += count - 1  # one token was counted when the step was planned
         if finish:
             self._requests.finish_sequence(group, sequence)
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
 
     def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
-        """Commit what a chunk gives of the prompt itself: log probabilities, a hidden state, the end of a request that
-        wants no output."""
+        """Commit the prompt results of a chunk: log probabilities, a hidden state, the end of a request without
+        output."""
         if index in result.prompt_errors:
             return [self._requests.fail_group(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
@@ -100,7 +101,7 @@ def _with_logprobs(delta: TokenDelta, logprobs: list[Logprobs]) -> TokenDelta:
 
 
 def _finish_reason(request: GenerateRequest, token: int, length: int) -> FinishReason | None:
-    """Return why an output of `length` tokens ends with its last token, or None if it goes on."""
+    """Return why an output of `length` tokens ends with its last token, or None if it continues."""
     if token in request.stop_ids and (request.guides or length >= request.sampling.min_tokens):
         return FinishReason.STOP
     return FinishReason.LENGTH if length >= request.sampling.max_tokens else None

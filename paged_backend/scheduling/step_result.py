@@ -12,23 +12,23 @@ from paged_backend.scheduling.beam_search import Candidate
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step, by draw or by chunk of its plan.
+    """The results of a step, by sampled sequence or by chunk.
 
-    A draw is one sequence in one chunk's `draws`; draws are numbered from 0 over all chunks, in the plan's order.
-    The mappings hold only draws and chunks that have such a value.
+    Sampled sequences are those in `Chunk.sampled_sequences`, numbered from 0 over all chunks in the plan's order. A
+    sequence or chunk without a value is missing from the mapping.
     """
 
-    tokens: Sequence[list[int]]  # by draw: the sampled token; or the accepted draft tokens, then the bonus token
-    logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by draw: one entry per token
-    candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by draw, for live beams
-    errors: Mapping[int, RequestError] = field(default_factory=dict)  # by draw: why it has no token
+    tokens: Sequence[list[int]]  # per sequence: the sampled token; or accepted draft tokens, then the bonus token
+    logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by sequence: one entry per token
+    candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by sequence, for live beams
+    errors: Mapping[int, RequestError] = field(default_factory=dict)  # by sequence: why it has no token
     prompt_logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by chunk: one per scored position
     hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
-    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of those two is missing
+    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of the two is missing
 
     @classmethod
     def of_tokens(cls, tokens: Iterable[int]) -> StepResult:
-        """Return a result with one sampled token for each draw and nothing else."""
+        """Return a result with one sampled token for each sampled sequence and nothing else."""
         return cls([[token] for token in tokens])
 
 

@@ -10,9 +10,8 @@ from paged_backend.scheduling.sequence import Group
 
 
 class WaitingQueue:
-    """Requests in order of admission: by priority; within one, preempted requests first, then the tenant that was
-    served the fewest tokens (accounts.py), then the order of arrival. With a single tenant that is first come, first
-    served.
+    """Requests in order of admission: by priority; within a priority, preempted requests first, then the tenant that
+    was served the fewest tokens (accounts.py), then by arrival. A single tenant is served first come, first served.
 
     Finding, choosing and removing a request does not scan the queue.
     """
@@ -63,8 +62,9 @@ class _Lines:
 
     def __init__(self) -> None:
         self._lines: dict[_LineName, list[Group]] = {}
-        # A heap of (order of the line's head, or an earlier one; line). The order of a line only moves back, as its
-        # tenant is served or its head leaves. So the first entry is right as soon as it is up to date.
+        # A heap of (order, line), where the order is that of the line's head or an earlier one. The order of a line
+        # only increases, when its tenant is served or its head is removed. So the first entry is correct once it is up
+        # to date.
         self._heads: list[tuple[_Order, _LineName]] = []
 
     def add(self, group: Group) -> None:
@@ -73,7 +73,7 @@ class _Lines:
         insort(line, group, key=_order)
         if line[0] is group:
             heappush(self._heads, (_order(group), name))
-        if len(self._heads) > 2 * len(self._lines):  # most entries are out of date, or of lines that are gone
+        if len(self._heads) > 2 * len(self._lines):  # most entries are outdated or of removed lines
             self._heads = [(_order(line[0]), name) for name, line in self._lines.items()]
             heapify(self._heads)
 
@@ -106,7 +106,7 @@ class _Lines:
         return [group for line in self._lines.values() for group in line]
 
 
-_LineName = tuple[int, str | None]  # the priority, and the tenant; None for preempted requests of all tenants
+_LineName = tuple[int, str | None]  # (priority, tenant); the tenant is None for preempted requests
 _Order = tuple[int, int, int]
 
 

@@ -133,7 +133,9 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     for plan in plans:
         if plan.chunks[0].scored:
             continue
-        drawn.setdefault(plan.chunks[0].draws[0].request.sampling, set()).add(warps_for("sampling", len(plan.chunks)))
+        drawn.setdefault(plan.chunks[0].sampled_sequences[0].request.sampling, set()).add(
+            warps_for("sampling", len(plan.chunks))
+        )
     assert len(drawn) == len(warm_up.SAMPLINGS)
     for found in drawn.values():
         assert found >= {warps_for("sampling", rows) for rows in range(1, max_num_seqs + 1)}

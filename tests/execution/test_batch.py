@@ -28,7 +28,7 @@ def test_decode_and_prefill_chunks_are_packed_end_to_end():
     assert batch.paging.query_starts.tolist() == [0, 1, 4]
     assert (batch.paging.max_query_len, batch.paging.max_context_len) == (3, 7)
     assert batch.sample_rows.tolist() == [0]  # the second prompt is not finished
-    assert batch.draw_rows is None and not batch.uses_previous_step and batch.is_replayable
+    assert batch.logit_rows is None and not batch.uses_previous_step and batch.is_replayable
 
 
 def test_samples_of_one_prompt_share_its_last_row():
@@ -37,7 +37,7 @@ def test_samples_of_one_prompt_share_its_last_row():
     chunks = (Chunk(sequence, 0, 4, (sequence,) * 3), Chunk(other, 0, 2, (other,)))
     batch = pack(Plan(chunks), block_size=4)
     assert batch.sample_rows.tolist() == [3, 5]
-    assert batch.draw_rows.tolist() == [0, 0, 0, 1]
+    assert batch.logit_rows.tolist() == [0, 0, 0, 1]
 
 
 def test_uniform_batches_are_padded_with_computed_tokens_that_write_nothing():
@@ -48,7 +48,7 @@ def test_uniform_batches_are_padded_with_computed_tokens_that_write_nothing():
     assert batch.input_ids.tolist() == [[7, 50, 51, 33, 34, 35]]
     assert batch.paging.slots.tolist() == [7, 8, 9, -1, -1, 4 * 4 + 1]
     assert batch.sample_rows.tolist() == [0, 1, 2, 5]
-    assert [(check.draw, check.row, check.draft_tokens) for check in batch.checks] == [(0, 1, (50, 51))]
+    assert [(check.first_sample, check.row, check.draft_tokens) for check in batch.checks] == [(0, 1, (50, 51))]
 
 
 def test_placeholders_are_replaced_by_tokens_of_the_previous_step():

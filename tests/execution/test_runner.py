@@ -66,16 +66,16 @@ def model(request):
 def drawn(plan):
     """Return arbitrary results, as if they had been copied to the host."""
     beams = [Candidate(token, -float(token)) for token in range(8)]
-    draws = [sequence for chunk in plan.chunks for sequence in chunk.draws]
-    candidates = {index: beams for index, sequence in enumerate(draws) if sequence.request.sampling.beam_width > 1}
-    return StepResult([[1] for _ in draws], candidates=candidates)
+    sequences = [sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences]
+    candidates = {index: beams for index, sequence in enumerate(sequences) if sequence.request.sampling.beam_width > 1}
+    return StepResult([[1] for _ in sequences], candidates=candidates)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
 @pytest.mark.usefixtures("kernels_without_values")
 def test_launch_does_not_synchronize(model, sampling):
     kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
-    runner = Runner(model, kv, max_draws=8)
+    runner = Runner(model, kv, max_sampled=8)
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     scheduler = Scheduler(BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=8)
     stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
@@ -98,7 +98,7 @@ def test_launch_does_not_synchronize(model, sampling):
 @pytest.mark.usefixtures("kernels_without_values")
 def test_drafting_and_verification_do_not_synchronize(model, captured):
     kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
-    runner = Runner(model, kv, max_draws=64, drafter=Drafter(model, kv.layer_range(2, 4)))
+    runner = Runner(model, kv, max_sampled=64, drafter=Drafter(model, kv.layer_range(2, 4)))
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     replays = []
 

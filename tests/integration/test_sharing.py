@@ -188,7 +188,7 @@ def test_samples_share_prompt_blocks_until_they_diverge():
     sched.add(one)
     plan = sched.schedule()
     assert len(plan.chunks) == 1
-    assert len(plan.chunks[0].draws) == 3
+    assert len(plan.chunks[0].sampled_sequences) == 3
     sched.commit(plan, store.run(plan))
     assert (sched.blocks.num_used, sched.blocks.pool.num_shared) == (5, 5)
     plan = sched.schedule()

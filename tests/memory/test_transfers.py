@@ -8,11 +8,11 @@ import torch
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.memory.transfers import Transfers
 from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 
 SHAPES = [LayerShape(num_kv_heads=2, head_dim=8), LayerShape(num_kv_heads=1, head_dim=16)]
-OUTS = (Move(1, 3, None), Move(2, 0, None))
-INS = (Move(1, 4, None),)
+OUTS = (BlockTransfer(1, 3, None), BlockTransfer(2, 0, None))
+INS = (BlockTransfer(1, 4, None),)
 COPIES = (Copy(0, 5),)
 
 
@@ -92,8 +92,8 @@ def test_swap_out_then_swap_in_then_copy(dtype):
     for block in range(3):
         write(host, block, 16 + block)
     transfers = Transfers(pool, host)
-    outs = (Move(1, 0, None), Move(2, 1, None))
-    transfers.move(outs, (Move(2, 1, None), Move(0, 3, None)), (Copy(3, 4), Copy(1, 0)))
+    outs = (BlockTransfer(1, 0, None), BlockTransfer(2, 1, None))
+    transfers.move(outs, (BlockTransfer(2, 1, None), BlockTransfer(0, 3, None)), (Copy(3, 4), Copy(1, 0)))
     transfers.settle()
     wanted = [18, 18, 10, 9, 9], [9, 10, 18]
     rounded = [torch.tensor(numbers).to(dtype).float().int().tolist() for numbers in wanted]  # fp8 cannot represent 17
@@ -146,7 +146,7 @@ def test_swap_in_delays_only_the_step_that_reads_it(queues, transfers):
 def test_swaps_run_in_order(queues, transfers, first):
     """A host block that is swapped in may be the target of the next swap-out, and the other way around."""
     transfers.swap(*first)
-    second = (Move(5, 1, None),), (Move(3, 2, None),)
+    second = (BlockTransfer(5, 1, None),), (BlockTransfer(3, 2, None),)
     transfers.swap(*second)
     transfers.arrive()
     queues.step("reads the ins")
@@ -162,7 +162,7 @@ def test_copy_waits_for_pending_swap_in(queues, transfers):
 
 @pytest.mark.parametrize(("moves_out", "moves_in"), [(OUTS, ()), ((), INS), (OUTS, INS)], ids=["outs", "ins", "both"])
 def test_settle_waits_for_all_swaps(queues, transfers, moves_out, moves_in):
-    transfers.swap((Move(5, 2, None),), ())
+    transfers.swap((BlockTransfer(5, 2, None),), ())
     transfers.move(moves_out, moves_in, COPIES)
     assert not queues.blocked
     transfers.settle()

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from paged_backend.loading import proof
+from paged_backend.loading import verification
 from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from paged_kernels.cpu import native
@@ -27,8 +27,8 @@ def create_model(config):
     return model
 
 
-def prove(model, **options):
-    return proof.prove(model, block_size=4, kv_dtype=torch.float32, **options)
+def verify_model(model, **options):
+    return verification.verify_model(model, block_size=4, kv_dtype=torch.float32, **options)
 
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -40,7 +40,7 @@ CONFIGS = {name: FAMILIES[name] for name in FUSED} | {"biases": lambda: hf.Llama
 @pytest.mark.parametrize("name", CONFIGS)
 def test_supported_families_are_fused(name, caplog):
     model = create_model(CONFIGS[name]())
-    prove(model)
+    verify_model(model)
     assert is_fused(model)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -51,7 +51,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model = create_model(CONFIGS[name]())
-    prove(model)
+    verify_model(model)
     assert is_fused(model)
     assert all(vars(layer)["forward"]._native_layer for layer in model.model.layers)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -60,7 +60,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "mixtral", "cohere2"])
 def test_other_families_are_not_fused(family):
     model = create_model(FAMILIES[family]())
-    prove(model)
+    verify_model(model)
     assert not is_fused(model)
 
 
@@ -73,7 +73,7 @@ def storage(model):
 def test_fusing_keeps_memory_and_parameter_values():
     model = create_model(hf.LlamaConfig(**COMMON, **BIASES))
     nbytes, before = storage(model), {name: value.clone() for name, value in model.state_dict().items()}
-    prove(model)
+    verify_model(model)
     assert is_fused(model)
     assert storage(model) == nbytes
     for layer in model.model.layers:
@@ -167,7 +167,7 @@ def test_modified_model_is_not_fused(change, reason):
 def test_fused_layer_rejects_unsupported_arguments():
     """`attend` rejects the same arguments: a mask, or a keyword that would change the result."""
     model = create_model(FAMILIES["llama"]())
-    prove(model)
+    verify_model(model)
     layer, row = model.model.layers[0], torch.zeros(1, 1, 64)
     with pytest.raises(UnsupportedModel, match="builds its own attention mask"):
         layer(row, torch.zeros(1, 1, 1, 1), position_embeddings=(row, row), paged=None)

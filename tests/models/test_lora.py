@@ -145,7 +145,7 @@ def test_higher_priority_preempts_adapter_slots(tiny, adapter_list, adapter_file
         assert (stats.swapped, stats.recomputed) == ((1, 0) if mode == "swap" else (0, 1))
 
 
-# --- model forms ------------------------------------------------------------------------------------------------------
+# --- model variants ---------------------------------------------------------------------------------------------------
 
 FORMS = {
     "qwen2, fused": lambda: hf.Qwen2Config(**COMMON),  # biases

@@ -45,7 +45,7 @@ class Served:
             for chunk in plan.chunks:
                 prompt = max(0, min(chunk.length, chunk.sequence.num_prompt - chunk.start))
                 self.tokens[self.tenants[chunk.sequence.key]] += prompt
-            tokens = [[1] * (1 + len(chunk.draft_tokens)) for chunk in plan.chunks for _ in chunk.draws]
+            tokens = [[1] * (1 + len(chunk.draft_tokens)) for chunk in plan.chunks for _ in chunk.sampled_sequences]
             deltas = self.sched.commit(plan, StepResult(tokens))
             for delta in deltas:
                 self.tokens[self.tenants[delta.key]] += len(delta.token_ids)

@@ -122,7 +122,7 @@ def run(sched):
     """Run one step and return the keys of the requests that computed."""
     plan = sched.schedule()
     sched.check()
-    sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.draws]))
+    sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.sampled_sequences]))
     sched.check()
     return {chunk.sequence.key for chunk in plan.chunks}
 
@@ -208,6 +208,8 @@ def test_random_priorities_and_adapters_answer_every_request(seed):
                 for one in sched.running:
                     first_users.setdefault(one.request.adapter.digest, one) if one.request.adapter else None
                 assert all(one.priority <= first.priority for one in first_users.values())
-            deltas = sched.commit(plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.draws]))
+            deltas = sched.commit(
+                plan, StepResult.of_tokens([5 for chunk in plan.chunks for _ in chunk.sampled_sequences])
+            )
             answered += [delta.key for delta in deltas if delta.finish]
     assert sorted(answered) == list(range(40))

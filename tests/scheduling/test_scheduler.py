@@ -32,14 +32,14 @@ def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_token
 
 
 def shape(plan):
-    return [(chunk.sequence.key, chunk.start, chunk.length, bool(chunk.draws)) for chunk in plan.chunks]
+    return [(chunk.sequence.key, chunk.start, chunk.length, bool(chunk.sampled_sequences)) for chunk in plan.chunks]
 
 
 def step(sched, token=1):
-    """Run one step in which every draw gives `token`."""
+    """Run one step in which every sequence samples `token`."""
     plan = sched.schedule()
     sched.check()
-    deltas = sched.commit(plan, StepResult.of_tokens(token for chunk in plan.chunks for _ in chunk.draws))
+    deltas = sched.commit(plan, StepResult.of_tokens(token for chunk in plan.chunks for _ in chunk.sampled_sequences))
     sched.check()
     return plan, deltas
 
@@ -110,7 +110,9 @@ def test_newest_request_is_preempted_when_pool_is_exhausted():
     while sched.has_work:
         plan = sched.schedule()
         sched.check()
-        deltas = sched.commit(plan, StepResult.of_tokens(next(token) for chunk in plan.chunks for _ in chunk.draws))
+        deltas = sched.commit(
+            plan, StepResult.of_tokens(next(token) for chunk in plan.chunks for _ in chunk.sampled_sequences)
+        )
         sched.check()
         for delta in deltas:
             outputs[delta.key] += delta.token_ids
@@ -175,7 +177,7 @@ def test_abort_frees_blocks_immediately(when):
 def test_removing_from_long_queue_does_not_scan_it(leave, monkeypatch):
     """Each of 4,096 requests is found by a few comparisons, and the others keep their order."""
     sched, asked = scheduler(), Counter()
-    for name in ("key", "rank"):
+    for name in ("key", "scheduling_order"):
         read = getattr(Group, name).fget
         monkeypatch.setattr(
             Group, name, property(lambda group, read=read, name=name: asked.update([name]) or read(group))
@@ -249,7 +251,9 @@ def test_random_load_answers_every_request_and_frees_every_block(seed, blocks, s
             continue
         assert plan.num_tokens <= sched.max_num_batched_tokens
         assert len(plan.chunks) <= sched.max_num_seqs
-        for delta in sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.draws)):
+        for delta in sched.commit(
+            plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.sampled_sequences)
+        ):
             open_requests[delta.key] -= 1
             assert (delta.finish is not None) == (open_requests[delta.key] == 0)
             if delta.finish:
@@ -335,8 +339,8 @@ def test_usage_excludes_chunks_of_finished_sequences(prompt, last, n):
             flights += [plan] if plan else []
             while len(flights) > (ahead and plan is not None):
                 done, drawn = flights.pop(0), drawn + 1
-                draws = [one for chunk in done.chunks for one in chunk.draws]
-                tokens = [EOS if drawn >= last + one.index else 1 for one in draws]
+                sequences = [one for chunk in done.chunks for one in chunk.sampled_sequences]
+                tokens = [EOS if drawn >= last + one.index else 1 for one in sequences]
                 found += [delta.usage for delta in sched.commit(done, StepResult.of_tokens(tokens))]
         sched.check()
         return found
@@ -366,7 +370,7 @@ def prefill_beside_decode(seconds_per_token, *, steps=8, overhead=0.01, prompts=
         assert chunks[0][0] == 0, "decode comes first"
         prefilled.append(plan.num_tokens - 1)
         now[0] += overhead + plan.num_tokens * seconds_per_token(number)
-        sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.draws))
+        sched.commit(plan, StepResult.of_tokens(1 for chunk in plan.chunks for _ in chunk.sampled_sequences))
         sched.check()
     return prefilled
 

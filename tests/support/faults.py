@@ -163,7 +163,7 @@ def _nan_row(occurrence: int, service: Service, assembly: Assembly) -> None:
 
     def poison(step: Callable[[], ForwardOutput]) -> ForwardOutput:
         output = step()
-        row = 0 if output.draw_rows is None else output.draw_rows[:1]
+        row = 0 if output.logit_rows is None else output.logit_rows[:1]
         output.logits[row] = float("nan")
         return output
 

@@ -225,7 +225,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "prompt tokens are not counted": (ACCOUNTS, "        account.served_tokens += tokens\n", ""),
     "output tokens are not counted": (
         SCHEDULER,
-        "account.served_tokens += len(chunk.draws)",
+        "account.served_tokens += len(chunk.sampled_sequences)",
         "account.served_tokens += 0",
     ),
     "an idle tenant gains credit": (ACCOUNTS, "if not account.num_waiting:", "if False:"),

@@ -14,7 +14,7 @@ from paged_backend.api.request import Origin
 from paged_backend.scheduling import content as keys
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.content import Chain
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.prefix_cache import CacheHit
 from tests.support.pool_state import MAX_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, snapshot
 
@@ -369,7 +369,7 @@ class Machine(State):
         self._finish_ins(flight.moves_in, done=done)
         self._finish(flight.copies)
 
-    def _finish_ins(self, moves_in: list[tuple[Move, Known]], *, done: bool) -> None:
+    def _finish_ins(self, moves_in: list[tuple[BlockTransfer, Known]], *, done: bool) -> None:
         self.blocks.offload.finish_moves_in([move for move, _ in moves_in], done=done)
         for move, known in moves_in:
             if done and known and self.device.caching:

@@ -21,7 +21,7 @@ from paged_backend.api.request import Origin
 from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain, Contents
-from paged_backend.scheduling.host_offload import Move
+from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
 from tests.support.pool_model import Content, PoolModel
 
@@ -62,8 +62,8 @@ class Request:
 
 @dataclass
 class Flight:
-    moves_out: list[Move]
-    moves_in: list[tuple[Move, Known]]
+    moves_out: list[BlockTransfer]
+    moves_in: list[tuple[BlockTransfer, Known]]
     copies: list[Copy]
     ends: dict[Request, int]  # tokens of each that are computed once the step is committed
     targets: set[int]  # blocks of the device that the step writes
@@ -105,12 +105,12 @@ class State:
         self.hogs: list[list[int]] = []
         self.past: list[list[int]] = [[0]]  # earlier prompts
         self.fresh: dict[int, None] = {}
-        self.moves_out: list[Move] = []  # this and the next three: for the step being planned
-        self.moves_in: list[tuple[list[Request], list[tuple[Move, Known]]]] = []
+        self.moves_out: list[BlockTransfer] = []  # this and the next three: for the step being planned
+        self.moves_in: list[tuple[list[Request], list[tuple[BlockTransfer, Known]]]] = []
         self.copies: list[tuple[Request, Copy]] = []
         self.writes: dict[Request, tuple[int, int]] = {}
         self.flights: deque[Flight] = deque()
-        self.new_outs: deque[Move] = deque()  # moves that the model has not followed yet
+        self.new_outs: deque[BlockTransfer] = deque()  # moves that the model has not followed yet
         self.steps = 0
 
     # --- checks after each step ------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class State:
             self.host.forget(block)
             self.seen["eviction on the host"] += 1
 
-    def _arrival(self, move: Move, source: int, target: int, *, known: bool) -> tuple[Move, Known]:
+    def _arrival(self, move: BlockTransfer, source: int, target: int, *, known: bool) -> tuple[BlockTransfer, Known]:
         assert (move.source, move.target) == (source, target)
         self._take(target)
         self.device.lock(target)

@@ -246,14 +246,14 @@ class StressTest:
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
     def fail_row(self, plan: Plan, result: StepResult) -> StepResult:
-        """Return the result with an error in place of one draw, as for logits that are not finite."""
-        first, draws = 0, []
+        """Return the result with an error in place of one sampled token, as for logits that are not finite."""
+        first, sequences = 0, []
         for chunk in plan.chunks:
-            if chunk.draws:
-                draws.append(first)
-            first += len(chunk.draws)
+            if chunk.sampled_sequences:
+                sequences.append(first)
+            first += len(chunk.sampled_sequences)
         error = RequestError(ErrorCode.INTERNAL, "not a number")
-        return replace(result, errors={self.rnd.choice(draws): error}) if draws else result
+        return replace(result, errors={self.rnd.choice(sequences): error}) if sequences else result
 
     def settle(self) -> None:
         """Commit the oldest step, or fail it together with the step that was planned after it."""

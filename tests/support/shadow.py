@@ -85,11 +85,11 @@ class ShadowStore:
         for chunk in plan.chunks:
             digest, checked = self._read(chunk.sequence, chunk.start), []
             for position in range(chunk.start, chunk.start + chunk.length):
-                if position >= chunk.first_draw:
+                if position >= chunk.first_sampled:
                     checked.append(draw(digest, chunk.sequence.seed, self._vocab))
                 digest = extend(digest, self._token(chunk.sequence, position))
                 self.slots[self._slot(chunk.sequence, position)] = digest
-            for sequence in chunk.draws:
+            for sequence in chunk.sampled_sequences:
                 if sequence.request.sampling.beam_width > 1:
                     found[len(tokens)] = candidates(digest, self._vocab)
                 sampled = [*checked, draw(digest, sequence.seed, self._vocab)]

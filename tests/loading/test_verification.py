@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers as hf
 
-from paged_backend.loading import proof
-from paged_backend.loading.proof import prove
+from paged_backend.loading import verification
+from paged_backend.loading.verification import verify_model
 from paged_backend.models.attention import UnsupportedModel
 from tests.support.families import COMMON
 from tests.support.gguf import CONFIG
@@ -59,12 +59,12 @@ def test_window_missing_from_attention_is_rejected(tmp_path, monkeypatch):
     """A short prompt cannot detect a long window, so the windows of masks and layers must agree."""
     save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)
     tiny_assembly(tmp_path)
-    attend = proof._Probe.attend
+    attend = verification._Probe.attend
 
     def attend_without_window(self, *args, sliding_window=None, **rest):
         return attend(self, *args, **rest)
 
-    monkeypatch.setattr(proof._Probe, "attend", attend_without_window)
+    monkeypatch.setattr(verification._Probe, "attend", attend_without_window)
     with pytest.raises(UnsupportedModel, match="windows 64, but its layers pass none"):
         tiny_assembly(tmp_path)
 
@@ -76,9 +76,9 @@ def test_quantized_activations_use_quantization_tolerance(tmp_path):
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(round_activations)
     with pytest.raises(UnsupportedModel, match="logits at position"):
-        prove(model, block_size=4, kv_dtype=torch.float32)
+        verify_model(model, block_size=4, kv_dtype=torch.float32)
     model.config.quantization_config = {"quant_method": "some"}
-    assert len(prove(model, block_size=4, kv_dtype=torch.float32)) == 2
+    assert len(verify_model(model, block_size=4, kv_dtype=torch.float32)) == 2
 
 
 def round_activations(module, arguments):

@@ -6,10 +6,10 @@ logits are compared with those of the model's own eager attention. A model that 
 its class. A window longer than the prompts does not affect their logits, so windows are read from the masks and must
 equal those that the layers pass to attention.
 
-The verification runs the form of the model that will serve. If the layers can be fused (`fusion.py`) or compiled, they
-are before the paged forward passes, and after the reference logits have been computed. If the logits differ, the model
-falls back to the next simpler form with a warning, and it is only refused if the unmodified layers fail, too. Verifying
-the unmodified layers first would double the load time without detecting more.
+The verification runs the variant of the model that will serve requests. If the layers can be fused (`fusion.py`) or
+compiled, they are before the paged forward passes, and after the reference logits have been computed. If the logits
+differ, the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers
+fail, too. Verifying the unmodified layers first would double the load time without detecting more.
 
 This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
 such a cache, with a tolerance for 8-bit quantization.
@@ -35,7 +35,7 @@ from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
-from paged_backend.models.forms import Form, forms
+from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 
@@ -105,7 +105,7 @@ def _window_of(mask_function: Callable[..., Tensor]) -> int | None:
     return windows.pop()
 
 
-def prove(
+def verify_model(
     model: PreTrainedModel,
     *,
     block_size: int,
@@ -115,8 +115,8 @@ def prove(
 ) -> tuple[LayerShape, ...]:
     """Verify the model and return the KV cache shapes of its layers.
 
-    Leaves the model in its fastest form that passes: on paged attention, fused and compiled if possible, with int8
-    weights if `quantized`. Raises UnsupportedModel, with the name of the model's class, if no form passes.
+    Leaves the model in its fastest variant that passes: on paged attention, fused and compiled if possible, with int8
+    weights if `quantized`. Raises UnsupportedModel, with the name of the model's class, if no variant passes.
     """
     try:
         layers, specs = _probe(model)
@@ -125,13 +125,13 @@ def prove(
         failure: UnsupportedModel | None = None
         uses_quantized_weights = quantized or getattr(model.config, "quantization_config", None) is not None
         compare = partial(_compare, model, expected, layers, block_size, kv_dtype, uses_quantized_weights)
-        for form in forms(model, specs, compile_level=compile_level, quantized=quantized):
+        for variant in model_variants(model, specs, compile_level=compile_level, quantized=quantized):
             failure = _failure(compare)
             if failure is None:
-                log.info("%s runs %s", type(model).__name__, form.name)
-                _release_unused(model, form, compare)
+                log.info("%s runs %s", type(model).__name__, variant.name)
+                _release_unused(model, variant, compare)
                 return layers
-            log.warning("%s, %s: %s", type(model).__name__, form.name, failure)
+            log.warning("%s, %s: %s", type(model).__name__, variant.name, failure)
         assert failure is not None
         raise failure
     except UnsupportedModel as error:
@@ -146,13 +146,13 @@ def _failure(compare: Callable[[], None]) -> UnsupportedModel | None:
     return None
 
 
-def _release_unused(model: PreTrainedModel, form: Form, compare: Callable[[], None]) -> None:
-    """Free the weights that the form does not use, unless the model needs them nevertheless.
+def _release_unused(model: PreTrainedModel, variant: ModelVariant, compare: Callable[[], None]) -> None:
+    """Free the weights that the variant does not use, unless the model needs them nevertheless.
 
     Some routers are linear layers that are never called; the model reads their weights.
     """
-    restore = form.release_unused(model)
-    if form.unused and (failure := _failure(compare)):
+    restore = variant.release_unused(model)
+    if variant.unused and (failure := _failure(compare)):
         restore()
         name = type(model).__name__
         log.warning("%s keeps the weights beside their copies, because without them: %s", name, failure)
@@ -262,17 +262,19 @@ def _paged_logits_of(
     """Return logits by (prompt, position): the long prompt in two chunks, the short one beside it, then one decode."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
-    long, short = (_proof_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
+    long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
     found: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
     def step(*lengths: tuple[Sequence, int]) -> None:
-        chunks = tuple(Chunk(seq, seq.computed, n, draws=(seq,) if n == seq.pending else ()) for seq, n in lengths)
+        chunks = tuple(
+            Chunk(seq, seq.computed, n, sampled_sequences=(seq,) if n == seq.pending else ()) for seq, n in lengths
+        )
         logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
-            if chunk.draws:
+            if chunk.sampled_sequences:
                 found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
 
     step((long, 11), (short, short.pending))
@@ -283,5 +285,5 @@ def _paged_logits_of(
     return found
 
 
-def _proof_sequence(key: int, ids: list[int]) -> Sequence:
+def _greedy_sequence(key: int, ids: list[int]) -> Sequence:
     return Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

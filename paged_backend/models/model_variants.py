@@ -1,4 +1,4 @@
-"""The forms in which a model can run, from the fastest to the unmodified one of transformers."""
+"""The variants in which a model can run, from the fastest to the unmodified one of transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paged_backend.models.linear import Weight, WeightPacker, WeightQuantizer, p
 log = logging.getLogger("paged_llm")
 
 
-class Form(NamedTuple):
-    """A form of the model, and the weights that it does not use."""
+class ModelVariant(NamedTuple):
+    """A variant of the model, and the weights that it does not use."""
 
     name: str
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
@@ -28,12 +28,12 @@ class Form(NamedTuple):
         return release(model, self.unused)
 
 
-def forms(
+def model_variants(
     model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantized: bool
-) -> Iterator[Form]:
-    """Put the model into one form after the other and yield each. It stays in the form at which the caller stops.
+) -> Iterator[ModelVariant]:
+    """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
 
-    With `quantized` there is a single form, with int8 weights.
+    With `quantized` there is a single variant, with int8 weights.
     """
     fused = fuse(model, specs)
     if isinstance(fused, str):
@@ -56,30 +56,30 @@ def forms(
     if quantized:
         quantizer = WeightQuantizer()
         use(quantizer)
-        yield Form(f"{shape}, with int8 weights", quantizer.replaced)
+        yield ModelVariant(f"{shape}, with int8 weights", quantizer.replaced)
         return
     if isinstance(fused, FusedModel):
         functions = compile_functions(fused) if compile_level else None
         if functions is not None:
             fused.install(functions)
-            yield Form("compiled")
+            yield ModelVariant("compiled")
         yield from _packed(model, use, shape)
         fused.install(LayerFunctions())
-        yield Form(shape)
+        yield ModelVariant(shape)
         fused.uninstall()
         shape = "unmodified"
     yield from _packed(model, use_plain, shape)
-    yield Form(shape)
+    yield ModelVariant(shape)
 
 
 def _packed(
     model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]], shape: str
-) -> Iterator[Form]:
-    """Yield the form with packed copies of the weights, on a CPU and if any copy is faster."""
+) -> Iterator[ModelVariant]:
+    """Yield the variant with packed copies of the weights, on a CPU and if any copy is faster."""
     if model.device.type != "cpu":
         return
     packer = WeightPacker()
     undo = use(packer)
     if packer.changed:
-        yield Form(f"{shape}, with packed weights", packer.replaced)
+        yield ModelVariant(f"{shape}, with packed weights", packer.replaced)
     undo()
