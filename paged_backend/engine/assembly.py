@@ -36,12 +36,12 @@ from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, res
 
 log = logging.getLogger("paged_llm")
 
-CPU_STEP_SECONDS = 0.1  # target on a CPU, for steps with decoding sequences
+CPU_STEP_SECONDS = 0.1  # target time of a step that decodes, on a CPU
 
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A loaded model with its pools and scheduler: an engine without its thread."""
+    """A loaded model with its pools and scheduler: everything of an engine but the thread."""
 
     loaded: LoadedModel
     limits: EngineLimits
@@ -54,23 +54,23 @@ class Assembly:
     adapters: AdapterRegistry | None = None
 
     def engine(self, emit: Emit) -> Engine:
-        """Return an engine over this assembly, not started yet. emit: gets its outputs, on the engine's thread."""
+        """Return an engine for this assembly, not started yet. emit: receives its outputs, on the engine's thread."""
         trim_memory()
-        release_openmp_threads()  # of the calling thread, which has loaded the model; from now on the engine computes
+        release_openmp_threads()  # frees the OpenMP threads of this thread, which loaded the model and computes no more
         engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
         if self.workers:
             self.workers.on_rank_failure(engine.fail)
         return engine
 
     def memory(self) -> MemoryUsage:
-        """Return the memory that this process uses; with several ranks that of rank 0."""
+        """Return the memory that this process uses, which is rank 0 if there are several."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
         pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
-        """Free the graphs and end the processes of the other ranks. After the engine has stopped."""
+        """Free the graphs and end the processes of the other ranks. Called after the engine has stopped."""
         self.runner.release_graphs()
         if self.workers:
             self.workers.stop()
@@ -86,14 +86,14 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     check_devices(config, device)
     if config.tensor_parallel_size == 1:
         return _assemble(config, adapter_list, TensorParallelGroup(device), None)
-    model_loader.check_model(config, ROOT)  # before processes are started
+    model_loader.check_model(config, ROOT)  # checks before it starts processes
     workers = Workers(config, device)
     try:
         return _assemble(config, adapter_list, workers.tp_group, workers)
     except Exception as error:
         reason = workers.failure_reason()
         workers.stop(at_once=True)
-        if reason is None or str(error) in reason:  # all ranks reject the model for the same reason
+        if reason is None or str(error) in reason:  # true if all ranks reject the model for one reason
             raise
         raise ConfigError(f"{error} ({reason})") from error
 
@@ -111,7 +111,7 @@ def _assemble(
     try:
         return _build(config, adapters, prepared, workers, started)
     except Exception:
-        prepared.runner.release_graphs()  # before the process group ends: NCCL waits for captured calls
+        prepared.runner.release_graphs()  # must precede the end of the process group: NCCL waits for captured calls
         raise
 
 
@@ -147,8 +147,8 @@ def _build(
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel) -> BlockManager:
-    """Return the device pool's block manager, with the host pool's behind it. Raises ConfigError if the pool cannot
-    hold max_model_len tokens."""
+    """Return the block manager of the device pool and the host pool. Raises ConfigError if the device pool cannot hold
+    max_model_len tokens."""
     size, caching = config.block_size, config.enable_prefix_caching
     host = BlockPool(prepared.num_host_blocks, caching=caching) if prepared.num_host_blocks else None
     blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host)

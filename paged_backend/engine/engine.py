@@ -38,7 +38,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("paged_llm")
 
-STOP_SECONDS = 20.0  # for the current step and for cached blocks that are not on disk yet, when the engine stops
+STOP_SECONDS = 20.0  # time to finish the current step and to write cached blocks to disk when the engine stops
 
 
 class Engine:
@@ -55,10 +55,10 @@ class Engine:
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,
     ):
-        """overlap: launch a step while the previous one runs; useful where the device is not the host's own."""
+        """overlap: launch a step while the previous one runs; useful if the device is not the CPU."""
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
-        self._queued: set[int] = set()  # keys of requests that no step has computed yet and that are not answered
-        self._failed = threading.Event()  # no further step can be run
+        self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
+        self._failed = threading.Event()  # set when no further step can be run
         self._adapters = adapters
         self._prefix_disk = PrefixDisk(disk, scheduler.blocks, runner) if disk else None
         self._state = EngineState(scheduler, emit, self._prefix_disk)
@@ -94,13 +94,13 @@ class Engine:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that the current iteration of the step loop has taken; 0 between two."""
+        """Seconds since the current iteration of the step loop began; 0 between iterations."""
         return self._loop.busy_seconds
 
     @property
     def waiting(self) -> int:
-        """The number of requests that no step has computed yet and that are not answered. A request that is ended
-        before it was computed no longer counts, even if the loop has not seen the message yet."""
+        """The number of unfinished requests that no step has computed yet. A request that is ended before it is
+        computed no longer counts, even if the loop has not seen the message yet."""
         return len(self._queued)
 
     def submit(self, request: GenerateRequest) -> None:
@@ -109,7 +109,7 @@ class Engine:
         self.deliver(request)
 
     def announce(self, key: int) -> None:
-        """Register a request that will be delivered or rejected later. From then on it can be aborted."""
+        """Register a request that will be delivered or rejected later. It can be aborted from now on."""
         self._queued.add(key)
         self._state.announced.add(key)
 
@@ -122,7 +122,7 @@ class Engine:
         self._preparation.deliver(request)
 
     def reject(self, key: int, error: RequestError) -> None:
-        """End an announced request that cannot be delivered with an error."""
+        """End an announced request with an error because it cannot be delivered."""
         self._queued.discard(key)
         self._inbox.put(RejectRequest(key, error))
 
@@ -136,12 +136,12 @@ class Engine:
         self._inbox.put(EndSamples(key, index))
 
     def end_all(self, key: int) -> None:
-        """End every sample of a request. Unlike with `abort`, its session keeps its blocks."""
+        """End every sample of a request. Its session keeps its blocks, unlike after `abort`."""
         self._queued.discard(key)
         self._inbox.put(EndSamples(key, None))
 
     def expire(self, key: int) -> None:
-        """End a beam search that the scheduler has, and emit the hypotheses it has by then."""
+        """End a running beam search and emit its hypotheses so far."""
         self._inbox.put(EndBeamSearch(key))
 
     def unpin(self, session: Hashable) -> None:
@@ -149,18 +149,18 @@ class Engine:
         self._inbox.put(UnpinSession(session))
 
     def fail(self, reason: str) -> None:
-        """End the engine with an error that was detected outside of its thread."""
+        """End the engine with an error that another thread detected."""
         self._failed.set()
         self._inbox.put(FailEngine(reason))
 
     def emit_stats(self) -> None:
-        """Emit statistics that count a request which is announced but not delivered yet."""
+        """Emit statistics that include announced requests."""
         self._inbox.put(EmitStats())
 
     def report_unknown(self, keys: tuple[int, ...]) -> None:
-        """Emit which of these request keys the engine does not track, after everything emitted before."""
+        """Emit the keys among `keys` that the engine does not track, after all outputs emitted so far."""
         self._inbox.put(ReportUnknown(keys))
 
     def snapshot_pool(self) -> None:
-        """Emit a map of the pool between two steps; one for all calls up to then."""
+        """Emit a map of the pool between two steps. Several calls before that get one map."""
         self._inbox.put(SnapshotPool())

@@ -19,7 +19,7 @@ class Message(ABC):
 
     @abstractmethod
     def apply(self, state: EngineState) -> bool:
-        """Carry out the message on the engine's thread; return whether new statistics have to be emitted."""
+        """Apply the message on the engine's thread. Return whether new statistics have to be emitted."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AddRequest(Message):
     """Hand a request to the scheduler, unless it was aborted after it was announced."""
 
     request: GenerateRequest
-    prefetched: PrefetchedBlocks = ()  # blocks of its prompt that were on disk
+    prefetched: PrefetchedBlocks = ()  # prompt blocks that were read from disk
 
     def apply(self, state: EngineState) -> bool:
         if self.prefetched and state.prefix_disk:
@@ -68,10 +68,10 @@ class AbortRequest(Message):
 
 @dataclass(frozen=True)
 class EndSamples(Message):
-    """End one sample at a stop string, or all samples of a request that reached its deadline or was stopped."""
+    """End one sample that met a stop string, or all samples of a request that reached its deadline or was stopped."""
 
     key: int
-    index: int | None  # None: all samples
+    index: int | None  # index of the sample; None: all samples
 
     def apply(self, state: EngineState) -> bool:
         if self.key in state.announced:
@@ -84,7 +84,7 @@ class EndSamples(Message):
 
 @dataclass(frozen=True)
 class EndBeamSearch(Message):
-    """End a beam search that reached its deadline or was stopped, and emit the hypotheses it has."""
+    """End a beam search that reached its deadline or was stopped, and emit its hypotheses so far."""
 
     key: int
 
@@ -106,7 +106,7 @@ class UnpinSession(Message):
 
 @dataclass(frozen=True)
 class EmitStats(Message):
-    """Emit the statistics while an announced request has not reached the scheduler."""
+    """Emit statistics that include an announced request."""
 
     def apply(self, state: EngineState) -> bool:
         return bool(state.announced)
@@ -114,7 +114,7 @@ class EmitStats(Message):
 
 @dataclass(frozen=True)
 class ReportUnknown(Message):
-    """Emit which of these request keys the engine does not track."""
+    """Emit the request keys that the engine does not track."""
 
     keys: tuple[int, ...]
 

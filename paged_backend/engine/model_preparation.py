@@ -1,4 +1,4 @@
-"""Prepares the model and the pools, the same way on every rank."""
+"""Prepares the model and the pools, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paged_backend.memory import kv_cache
 from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.utils.machine import limit_torch_threads
 
-ROOT = Path(__file__).resolve().parents[2]  # the repository, or where the package is installed
+ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,6 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         broadcast_tokens=tp_group.broadcast_tokens,
     )
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner))
-    if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls must be captured on all ranks or on none
+    if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
         runner.release_graphs()
     return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token)

@@ -1,6 +1,6 @@
-"""What the engine emits, from its own thread: step outputs, pool maps, unknown request keys and its own failure.
+"""The outputs of the engine, emitted from its thread: step outputs, pool maps, unknown request keys and its failure.
 
-Each output passes itself to the method of `OutputHandler` that is for it.
+Each output passes itself to its method of `OutputHandler`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paged_backend.scheduling.stats import SchedulerStats
 
 
 class OutputHandler(Protocol):
-    """Receives the outputs of an engine; the responder has one."""
+    """Receives the outputs of an engine, as the responder does."""
 
     def on_step(self, output: StepOutput) -> None: ...
     def on_pool_map(self, pool: PoolMap) -> None: ...
@@ -44,8 +44,8 @@ class PoolMap:
     """The state of every block of the pool at one moment."""
 
     taken_at: float  # time.time()
-    states: str  # one character per block, see BlockManager.states
-    tokens: int  # tokens whose keys and values are in blocks held by sequences; a shared block counts once
+    states: str  # one character per block, see BlockPool.states
+    tokens: int  # tokens in blocks that sequences use; a shared block counts once
     stats: SchedulerStats
 
     @classmethod

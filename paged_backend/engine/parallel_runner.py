@@ -20,7 +20,7 @@ class ParallelRunner:
     """A `StepRunner` that sends each step to the other ranks before it runs the step itself."""
 
     def __init__(self, runner: Runner, workers: Workers):
-        """runner: of rank 0."""
+        """runner: the runner of rank 0."""
         self._runner = runner
         self.workers = workers
         self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers

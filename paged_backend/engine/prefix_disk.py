@@ -26,8 +26,8 @@ from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
-SPILL_BLOCKS = 4  # copied at a time while the engine is idle: a new request waits for no more than these
-SPILL_SECONDS = 0.05  # between two attempts while the disk's write queue is full
+SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new request waits for these at most
+SPILL_SECONDS = 0.05  # time between two attempts while the disk's write queue is full
 
 PrefetchedBlocks: TypeAlias = tuple[tuple[int, list[Tensor]], ...]  # (index of the block in the prompt, its tensors)
 
@@ -37,7 +37,7 @@ class PrefixDisk:
     other threads than the engine's."""
 
     def __init__(self, disk: DiskTier, blocks: BlockManager, runner: StepRunner):
-        """Start the prefetch thread. blocks: the device pool's, with a host pool behind it."""
+        """Start the prefetch thread. blocks: the block manager of the device pool and a host pool."""
         assert blocks.host and runner.host
         self._disk = disk
         self._blocks = blocks
@@ -45,33 +45,35 @@ class PrefixDisk:
         self._host_cache = runner.host
         self._runner = runner
         self._fetcher = BackgroundWorker("fetch", use_single_thread)
-        self._all_spilled = False  # whether every cached block is on disk, or does not fit there
+        self._all_spilled = False  # whether every cached block is on disk or cannot be written there
 
     def can_prefetch(self, request: GenerateRequest) -> bool:
-        """Return whether blocks of the prompt may be on disk; prompt log probabilities need all of it computed."""
+        """Return whether blocks of the prompt may be on disk. False for a request with prompt log probabilities, whose
+        prompt must be computed."""
         return self._disk.up and request.sampling.prompt_logprobs is None
 
     def prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
-        """Read the prompt's cached prefix on the prefetch thread, then call `deliver` there with what was found."""
+        """Read the prompt's cached prefix on the prefetch thread, then call `deliver` with the blocks, also on that
+        thread."""
         self._fetcher.submit(self._prefetch, request, deliver)
 
     def _prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
         found: PrefetchedBlocks = ()
         try:
             found = self._read(request)
-        except Exception:  # the request is computed without them
+        except Exception:  # computes the request without them
             log.exception("request %d: could not read its prefix from disk", request.key)
         deliver(request, found)
 
     def _read(self, request: GenerateRequest) -> PrefetchedBlocks:
         """Read the blocks of the prompt's prefix that are on disk and in neither pool.
 
-        The pools' indexes belong to the engine's thread. A stale answer costs a read or a hit, never a wrong block,
-        because every block is looked up by its content.
+        The pools' indexes belong to the engine's thread and may change meanwhile. That costs a read or a hit, but never
+        gives a wrong block, because every block is looked up by its content.
         """
         blocks, size, tokens = self._blocks, self._blocks.block_size, request.prompt_token_ids
         parent: PrefixParent = request.origin
-        indexed: PrefixParent | None = request.origin  # the same prefix, while it is in the index of contents
+        indexed: PrefixParent | None = request.origin  # the interned entry of the prefix, while there is one
         found: list[tuple[int, list[Tensor]]] = []
         for index in range((len(tokens) - 1) // size):
             content = tokens[index * size : (index + 1) * size]
@@ -94,18 +96,18 @@ class PrefixDisk:
                 self._host_cache.write_block(block, content)
 
     def write_moved_out(self, plan: Plan) -> None:
-        """Have the blocks that a step moved to the host pool written to disk as well. After the step is done."""
+        """Queue the blocks that a step moved to the host pool to be written to disk as well. Called after the step."""
         for move in plan.moves_out:
             if move.entry and self._disk.should_write(move.entry):
                 self._disk.put(move.entry, self._host_cache.read_block(move.target))
 
     def mark_changed(self) -> None:
-        """Note that a step ran, so there may be cached blocks that are not on disk."""
+        """Record that a step ran, so there may be cached blocks that are not on disk."""
         self._all_spilled = False
 
     @property
     def all_spilled(self) -> bool:
-        """Whether every cached block is on disk, or does not fit there."""
+        """Whether every cached block is on disk or cannot be written there."""
         return self._all_spilled
 
     @property
@@ -116,8 +118,8 @@ class PrefixDisk:
         return 0 if self._disk.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
 
     def spill(self) -> bool:
-        """Write a few cached blocks that are not on disk, as many as the write queue takes. Only while no step is in
-        flight. Return whether this was the last of them."""
+        """Write a few cached blocks that are not on disk, as many as the write queue takes. Called only while no step
+        is in flight. Return whether none are left."""
         slots = self._disk.free_queue_slots
         if not slots:
             return False
@@ -130,8 +132,8 @@ class PrefixDisk:
         return self._all_spilled
 
     def spill_rest(self, deadline: float) -> bool:
-        """Write cached blocks until all are on disk or `deadline` (time.monotonic()) has passed. After the engine's
-        thread has ended. Return whether the last of them was written here."""
+        """Write cached blocks until all are on disk or `deadline` (time.monotonic()) has passed. Called after the
+        engine's thread has ended. Return whether this wrote the last ones."""
         while not self._all_spilled and (left := deadline - time.monotonic()) > 0:
             self._disk.settle(left)
             if self.spill():
@@ -144,6 +146,6 @@ class PrefixDisk:
         self._fetcher.stop(deadline - time.monotonic())
 
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics with the disk tier's."""
+        """Return the statistics with those of the disk tier added."""
         disk = self._disk.stats
         return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)

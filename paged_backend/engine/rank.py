@@ -1,8 +1,8 @@
-"""A process of ranks 1 and up under tensor parallelism.
+"""The process of a rank other than 0 under tensor parallelism.
 
-Rank 0 is the server's process. It alone schedules, and sends the other ranks the integers of each step, so all ranks
-move the same blocks and run the same rows, each with its own attention heads. `workers.py` starts the processes, in
-`main`.
+Rank 0 is the server's process. Only rank 0 schedules. It sends the integers of each step to the other ranks, so all
+ranks move the same blocks and run the same rows, each with its own attention heads. `workers.py` starts the processes,
+which run `main`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Failed:
 
 
 def run_worker(channel: Connection) -> None:
-    """Run the steps of rank 0 until it sends None."""
+    """Run the steps that rank 0 sends, until it sends None."""
     start = channel.recv()
     assert isinstance(start, Start)
     transformers_logging.disable_progress_bar()
-    torch.zeros(1, device=start.device)  # an unusable GPU fails here, before the other ranks wait for this one
+    torch.zeros(1, device=start.device)  # fails for an unusable GPU, before other ranks wait
     channel.send(Ready())
     tp_group = TensorParallelGroup(start.device, start.rank, start.config.tensor_parallel_size)
     tp_group.join(start.rendezvous)
@@ -64,7 +64,7 @@ def run_worker(channel: Connection) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Run a worker over the connection with this file descriptor."""
+    """Run a worker that talks to rank 0 through this file descriptor."""
     channel = Connection(descriptor)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

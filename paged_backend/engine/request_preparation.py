@@ -1,4 +1,4 @@
-"""What a request needs before the scheduler sees it: its LoRA adapter, and the part of its prefix that is on disk."""
+"""Prepares requests for the scheduler: loads their LoRA adapters and reads cached prefixes from disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestPreparation:
         adapters: AdapterRegistry | None,
         prefix_disk: PrefixDisk | None,
     ):
-        """post: to the engine's inbox. reject: ends an announced request with an error."""
+        """post: posts a message to the engine's inbox. reject: ends an announced request with an error."""
         self._post = post
         self._reject = reject
         self._adapters = adapters
@@ -40,7 +40,7 @@ class RequestPreparation:
             self._prefetch_or_post(request)
 
     def _load_adapter(self, request: GenerateRequest) -> None:
-        """Load the request's adapter. On the adapters' thread."""
+        """Load the request's adapter. Runs on the adapters' thread."""
         assert self._adapters and request.sampling.lora_name is not None
         try:
             request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))

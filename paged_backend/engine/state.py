@@ -16,12 +16,12 @@ from paged_backend.scheduling.stats import SchedulerStats
 
 @dataclass(eq=False)
 class EngineState:
-    """The scheduler, the requests that have not reached it yet, and the way out for outputs."""
+    """The scheduler, the requests that have not reached it yet, and the callback for outputs."""
 
     scheduler: Scheduler
     emit: Emit
     prefix_disk: PrefixDisk | None = None
-    # Keys of requests that are on their way to the scheduler. Requests are announced from another thread.
+    # Keys of announced requests that have not reached the scheduler. Another thread announces requests.
     announced: set[int] = field(default_factory=set)
     pool_map_requested: bool = False
 
@@ -30,9 +30,9 @@ class EngineState:
         return key in self.announced or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's statistics, with announced requests counted as waiting and the disk tier's added."""
+        """Return the statistics of the scheduler and the disk tier. Announced requests count as waiting."""
         stats = self.scheduler.stats
-        if self.announced:  # these wait for a grammar, an adapter or blocks on disk
+        if self.announced:  # requests that wait for a grammar, an adapter or blocks on disk
             stats = replace(stats, waiting=stats.waiting + len(self.announced))
         return stats if self.prefix_disk is None else self.prefix_disk.add_stats(stats)
 

@@ -30,25 +30,25 @@ from paged_backend.scheduling.step_result import StepResult
 
 log = logging.getLogger("paged_llm")
 
-MAP_SHARE = 0.1  # of the time at most for pool maps while there is work: one of a million blocks takes milliseconds
+MAP_SHARE = 0.1  # maximum share of time for pool maps while requests run; a million blocks take milliseconds
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that was launched, or the error that kept it from being launched."""
+    """A launched step, or the error that prevented the launch."""
 
     plan: Plan
     launched: PendingStep | Exception
 
     def result(self) -> StepResult:
-        """Wait for the device and return the step's results. Raises what went wrong at launch or on the device."""
+        """Wait for the device and return the step's results. Raises the error of the launch or of the device."""
         if isinstance(self.launched, Exception):
             raise self.launched
         return self.launched.result()
 
 
 class StepLoop:
-    """Runs steps until it is told to stop. Everything but `busy_seconds` belongs to the engine's thread."""
+    """Runs steps until it is stopped. Everything but `busy_seconds` belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class StepLoop:
         failed: threading.Event,
         overlap: bool,
     ):
-        """inbox: None in it ends the loop. queued: keys of requests that no step has computed yet; those that a step
-        schedules are removed. failed: set when the loop ends with an error. overlap: launch a step while the previous
-        one runs; useful where the device is not the host's own."""
+        """inbox: messages to apply; None ends the loop. queued: keys of requests that no step has computed yet; those
+        that a step schedules are removed. failed: set when the loop ends with an error. overlap: launch a step while
+        the previous one runs; useful if the device is not the CPU."""
         self._state = state
         self._scheduler = state.scheduler
         self._prefix_disk = state.prefix_disk
@@ -71,25 +71,25 @@ class StepLoop:
         self._queued = queued
         self._failed = failed
         self._overlap = overlap
-        self._in_flight: deque[InFlightStep] = deque()  # at most one between two iterations
-        self._iteration_began: float | None = None  # time.monotonic(), while an iteration is under way
-        self._next_map = 0.0  # time.monotonic(), before which no pool map is made while there is work
+        self._in_flight: deque[InFlightStep] = deque()  # steps in flight; at most one between two iterations
+        self._iteration_began: float | None = None  # time.monotonic(); None between iterations
+        self._next_map = 0.0  # earliest time.monotonic() of the next pool map while requests run
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that the current iteration has taken; 0 between two. For any thread."""
+        """Seconds since the current iteration began; 0 between iterations. May be read from any thread."""
         began = self._iteration_began
         return 0.0 if began is None else time.monotonic() - began
 
     def run(self) -> None:
-        """Run until the inbox says stop. Emits EngineDied at any error, so that no request is left unanswered."""
+        """Run until the inbox ends the loop. Emits EngineDied after any error, so that every open request fails."""
         try:
             while self._receive():
                 self._iteration_began = time.monotonic()
                 self._step()
                 self._iteration_began = None
             self._commit_steps()
-        except BaseException as error:  # not only Exception: native libraries raise others, too
+        except BaseException as error:  # includes errors of native libraries that are not an Exception
             self._failed.set()
             log.exception("the engine loop died")
             self._state.emit(EngineDied(f"the engine died: {type(error).__name__}: {error}"))
@@ -154,8 +154,8 @@ class StepLoop:
             return error
 
     def _commit_steps(self, keep: int = 0) -> None:
-        """Commit steps in flight, the oldest first, until `keep` are left; all of them if one could not be launched,
-        since no later step may build on it."""
+        """Commit steps in flight, the oldest first, until `keep` are left; all of them if the launch of one failed,
+        since no later step may depend on it."""
         steps = self._in_flight
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
@@ -168,14 +168,14 @@ class StepLoop:
                 self._prefix_disk.write_moved_out(step.plan)
         except RunnerDied:
             raise
-        except Exception as error:  # the device or the model failed: the step's requests end, the others go on
+        except Exception as error:  # fails this step's requests; other requests continue
             return self._fail(step, error)
         return self._scheduler.commit(step.plan, results)
 
     def _fail(self, step: InFlightStep, error: Exception) -> list[TokenDelta]:
-        """Fail the requests of a step, and of the steps launched after it, which have built on it."""
+        """Fail the requests of a step, and of the steps launched after it, which depend on it."""
         log.error("a step failed", exc_info=error)
-        with suppress(Exception):  # blocks may be reused only when no transfer reads or writes them
+        with suppress(Exception):  # waits: blocks may be reused only when no transfer reads or writes them
             self._runner.transfers.settle()
         message = f"the step failed: {type(error).__name__}: {error}"
         plans = [step.plan, *(later.plan for later in self._in_flight)]

@@ -37,12 +37,10 @@ REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, the upper bounds of how attention tiles or splits them
 CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, likewise for attention and other kernels
 DECODE_ROWS = 4
-SAMPLINGS: tuple[dict[str, Any], ...] = (
-    tuple(  # kinds of sampling; penalties and constraints use float32 logits
-        kind | more
-        for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
-        for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
-    )
+SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties and constraints use float32 logits
+    kind | more
+    for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
 )
 MAX_SAMPLED_ROWS = 512  # maximum sampled rows of a warm-up step, whose float32 logits take reserved memory
 MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its fixed cost as in serving

@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as seen by rank 0: starts them, sends them each step, and notices when one ends."""
+"""Manages the processes of the other ranks for rank 0: starts them, sends them each step, and detects when one ends."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from paged_backend.utils.machine import find_python
 
 log = logging.getLogger("paged_llm")
 
-START_SECONDS = 300  # for a process to import its modules, from a cold disk
-REASON_SECONDS = 5  # for a failing process to send its reason
-STOP_SECONDS = 10  # for a process to end by itself
+START_SECONDS = 300  # time for a process to import its modules, from a cold disk
+REASON_SECONDS = 5  # time for a failing process to send its reason
+STOP_SECONDS = 10  # time for a process to end by itself
 # A thread of the worker process reads from a pipe that rank 0 holds the other end of. When rank 0 ends in any way, the
 # read returns, and the process removes the scratch directory and exits, even if it hangs.
 COMMAND = (
@@ -52,11 +52,11 @@ class _Worker:
 
 
 class Workers:
-    """The processes of ranks 1 and up. `send` may be called by one thread at a time."""
+    """The processes of all ranks but 0. `send` may be called by one thread at a time."""
 
     def __init__(self, config: EngineConfig, device: torch.device):
         """Start the processes and join their process group. Raises ConfigError if one cannot start."""
-        self.reason: str | None = None  # why a rank has ended
+        self.reason: str | None = None  # reason for which a rank has ended
         self._on_failure: Callable[[str], None] = lambda reason: None
         self._stopping = False
         self.workers: list[_Worker] = []
@@ -81,7 +81,7 @@ class Workers:
         return self._scratch / "rendezvous"
 
     def on_rank_failure(self, callback: Callable[[str], None]) -> None:
-        """Register a callback that gets the reason when a rank ends, from another thread."""
+        """Register a callback that another thread calls with the reason when a rank ends."""
         self._on_failure = callback
         if self.reason:
             callback(self.reason)
@@ -96,8 +96,8 @@ class Workers:
                 raise RunnerDied(self.failure_reason() or f"rank {worker.rank} cannot be reached: {error}") from error
 
     def failure_reason(self) -> str | None:
-        """Return why another rank has ended; None if none has. Waits for the reason, since rank 0 may notice a closed
-        connection before it arrives."""
+        """Return why another rank has ended; None if none has. Waits for the reason, which may arrive after rank 0
+        finds the connection closed."""
         self._watcher.join(REASON_SECONDS)
         return self.reason
 
@@ -162,11 +162,11 @@ def start(rank: int, scratch: Path) -> _Worker:
     try:
         process = subprocess.Popen(
             [find_python(), "-c", COMMAND, str(theirs.fileno()), str(reads), str(scratch)],
-            # The same module search path as here. LOCAL_RANK tells transformers which GPU to use.
+            # The search path for modules is that of this process. LOCAL_RANK selects the GPU in transformers.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), reads),
-            start_new_session=True,  # so that a terminal's Ctrl-C reaches the server only, which drains open streams
+            start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
         )
     except OSError as error:
         ours.close()

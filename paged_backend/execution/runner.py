@@ -79,7 +79,7 @@ class Runner:
         lora: Lora | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
-        """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens per step.
+        """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens.
         broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with those of rank 0."""
         self.model = model
         self.kv = kv

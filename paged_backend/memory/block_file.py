@@ -1,8 +1,8 @@
 """The file format of a cached block on disk.
 
-A block is one safetensors file: its tensors, numbered; all tokens of its prefix up to the block's end; and as metadata
-the origin (cache salt and adapter) and a digest of the tensors' bytes. Origin and tokens are compared with those that
-are looked up, so a colliding key is a miss, never a wrong block.
+A block is one safetensors file: its numbered tensors, all tokens of its prefix up to the block's end, and as metadata
+the origin (cache salt and adapter) and a digest of the tensors' bytes. A read compares origin and tokens with the
+requested ones, so a colliding key is a miss and never gives a wrong block.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
 
-READ_SECONDS = 5.0  # for one block; every request that prefetches from disk waits for it
-MAX_HEADER_BYTES = 1 << 20  # of a file, besides its tensors
-MAX_PREFIX_BYTES = 1 << 26  # of tokens, four bytes each
+READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
+MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
+MAX_PREFIX_BYTES = 1 << 26  # maximum size of the prefix tokens, four bytes each
 TOKENS = "tokens"  # name of the tensor that holds the prefix
 TOKEN_TYPE = torch.int32
-FORMAT_VERSION = "2"  # part of the fingerprint; to be changed with the format
+FORMAT_VERSION = "2"  # part of the fingerprint; changed with the format
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 
 
 class DiskStalled(Exception):
-    """The disk does not answer; the message says for how long."""
+    """A disk read timed out; the message has the time."""
 
 
 class CorruptFile(Exception):
-    """A file does not hold what it should; the message says what is wrong."""
+    """A block file is corrupt; the message says how."""
 
 
 class BlockFormat:
     """Encodes and decodes blocks of one layout."""
 
     def __init__(self, layout: Sequence[Tensor]):
-        """layout: tensors with the shapes and types of a block's."""
+        """layout: tensors with the shapes and types of those of a block."""
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
         self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + sum(tensor.nbytes for tensor in layout)
 
@@ -85,19 +85,19 @@ def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
 
 def _read_bytes(path: Path, limit: int) -> bytes:
     """Return up to `limit` bytes of a file, and update its time, which keeps the LRU order across restarts. Raises
-    DiskStalled if the disk does not answer."""
+    DiskStalled if the read times out."""
     answer: SimpleQueue[bytes | Exception] = SimpleQueue()
 
     def read() -> None:
         try:
-            with path.open("rb") as file:  # not mapped: an I/O error in mapped memory would end the process
+            with path.open("rb") as file:  # read, not mapped: an I/O error in mapped memory would end the process
                 data = file.read(limit)
             os.utime(path)
             answer.put(data)
         except Exception as error:
             answer.put(error)
 
-    threading.Thread(target=read, name="disk-read", daemon=True).start()  # if it hangs, it is left behind
+    threading.Thread(target=read, name="disk-read", daemon=True).start()  # a thread that hangs is abandoned
     try:
         found = answer.get(timeout=READ_SECONDS)
     except Empty:
@@ -108,7 +108,7 @@ def _read_bytes(path: Path, limit: int) -> bytes:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Return a safetensors file's metadata, which the library reads from mapped files only."""
+    """Return a safetensors file's metadata. (The library reads it from mapped files only.)"""
     end = 8 + int.from_bytes(data[:8], "little")
     return dict(json.loads(data[8:end]).get("__metadata__", {}))
 
@@ -125,8 +125,8 @@ def _files(model: Path) -> list[Path]:
 
 
 def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """Return a digest of everything that keys and values depend on besides the tokens. A model counts by the names,
-    sizes and modification times of its files, so touching one of them invalidates the cache."""
+    """Return a digest of everything that keys and values depend on besides the tokens. A model is represented by the
+    names, sizes and modification times of its files, so touching a file invalidates the cache."""
     files = [file for model in models for file in _files(model)]
     facts = {
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],

@@ -1,10 +1,10 @@
-"""The disk tier of the prefix cache, so that a restarted server finds its prefixes.
+"""The disk tier of the prefix cache, which keeps prefixes across restarts of the server.
 
     directory/<fingerprint of model and layout>/<first two digits of the key>/<key>.safetensors    one file per block
 
 `block_file.py` has the format. A file that does not read back exactly as it was written is never used: at the first
-such file, or any other disk error, the tier is disabled and the server continues without it. A file that is missing was
-evicted: the budget covers all fingerprints of a directory, and servers may share a directory.
+such file, or any other disk error, the tier is disabled and the server continues without it. A missing file is not an
+error but was evicted, since servers may share a directory, and the budget covers all fingerprints in it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from paged_backend.utils.machine import use_single_thread
 
 log = logging.getLogger("paged_llm")
 
-MAX_QUEUED_BLOCKS = 64  # waiting to be written; more are dropped
+MAX_QUEUED_BLOCKS = 64  # maximum blocks that wait to be written; more are dropped
 SUFFIX, PARTIAL = ".safetensors", ".part"
-PARTIAL_SECONDS = 3600  # after which nobody writes a partial file any more
+PARTIAL_SECONDS = 3600  # a partial file older than this is stale
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 
 
@@ -41,8 +41,8 @@ class DiskStats:
     """Statistics of a disk tier."""
 
     up: bool
-    blocks: int  # on disk, of this fingerprint
-    nbytes: int  # on disk, of all fingerprints
+    blocks: int  # blocks on disk with this fingerprint
+    nbytes: int  # bytes on disk with any fingerprint
     read: int  # blocks read since the start
     written: int  # blocks written since the start
     dropped: int  # blocks not written because the queue was full
@@ -106,7 +106,8 @@ class DiskTier:
     """Cached blocks on disk: reads on the caller's thread, writes on its own. Safe to use from any thread."""
 
     def __init__(self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor]):
-        """budget: bytes, for the whole directory. layout: tensors with the shapes and types of a block's."""
+        """budget: maximum bytes in the whole directory. layout: tensors with the shapes and types of those of a
+        block."""
         self._directory = directory
         self._fingerprint = fingerprint
         self._budget = budget
@@ -137,7 +138,7 @@ class DiskTier:
 
     @property
     def free_queue_slots(self) -> int:
-        """How many more blocks the write queue takes."""
+        """The number of blocks that the write queue can still take."""
         return MAX_QUEUED_BLOCKS - self._queue.qsize()
 
     @property
@@ -150,7 +151,7 @@ class DiskTier:
         return self._up and self._name(entry.key) not in self._index
 
     def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written, unless the queue is full. `tensors` must not change any more."""
+        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
         try:
             self._queue.put_nowait((entry, list(tensors)))
         except Full:
@@ -165,14 +166,14 @@ class DiskTier:
         path = self._directory / name
         try:
             found = self._format.read(entry, path)
-        except DiskStalled as error:  # the file stays: another look at it would stall as well
+        except DiskStalled as error:  # keeps the file: deleting it would stall as well
             self._disable(f"{path}: {error}")
             return None
-        except Exception as error:  # missing, truncated, corrupt; safetensors raises several types
+        except Exception as error:  # file missing, truncated or corrupt; safetensors raises several types
             if path.exists() or not self._directory.is_dir():
                 self._disable(f"{path}: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
-                    path.unlink()  # else the next server would find it again
+                    path.unlink()  # so that the next server does not read it again
             self._index.remove(name)
             return None
         with self._lock:
@@ -180,12 +181,12 @@ class DiskTier:
         return found
 
     def settle(self, timeout: float) -> None:
-        """Wait until every queued block is written, at most `timeout` seconds."""
+        """Wait at most `timeout` seconds until every queued block is written."""
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
 
     def close(self, seconds: float | None = None) -> None:
-        """Write what is queued and end the writer. Wait at most `seconds`; None: without limit."""
+        """Write all queued blocks and end the writer. Wait at most `seconds`; None: without limit."""
         timeout = None if seconds is None else max(0.0, seconds)
         with contextlib.suppress(Full):
             self._queue.put(None, timeout=timeout)
@@ -193,10 +194,10 @@ class DiskTier:
 
     def _scan(self) -> None:
         """Index the files of earlier servers, and remove stale partial files."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files hold users' tokens
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: the files contain users' tokens
         found = []
         for path in self._directory.glob("*/*/*"):
-            with contextlib.suppress(FileNotFoundError):  # evicted by another server meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another server may have evicted the file
                 name, status = path.relative_to(self._directory).as_posix(), path.stat()
                 if NAME.fullmatch(name):
                     found.append((status.st_mtime_ns, name, status.st_size))
@@ -204,7 +205,7 @@ class DiskTier:
                     path.unlink()
         for _, name, size in sorted(found):
             self._index.add(name, size)
-        self._evict(0)  # an earlier server may have had a larger budget
+        self._evict(0)  # applies the budget, which may have been larger before
 
     def _name(self, key: Key) -> str:
         return f"{self._fingerprint}/{key.hex()[:2]}/{key.hex()}{SUFFIX}"
@@ -215,7 +216,7 @@ class DiskTier:
             if self.should_write(item[0]):
                 try:
                     self._write(*item)
-                except Exception as error:  # the writer must survive anything, or the queue would never empty
+                except Exception as error:  # the writer must survive any error, or the queue would never empty
                     self._disable(f"cannot be written: {type(error).__name__}: {error}")
             self._queue.task_done()
 
@@ -231,7 +232,7 @@ class DiskTier:
             try:
                 file.write(data)
                 file.close()
-                os.replace(file.name, path)  # so that a file with its final name is complete
+                os.replace(file.name, path)  # atomic: a file with its final name is complete
             except OSError:
                 os.unlink(file.name)
                 raise

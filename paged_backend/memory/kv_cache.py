@@ -20,8 +20,8 @@ from paged_kernels.layer_cache import FORMATS, LayerCache
 GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
 SCALE = torch.float32
-DEFAULT_SWAP_SPACE = 4  # GiB, with a GPU
-ALIGNMENT = 16  # bytes that a kernel copies at a time
+DEFAULT_SWAP_SPACE = 4  # size in GiB of the host pool with a GPU
+ALIGNMENT = 16  # bytes that a copy kernel moves at a time
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class KVCache:
         device: torch.device,
         pinned: bool = False,
     ) -> KVCache:
-        """Return a cache filled with zeros. dtype: a quantized type, or that of the model's keys and values. pinned: in
-        host memory that a GPU can access directly."""
+        """Return a cache filled with zeros. dtype: a quantized type, or the type of the model's keys and values.
+        pinned: whether to allocate host memory that a GPU can access directly."""
 
         def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
             slots = (num_blocks, layer.num_kv_heads, block_size)
@@ -80,7 +80,7 @@ class KVCache:
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
     def layer_range(self, start: int, end: int) -> KVCache:
-        """Return a cache of some of the layers, in the same memory."""
+        """Return a view of some of the layers, in the same memory."""
         return KVCache(self.layers[start:end])
 
     def read_block(self, number: int) -> list[Tensor]:
@@ -94,14 +94,14 @@ class KVCache:
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
-    """Return zeros in pinned memory. PyTorch rounds each pinned allocation up to a power of two, so a pool is a single
-    one: with one per tensor it could take twice the memory."""
+    """Return zeros in pinned memory. A pool is a single pinned allocation, because PyTorch rounds each up to a power of
+    two, and one per tensor could take twice the memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, because attention multiplies slots that were never written by a weight of 0. On a CPU, NumPy's
-    zeros come from calloc, so a block takes memory and time to clear only when it is first used."""
+    """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
+    survive. On a CPU, NumPy's zeros come from calloc, so a block takes memory and time only when it is first used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -117,8 +117,8 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 def num_blocks(
     config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
 ) -> int:
-    """Return the size of the device pool in blocks. reserved: bytes of GPU memory that something else will take. Raises
-    ConfigError if no block fits, or if the requested pool does not."""
+    """Return the size of the device pool in blocks. reserved: bytes of GPU memory for other purposes. Raises
+    ConfigError if no block fits or the requested pool does not fit."""
     block = bytes_per_block(layers, config.block_size, dtype)
     wanted = _wanted_bytes(config, block)
     if device.type == "cuda":
@@ -143,8 +143,8 @@ def num_blocks(
 def num_host_blocks(
     config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return the size of the host pool in blocks, of which each rank has its share; 0: no host pool. Raises ConfigError
-    if the requested pool does not fit."""
+    """Return the size of the host pool in blocks; 0: no host pool. Each rank holds its share of every block. Raises
+    ConfigError if the requested pool does not fit."""
     block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
     if wanted is None:
         wanted = DEFAULT_SWAP_SPACE if device.type == "cuda" else 0
@@ -166,7 +166,7 @@ def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
 
 
 def _free_on_gpu(utilization: float, device: torch.device) -> int:
-    """Return the bytes of the allowed share of GPU memory that are left after the weights."""
+    """Return the bytes of GPU memory left after the weights, within the allowed share."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - (total - free)
