@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,182 @@ DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
     "kernels": {"decoder_layer", "import_name", "linear", "quantization", "splits"},
+}
+TEST_FOLDERS = {"paged_kernels": "kernels", "paged_bench": "bench"}  # of packages whose tests are in another folder
+NOT_TESTED = {  # source modules that no test runs, and why not
+    "paged_bench._children.llama_cpp_child": "needs llama.cpp",
+    "paged_bench._children.vllm_child": "needs vLLM",
+}
+# Source modules without a test module of their own name, and the test module that tests each of them.
+TESTED_THROUGH = {
+    "paged_kernels.add_rms_norm": "tests/kernels/test_layer_ops.py",
+    "paged_kernels.arguments": "tests/kernels/test_paged_attention.py",
+    "paged_kernels.attention_kernels": "tests/kernels/test_paged_attention.py",
+    "paged_kernels.attention_tile": "tests/kernels/test_paged_attention.py",
+    "paged_kernels.block_pair": "tests/kernels/test_block_copy.py",
+    "paged_kernels.cpu.block_copy": "tests/kernels/test_block_copy.py",
+    "paged_kernels.cpu.kv_write": "tests/kernels/test_kv_write.py",
+    "paged_kernels.cpu.layer_ops": "tests/kernels/test_layer_ops.py",
+    "paged_kernels.cpu.native": "tests/kernels/cpu/test_decoder_layer.py",
+    "paged_kernels.cpu.rope_kv_write": "tests/kernels/test_layer_ops.py",
+    "paged_kernels.cpu.sampling": "tests/kernels/test_sampling.py",
+    "paged_kernels.layer_cache": "tests/kernels/test_quantization.py",
+    "paged_kernels.paging": "tests/kernels/test_cascade.py",
+    "paged_kernels.rope_kv_write": "tests/kernels/test_layer_ops.py",
+    "paged_kernels.sampling_metadata": "tests/kernels/test_sampling.py",
+    "paged_kernels.swiglu": "tests/kernels/test_layer_ops.py",
+    "paged_kernels.tuning_inputs": "tests/kernels/test_tune.py",
+    "paged_backend.api.guide": "tests/guided/test_compiler.py",
+    "paged_backend.api.parameter_parsers": "tests/api/test_sampling_params.py",
+    "paged_backend.engine.assembly": "tests/loading/test_model_loader.py",
+    "paged_backend.engine.engine": "tests/engine/test_outputs.py",
+    "paged_backend.engine.model_preparation": "tests/loading/test_model_loader.py",
+    "paged_backend.engine.parallel_runner": "tests/engine/test_workers.py",
+    "paged_backend.engine.rank": "tests/engine/test_workers.py",
+    "paged_backend.engine.request_preparation": "tests/loading/test_adapters.py",
+    "paged_backend.engine.runner_builder": "tests/engine/test_warm_up.py",
+    "paged_backend.engine.state": "tests/engine/test_messages.py",
+    "paged_backend.execution.drafter": "tests/execution/test_runner.py",
+    "paged_backend.execution.forward": "tests/loading/test_proof.py",
+    "paged_backend.execution.launched_step": "tests/execution/test_runner.py",
+    "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
+    "paged_backend.loading.tokenizer_loader": "tests/loading/test_model_loader.py",
+    "paged_backend.models.adapter_rows": "tests/models/test_lora.py",
+    "paged_backend.models.forms": "tests/loading/test_proof.py",
+    "paged_backend.models.hidden_states": "tests/server/test_embedding.py",
+    "paged_backend.models.peft_files": "tests/loading/test_adapters.py",
+    "paged_backend.models.rope": "tests/loading/test_model_options.py",
+    "paged_backend.models.tensor_parallel": "tests/engine/test_workers.py",
+    "paged_backend.scheduling.batch_admission": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.beam_commit": "tests/scheduling/test_beam_search.py",
+    "paged_backend.scheduling.block_demand": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.block_tables": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.chunk_planner": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.host_offload": "tests/memory/test_transfers.py",
+    "paged_backend.scheduling.pins": "tests/integration/test_sharing.py",
+    "paged_backend.scheduling.plan": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.plan_builder": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.preemption": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.prefix_cache": "tests/integration/test_sharing.py",
+    "paged_backend.scheduling.registry": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.sequence": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.stats": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.step_commit": "tests/scheduling/test_scheduler.py",
+    "paged_backend.scheduling.waiting_queue": "tests/scheduling/test_scheduler.py",
+    "paged_backend.server.arrival": "tests/server/test_admission.py",
+    "paged_backend.server.channel": "tests/server/test_cancellation_poller.py",
+    "paged_backend.server.control_requests": "tests/server/test_admission.py",
+    "paged_backend.server.local_listener": "tests/server/test_local_socket.py",
+    "paged_backend.server.message_handler": "tests/server/test_responder.py",
+    "paged_backend.server.messages": "tests/server/test_responder.py",
+    "paged_backend.server.metrics_updates": "tests/server/test_responder.py",
+    "paged_backend.server.prompts": "tests/server/test_admission.py",
+    "paged_backend.server.sample": "tests/server/test_responder.py",
+    "paged_backend.server.service": "tests/integration/test_structured_outputs.py",
+    "paged_backend.server.stream": "tests/server/test_responder.py",
+    "paged_backend.server.stream_builder": "tests/server/test_admission.py",
+    "paged_backend.server.submission": "tests/server/test_admission.py",
+    "paged_backend.server.tenants": "tests/server/test_responder.py",
+    "paged_backend.server.tensors": "tests/server/test_wire.py",
+    "paged_backend.server.triton_model": "tests/e2e/test_backend.py",
+    "paged_backend.server.wire.call": "tests/server/test_wire.py",
+    "paged_backend.server.wire.control": "tests/server/test_wire.py",
+    "paged_backend.server.wire.parameters": "tests/server/test_admission.py",
+    "paged_backend.server.wire.read": "tests/server/test_wire.py",
+    "paged_backend.server.wire.values": "tests/server/test_wire.py",
+    "paged_backend.server.wire.write": "tests/server/test_wire.py",
+    "paged_backend.text.chat_templates": "tests/text/test_conversation.py",
+    "paged_backend.text.templates": "tests/text/test_conversation.py",
+    "paged_backend.trtllm.configs": "tests/trtllm/test_requests.py",
+    "paged_backend.trtllm.interfaces": "tests/trtllm/test_requests.py",
+    "paged_backend.trtllm.limits": "tests/trtllm/test_requests.py",
+    "paged_backend.trtllm.links": "tests/trtllm/test_relay.py",
+    "paged_backend.trtllm.model": "tests/e2e/test_trtllm.py",
+    "paged_backend.trtllm.responses": "tests/trtllm/test_requests.py",
+    "paged_backend.trtllm.rows": "tests/trtllm/test_requests.py",
+    "paged_backend.trtllm.tensors": "tests/trtllm/test_requests.py",
+    "client.__main__": "tests/client/test_cli.py",
+    "client.async_client": "tests/client/test_client.py",
+    "client.async_conversation": "tests/e2e/test_sessions.py",
+    "client.async_grpc": "tests/client/test_client.py",
+    "client.async_http": "tests/client/test_client.py",
+    "client.async_stream": "tests/client/test_client.py",
+    "client.commands.arguments": "tests/client/test_cli.py",
+    "client.commands.gateway": "tests/client/test_cli.py",
+    "client.commands.generate": "tests/client/test_cli.py",
+    "client.commands.pool_map": "tests/client/test_map_view.py",
+    "client.commands.serve": "tests/client/test_cli.py",
+    "client.commands.tools": "tests/client/test_cli.py",
+    "client.conversation": "tests/client/test_cli.py",
+    "client.grpc_wire": "tests/client/test_client.py",
+    "client.http_wire": "tests/client/test_client.py",
+    "client.load": "tests/e2e/test_load.py",
+    "client.map_html": "tests/client/test_map_view.py",
+    "client.map_png": "tests/client/test_map_view.py",
+    "client.map_terminal": "tests/client/test_map_view.py",
+    "client.openai.answers": "tests/client/openai/test_app.py",
+    "client.openai.chat_schema": "tests/client/openai/test_app.py",
+    "client.openai.chat_template": "tests/client/openai/test_app.py",
+    "client.openai.command": "tests/client/openai/test_app.py",
+    "client.openai.concurrency": "tests/client/openai/test_app.py",
+    "client.openai.engine_calls": "tests/client/openai/test_app.py",
+    "client.openai.errors": "tests/client/openai/test_app.py",
+    "client.openai.json_scanner": "tests/client/openai/test_tool_calls.py",
+    "client.openai.keys": "tests/client/openai/test_app.py",
+    "client.openai.metrics": "tests/client/openai/test_servers.py",
+    "client.openai.schema": "tests/client/openai/test_app.py",
+    "client.openai.streaming": "tests/client/openai/test_app.py",
+    "client.openai.tool_call_parser": "tests/client/openai/test_tool_calls.py",
+    "client.openai.translation": "tests/client/openai/test_app.py",
+    "client.serving.demo_model": "tests/client/test_demo_model.py",
+    "client.serving.environments": "tests/client/test_environments.py",
+    "client.serving.install": "tests/client/test_install.py",
+    "client.serving.launch": "tests/client/test_launch.py",
+    "client.serving.ports": "tests/client/test_launch.py",
+    "client.serving.repository": "tests/client/test_launch.py",
+    "client.serving.server_files": "tests/client/test_install.py",
+    "client.serving.server_log": "tests/client/test_launch.py",
+    "client.serving.tritonserver": "tests/client/test_launch.py",
+    "client.session": "tests/client/test_cli.py",
+    "client.stream": "tests/client/test_client.py",
+    "client.sync_client": "tests/client/test_client.py",
+    "client.sync_grpc": "tests/client/test_client.py",
+    "client.sync_http": "tests/client/test_client.py",
+    "client.sync_stream": "tests/client/test_client.py",
+    "client.types": "tests/client/test_client.py",
+    "client.wire": "tests/client/test_client.py",
+    "paged_bench._attention": "tests/integration/test_benchmarks.py",
+    "paged_bench._attention_contestants": "tests/integration/test_benchmarks.py",
+    "paged_bench._child": "tests/bench/test_cpu.py",
+    "paged_bench._children.protocol": "tests/bench/test_cpu.py",
+    "paged_bench._cpu_contestants": "tests/bench/test_cpu.py",
+    "paged_bench._cpu_report": "tests/bench/test_cpu.py",
+    "paged_bench._cpu_scenarios": "tests/bench/test_cpu.py",
+    "paged_bench._engine": "tests/integration/test_benchmarks.py",
+    "paged_bench._environments": "tests/bench/test_cpu.py",
+    "paged_bench._gguf": "tests/bench/test_cpu.py",
+    "paged_bench._guided_cases": "tests/integration/test_benchmarks.py",
+    "paged_bench._http_load": "tests/e2e/test_load.py",
+    "paged_bench._lines": "tests/integration/test_benchmarks.py",
+    "paged_bench._peers": "tests/integration/test_benchmarks.py",
+    "paged_bench._pool_simulation": "tests/integration/test_benchmarks.py",
+    "paged_bench._race": "tests/integration/test_benchmarks.py",
+    "paged_bench._report": "tests/integration/test_benchmarks.py",
+    "paged_bench._server_load": "tests/e2e/test_load.py",
+    "paged_bench._step_profile": "tests/bench/test_cpu.py",
+    "paged_bench._workload": "tests/integration/test_benchmarks.py",
+    "paged_bench.engine": "tests/integration/test_benchmarks.py",
+    "paged_bench.gateway": "tests/e2e/test_load.py",
+    "paged_bench.guided": "tests/integration/test_benchmarks.py",
+    "paged_bench.kernels": "tests/integration/test_benchmarks.py",
+    "paged_bench.kv_dtype": "tests/integration/test_benchmarks.py",
+    "paged_bench.lora": "tests/integration/test_benchmarks.py",
+    "paged_bench.memory": "tests/integration/test_benchmarks.py",
+    "paged_bench.models.null.modeling_null": "tests/e2e/test_load.py",
+    "paged_bench.quantization": "tests/integration/test_benchmarks.py",
+    "paged_bench.server": "tests/e2e/test_load.py",
+    "paged_bench.speculation": "tests/integration/test_benchmarks.py",
+    "paged_bench.trtllm": "tests/e2e/test_load.py",
 }
 
 
@@ -76,7 +253,7 @@ def test_test_modules_do_not_import_each_other():
 
 def test_test_modules_are_named_after_source_modules():
     """tests/<package>/test_<module>.py tests one module; tests of several modules are in tests/integration and e2e."""
-    packages = {"kernels": "paged_kernels", "client": "client", "bench": "paged_bench"}
+    packages = {"client": "client", **{folder: package for package, folder in TEST_FOLDERS.items()}}
     for folder in sorted(file for file in (ROOT / "tests").iterdir() if (file / "__init__.py").exists()):
         if folder.name in ACROSS_MODULES:
             continue
@@ -84,3 +261,21 @@ def test_test_modules_are_named_after_source_modules():
         names = {one.rpartition(".")[2].lstrip("_") for one in modules() if f"{one}.".startswith(f"{package}.")}
         tested = {file.stem.removeprefix("test_") for file in folder.rglob("test_*.py")}
         assert tested - names == FEATURES.get(folder.name, set()), f"tests/{folder.name}"
+
+
+def test_every_source_module_has_a_test_module():
+    """TESTED_THROUGH names the test module of every source module that has none of its own name, and of no other."""
+    without = {one for one, file in modules().items() if file.name != "__init__.py" and not own_tests(one).exists()}
+    declared = set(TESTED_THROUGH)
+    missing, superfluous = without - declared - set(NOT_TESTED), (declared | set(NOT_TESTED)) - without
+    assert not missing, "add a test module, or an entry to TESTED_THROUGH"
+    assert not superfluous, "remove these entries: the module has its own test module, or does not exist"
+    assert not declared & set(NOT_TESTED)
+    assert [file for file in TESTED_THROUGH.values() if not (ROOT / file).is_file()] == []
+
+
+def own_tests(module: str) -> Path:
+    """The test module named after a source module: tests/client/openai/test_keys.py for client.openai.keys."""
+    package, *parts = module.removeprefix("paged_backend.").split(".")
+    *folders, name = (part.lstrip("_") for part in [TEST_FOLDERS.get(package, package), *parts])
+    return ROOT.joinpath("tests", *folders, f"test_{name}.py")
