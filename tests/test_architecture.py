@@ -57,7 +57,7 @@ TESTED_THROUGH = {
     "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
     "paged_backend.loading.tokenizer_loader": "tests/loading/test_model_loader.py",
     "paged_backend.models.adapter_rows": "tests/models/test_lora.py",
-    "paged_backend.models.forms": "tests/loading/test_proof.py",
+    "paged_backend.models.model_variants": "tests/loading/test_proof.py",
     "paged_backend.models.hidden_states": "tests/server/test_embedding.py",
     "paged_backend.models.peft_files": "tests/loading/test_adapters.py",
     "paged_backend.models.rope": "tests/loading/test_model_options.py",
