@@ -70,7 +70,7 @@ TESTED_ELSEWHERE = {
     "max_sessions": "server/test_sessions.test_sessions_beyond_max_sessions_are_rejected",
     "max_tenant_sessions": "server/test_sessions.test_max_tenant_sessions_applies_per_tenant",
     "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
-    "chat_template_timeout": "text/test_conversation.test_a_template_that_does_not_terminate_is_stopped",
+    "chat_template_timeout": "text/test_chat_templates.test_a_template_that_does_not_terminate_is_stopped",
     "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
     "structured_outputs_timeout": ("guided/test_sandbox.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",

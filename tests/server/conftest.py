@@ -1,13 +1,21 @@
 """Fixtures of the service tests: a gate for engine steps, services, and the responder's clock."""
 
 from contextlib import ExitStack
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
 from paged_backend.execution.runner import Runner
 from paged_backend.server import responder
+from paged_backend.server.metrics import Metrics
+from paged_backend.server.responder import Responder
+from paged_backend.server.sessions import Sessions
+from paged_backend.server.tenants import Tenants
 from tests.support.callers import serving
 from tests.support.gated_service import UNHELD, Clock, Gate
+from tests.support.local_engine import Engine, use_socket_directory
+from tests.support.pb_utils import PB_UTILS
 
 
 @pytest.fixture
@@ -41,3 +49,32 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(responder, "time", made)
     return made
+
+
+@pytest.fixture
+def tenants():
+    return Tenants(0)
+
+
+@pytest.fixture
+def opened(tenants):
+    """Return (responder, metrics, keys of aborted requests)."""
+    metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
+    engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
+    engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
+    made = Responder(SimpleNamespace(**engine), metrics, Sessions(60, 1, print), tenants)
+    made.start()
+    yield made, metrics, aborted
+    made.stop()
+
+
+@pytest.fixture
+def socket_directory(tmp_path, monkeypatch):
+    return use_socket_directory(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def engine():
+    made = Engine()
+    yield made
+    made.listener.close()

@@ -1,10 +1,9 @@
-"""Admission: queue and tenant limits, internal errors, and requests that cannot be queued. The engine is real; a gate
+"""Admission: queue and tenant limits, and sessions that end while the queue is full. The engine is real; a gate
 holds its steps."""
 
 import pytest
 
 from paged_backend.server.wire.parameters import SEQUENCE_END, SEQUENCE_START
-from tests.support.callers import Caller
 from tests.support.gated_service import (
     HOUR,
     ask,
@@ -12,19 +11,6 @@ from tests.support.gated_service import (
     outcomes,
     stop,
 )
-
-
-def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypatch):
-    """Triton's `execute` submits one request after the other, so `submit` must never raise."""
-    ended, service = outcomes(monkeypatch), serve()
-    before, broken, after = (Caller(text_input="abcd", sampling_parameters='{"max_tokens": 2}') for _ in range(3))
-    broken.inputs = lambda: 1 / 0
-    for caller in (before, broken, after):
-        service.submit(caller)
-    assert broken.rejection() == "Error generating stream: INTERNAL: ZeroDivisionError: division by zero"
-    assert broken.empty()
-    assert before.all() and after.all()
-    assert sorted(ended)[0] == "error" and len(ended) == 3
 
 
 def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock, monkeypatch):
@@ -132,23 +118,3 @@ def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
     assert finish(ask(service, "", own={"correlation_id": 7, "flags": SEQUENCE_END})) == ("stop", 0)
     gate.open()
     assert [finish(one)[0] for one in (running, waiting)] == ["length"] * 2
-
-
-def test_stop_request_needs_an_id_and_no_other_inputs(serve):
-    service = serve()
-    assert "INVALID_ARGUMENT: stop_request: has no request id" in stop(service, "").answer()
-    assert "text_input: has no effect with stop_request" in stop(service, "one", text_input="x").answer()
-
-
-@pytest.mark.parametrize("sampling", [{}, {"regex": "a+", "ignore_eos": False}], ids=str)
-def test_a_request_that_cannot_be_queued_fails_and_leaks_nothing(serve, gate, monkeypatch, sampling):
-    service = serve(max_tenant_requests=1)
-    gate.open()
-    with monkeypatch.context() as patch:
-        patch.setattr(service._grammars if sampling else service._engine, "compile" if sampling else "deliver", broken)
-        assert "INTERNAL: RuntimeError: broken" in ask(service, **sampling).answer()
-    assert finish(ask(service)) == ("length", 9)
-
-
-def broken(*args, **kwargs):
-    raise RuntimeError("broken")

@@ -1,4 +1,4 @@
-"""Time limits in every stage of a request, and stop_request. The engine is real; a gate holds its steps."""
+"""Time limits in every stage of a request. The engine is real; a gate holds its steps."""
 
 import json
 from itertools import islice
@@ -13,7 +13,6 @@ from tests.support.gated_service import (
     HOUR,
     ask,
     finish,
-    stop,
 )
 from tests.support.in_process import WAIT, running, tiny_assembly
 
@@ -197,19 +196,3 @@ def test_a_request_that_ends_before_it_reaches_the_engine_never_runs(tiny, monke
         engine.wait(other)
         assert engine.outputs[gone].tokens == []
         assert engine.engine.waiting == 0
-
-
-def test_stop_request_ends_a_request_by_id(serve, gate):
-    """All requests with that id end, running or waiting, and no others."""
-    service = serve(max_num_seqs=1)
-    running, waiting, other = (ask(service, own={"request_id": name}) for name in ("one", "one", "other"))
-    gate.wait()
-    gate.step(2)
-
-    assert stop(service, "one").answer() == {"num_stopped": [2]}
-    for one in (running, waiting):
-        assert one.answer() == "CANCELLED: the request was ended by a stop_request"
-    assert stop(service, "one").answer() == stop(service, "unknown").answer() == {"num_stopped": [0]}
-    gate.open()
-    assert finish(other) == ("length", 9)
-    assert stop(service, "other").answer() == {"num_stopped": [0]}

@@ -1,33 +1,17 @@
-"""The local socket between models of one server: frames, the socket directory, and shutdown."""
+"""The local socket between models of one server: frames, and the socket directory."""
 
 import os
 import socket
-import threading
 
 import numpy as np
 import pytest
 
-from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_listener, local_socket
 from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
 from paged_backend.server.tensors import INPUTS
-from paged_backend.server.wire.control import write_adapters, write_num_stopped
-from tests.support.in_process import WAIT
-from tests.support.local_engine import Engine, ask, connected, use_socket_directory
-from tests.support.waiting import until
+from tests.support.local_engine import Engine, connected
 
-
-@pytest.fixture(autouse=True)
-def socket_directory(tmp_path, monkeypatch):
-    return use_socket_directory(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def engine():
-    made = Engine()
-    yield made
-    made.listener.close()
+pytestmark = pytest.mark.usefixtures("socket_directory")
 
 
 def test_tensors_round_trip():
@@ -47,75 +31,6 @@ def test_invalid_tensors_are_rejected(tensors):
         read_tensors(tensors, INPUTS)
 
 
-def test_a_response_an_error_and_a_cancellation(engine):
-    connection = connected()
-    frames = connection.frames()
-    for own_id in (1, 2, 3):
-        ask(connection, own_id)
-    first, second, third = (engine.next() for _ in range(3))
-    assert first.received()[0]["text_input"].tolist() == [b"x"]
-    second.fail(RequestError(ErrorCode.UNAVAILABLE, "later"))
-    first.send(write_num_stopped(3), final=True)
-    assert next(frames) == {"id": 2, "error": {"code": "UNAVAILABLE", "text": "UNAVAILABLE: later"}}
-    assert next(frames) == {"id": 1, "outputs": {"num_stopped": [3]}, "final": True}
-    connection.send(pack({"id": 3, "cancel": True}))
-    connection.send(pack({"id": 2, "cancel": True}))  # the connection has ended
-    ask(connection, 4)
-    engine.next()
-    assert third.is_cancelled() and not third.closed
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        (InputLimits.max_frame_bytes + 1).to_bytes(4, "big"),
-        b"\0\0\0\x04{no}",
-        b"\0\0\0\x02[]",
-        pack({"id": 1}),
-        pack({"request": {}}),
-        pack({"id": 1, "request": {"tensors": {}, "parameters": {}, "timeout_us": "1"}}),
-    ],
-)
-def test_an_invalid_frame_closes_only_its_connection(engine, frame):
-    good, bad = connected(), connected()
-    ask(good)
-    ask(bad, 5)
-    channels = [engine.next() for _ in range(2)]
-    bad.send(frame)
-    assert list(bad.frames()) == []
-    until(lambda: any(one.is_cancelled() for one in channels))
-    (left,) = [one for one in channels if not one.is_cancelled()]
-    left.send(write_num_stopped(1), final=True)
-    assert next(good.frames())["outputs"] == {"num_stopped": [1]}
-
-
-def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
-    monkeypatch.setattr(local_socket, "SEND_SECONDS", 0.05)
-    connection = connected()
-    ask(connection)
-    channel = engine.next()
-    outputs = write_adapters([{"name": "x" * 65536}])
-    while not channel.is_cancelled():
-        channel.send(outputs, final=False)
-    connection.close()
-
-
-def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
-    """Several slow readers do not either, although sending to each of them blocks."""
-    monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
-    engine, outputs = Engine(), write_adapters([{"name": "x" * 65536}] * 64)
-    connections = [connected() for _ in range(3)]
-    for connection in connections:
-        ask(connection)
-        channel = engine.next()  # larger than the socket's buffer
-        threading.Thread(target=channel.send, args=[outputs], kwargs={"final": False}, daemon=True).start()
-        until(channel._peer.connection._lock.locked)
-    leaving = threading.Thread(target=engine.stop, args=[0], daemon=True)
-    leaving.start()
-    leaving.join(WAIT)
-    assert not leaving.is_alive()
-
-
 def test_an_oversized_frame_is_neither_sent_nor_read():
     with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 can be sent \(max_frame_bytes\)"):
         pack({"id": 1234567}, 10)
@@ -124,29 +39,6 @@ def test_an_oversized_frame_is_neither_sent_nor_read():
     with pytest.raises(FrameError, match=r"a frame of 14 bytes; at most 10 can be received \(max_frame_bytes\)"):
         next(Connection(far, 10).frames())
     near.close()
-
-
-def test_an_oversized_response_is_not_sent():
-    engine = Engine(input_limits=InputLimits(max_frame_bytes=200))
-    connection = connected()
-    ask(connection)
-    with pytest.raises(FrameError, match="at most 200 can be sent"):
-        engine.next().send(write_adapters([{"name": "x" * 200}]), final=True)
-    connection.close()
-    engine.listener.close()
-
-
-def test_connections_beyond_the_limit_are_rejected_with_a_reason():
-    engine = Engine(input_limits=InputLimits(max_local_connections=1))
-    first = connected()
-    ask(first)
-    engine.next()
-    assert list(connected().frames()) == [{"refused": "1 connections are open, which is max_local_connections"}]
-    first.close()
-    until(lambda: not engine.listener._peers)
-    ask(connected())
-    engine.next()
-    engine.listener.close()
 
 
 def test_a_directory_accessible_to_others_is_rejected(socket_directory, monkeypatch):

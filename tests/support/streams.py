@@ -1,13 +1,14 @@
 """Fake clients of the responder."""
 
+import json
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
-from paged_backend.api.request import GenerateRequest
+from paged_backend.api.request import GenerateRequest, TokenDelta, TokenLogprob
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.outputs import PoolMap
+from paged_backend.engine.outputs import PoolMap, StepOutput
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.channel import ServerChannel
 from paged_backend.server.sample import Sample
@@ -59,3 +60,44 @@ STATS = SchedulerStats(**NOTHING | {"running": 1, "blocks_total": 4, "blocks_use
 
 
 POOL = PoolMap(12.5, "12c.", 20, STATS)
+
+
+def step(key, text, finish=None):
+    tokens = tuple(TOKENIZER.encode(text, add_special_tokens=False))
+    return StepOutput((TokenDelta(key, tokens, finish),), STATS, 1.0)
+
+
+class LogprobsClient(Client):
+    """A client that asks for logprobs. `got` has (their tokens, cumulative logprob, whether it was final)."""
+
+    def __init__(self, key, stop=()):
+        super().__init__(key, stop=stop)
+        asked = SamplingParams(max_tokens=99, logprobs=0)
+        self.stream.request = replace(self.stream.request, sampling=asked)
+        self.stream.call = replace(self.stream.call, return_logprobs=True, return_cumulative_logprob=True)
+
+    def send(self, response, flags):
+        self.sending.set()
+        assert self.may_send.wait(WAIT)
+        tensors = dict(response[0])
+        tokens = [int(token) for entries in json.loads(tensors["logprobs"][0]) for token in entries]
+        self.got.put((TOKENIZER.decode(tokens), tensors["cumulative_logprob"].tolist(), flags == 1))
+
+
+def step_with_logprobs(key, text, finish=None):
+    """Return a step whose tokens have a logprob of -0.5 each."""
+    output = step(key, text, finish)
+    (delta,) = output.deltas
+    recorded = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
+    return replace(output, deltas=(delta._replace(logprobs=recorded),))
+
+
+def failing_once(client, name):
+    """Make a method of the client raise when it is first called."""
+    works = getattr(client, name)
+
+    def fails(*_, **__):
+        setattr(client, name, works)
+        raise RuntimeError("the pipe broke")
+
+    setattr(client, name, fails)

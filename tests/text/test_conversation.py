@@ -1,28 +1,14 @@
-"""Conversations with tools: checks, limits, and chat templates."""
+"""Conversations with tools: what is passed on, and what is rejected."""
 
 import json
 import shutil
-import threading
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
-from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import InputLimits
-from paged_backend.text import templates
-from paged_backend.text.templates import check_template, render
 from tests.support.callers import Caller, serving
-from tests.support.in_process import WAIT
+from tests.support.conversations import CALL, TURNS, WEATHER
 from tests.support.wire_requests import read, rejection, text
-
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TURNS = [
-    {"role": "user", "content": "How is it in Paris?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "Fine.", "tool_call_id": "c1"},
-]
 
 
 def sent(messages, **more):
@@ -100,74 +86,3 @@ def test_a_session_over_max_messages_is_rejected(tiny, tmp_path):
     with serving(tmp_path, max_messages=3) as server:
         sent_turn(server, sequence_start=True).all()
         assert 'messages="5 messages": must be at most 3' in sent_turn(server).rejection()
-
-
-def with_template(template):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-CUBIC = "{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "template", [ENDLESS + "{% endfor %}", "{% set m = messages[0].content %}" + CUBIC], ids=["by itself", "by a text"]
-)
-def test_a_template_that_does_not_terminate_is_stopped(template):
-    reason = r"messages: the chat template does not end within 0\.2 s on them \(chat_template_timeout\)"
-    with pytest.raises(RequestError, match=reason):
-        render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None, 0.2)
-    for thread in threading.enumerate():
-        if thread.name == "template":
-            thread.join(60)
-            assert not thread.is_alive()
-
-
-@pytest.mark.parametrize(
-    ("template", "seconds", "reason"),
-    [
-        ("{% if %}", WAIT, "is not valid Jinja: line 1"),
-        (ENDLESS + "{% endfor %}", 0.2, r"does not end within 0\.2 s \(chat_template_timeout\)"),
-        ("x" * (templates.MAX_TEMPLATE_CHARS + 1), WAIT, "must be a text of at most"),
-        ({"default": "x", "tools": 5}, WAIT, "must be a text of at most"),
-    ],
-)
-def test_an_unusable_template_is_rejected_at_load(template, seconds, reason):
-    with pytest.raises(ValueError, match=reason):
-        check_template(with_template(template), seconds)
-
-
-@pytest.mark.parametrize("template", [None, "x", "{{ raise_exception('two turns, please') }}", "{{ messages[1].x }}"])
-def test_a_template_that_rejects_the_probe_is_accepted(template):
-    check_template(with_template(template), WAIT)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
-def test_templates_are_sandboxed(template):
-    with pytest.raises(RequestError, match="messages: the chat template refuses them"):
-        render(with_template(template), TURNS[:1], None, WAIT)
-
-
-def test_the_template_receives_tools_and_tool_calls():
-    tokenizer = with_template(
-        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
-        "{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
-        "{% endfor %};{% endfor %}"
-    )
-    turns = "user:How is it in Paris?;assistant:Paris;tool:Fine.;"
-    assert render(tokenizer, TURNS, [WEATHER], WAIT) == "[weather]" + turns
-    assert render(tokenizer, TURNS, None, WAIT) == turns
-    tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
-    with pytest.raises(RequestError, match="messages: the chat template refuses them: no tools here"):
-        render(tokenizer, TURNS, [WEATHER], WAIT)

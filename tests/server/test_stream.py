@@ -1,0 +1,74 @@
+"""An open request: its logprobs, session and receipt."""
+
+import pytest
+
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import FinishReason, Usage
+from paged_backend.server.sessions import SessionName, Sessions
+from tests.support.in_process import WAIT
+from tests.support.streams import Client, LogprobsClient, step, step_with_logprobs
+
+NAME = SessionName("", 7)
+
+
+def test_responses_have_their_own_logprobs_and_the_cumulative_sum(opened):
+    responder, _, _ = opened
+    client = LogprobsClient(1)
+    client.may_send.clear()
+    responder.open(client.stream)
+    responder.emit(step_with_logprobs(1, "a"))
+    assert client.sending.wait(WAIT)
+    for text in "bcd":
+        responder.emit(step_with_logprobs(1, text))
+    client.may_send.set()
+    assert client.got.get(timeout=WAIT) == ("a", [-0.5], False)
+    assert client.got.get(timeout=WAIT) == ("bcd", [-2.0], False)
+    responder.emit(step_with_logprobs(1, "e", FinishReason.LENGTH))
+    assert client.got.get(timeout=WAIT) == ("e", [-2.5], True)
+
+
+class FailingClient(Client):
+    """A client whose tokens cannot be decoded and whose sends fail; it begins its next turn during the first send."""
+
+    def __init__(self, key, sessions):
+        super().__init__(key, stop=["x"])
+        self.sessions, self.next_turns = sessions, []
+        sessions.begin(NAME, start=True, end=False).finish([1], "")
+        self.stream.turn = sessions.begin(NAME, start=False, end=False)
+
+    def decode(self, ids):
+        raise ValueError("no text")
+
+    def send(self, response, flags):
+        if not self.next_turns:
+            self.next_turns.append(self.sessions.begin(NAME, start=False, end=False))
+        raise RuntimeError("no way back")
+
+
+def test_a_session_is_released_once_when_sending_fails(opened):
+    """Its next turn, which has begun by then, is not ended."""
+    responder, _, aborted = opened
+    sessions = Sessions(60, 1, print)
+    broken, other = FailingClient(1, sessions), Client(2)
+    for client in (broken, other):
+        responder.open(client.stream)
+    responder.emit(step(1, "a"))
+    responder.emit(step(2, "b"))
+    assert aborted.get(timeout=WAIT) == 1
+    assert other.got.get(timeout=WAIT) == ("b", None, False)
+    responder.emit(step(2, "c", FinishReason.LENGTH))
+    assert other.got.get(timeout=WAIT) == ("c", None, True)
+    assert len(broken.next_turns) == 1 and aborted.empty()
+    with pytest.raises(RequestError, match="not answered yet"):
+        sessions.begin(NAME, start=False, end=False)
+
+
+def test_a_receipt_excludes_preempted_time_from_every_phase():
+    """Of 4 seconds between scheduling and the first token 2 were preempted, and 3 of the 5 after it."""
+    stream = Client(1).stream
+    stream.mark_scheduled(1.0)
+    for when, waited in ((5.0, 2.0), (10.0, 5.0)):
+        usage = Usage(*[0] * 6, preempted_seconds=waited)
+        stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)
+    phases = {name: value for name, value in stream.usage_receipt().items() if name.endswith("_seconds")}
+    assert phases == {"queued_seconds": 1, "prefill_seconds": 2, "decode_seconds": 2, "preempted_seconds": 5}

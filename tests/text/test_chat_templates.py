@@ -1,0 +1,55 @@
+"""Rendering of chat templates: their time limit, the sandbox, and what they get."""
+
+import threading
+
+import pytest
+
+from paged_backend.api.errors import RequestError
+from paged_backend.text.templates import render
+from tests.support.conversations import TURNS, WEATHER
+from tests.support.in_process import WAIT
+from tests.support.tokenizers import ENDLESS, with_template
+
+CUBIC = "{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [ENDLESS + "{% endfor %}", "{% set m = messages[0].content %}" + CUBIC], ids=["by itself", "by a text"]
+)
+def test_a_template_that_does_not_terminate_is_stopped(template):
+    reason = r"messages: the chat template does not end within 0\.2 s on them \(chat_template_timeout\)"
+    with pytest.raises(RequestError, match=reason):
+        render(with_template(template), [{"role": "user", "content": "x" * 10_000}], None, 0.2)
+    for thread in threading.enumerate():
+        if thread.name == "template":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_templates_are_sandboxed(template):
+    with pytest.raises(RequestError, match="messages: the chat template refuses them"):
+        render(with_template(template), TURNS[:1], None, WAIT)
+
+
+def test_the_template_receives_tools_and_tool_calls():
+    tokenizer = with_template(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
+        "{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
+        "{% endfor %};{% endfor %}"
+    )
+    turns = "user:How is it in Paris?;assistant:Paris;tool:Fine.;"
+    assert render(tokenizer, TURNS, [WEATHER], WAIT) == "[weather]" + turns
+    assert render(tokenizer, TURNS, None, WAIT) == turns
+    tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(RequestError, match="messages: the chat template refuses them: no tools here"):
+        render(tokenizer, TURNS, [WEATHER], WAIT)
