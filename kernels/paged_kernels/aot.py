@@ -33,7 +33,7 @@ from paged_kernels.paging import Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 KB = 1024
-CHIPS = {  # target, and the shared memory that one program may use
+CHIPS = {  # chip: (target, maximum shared memory of a program)
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
@@ -42,13 +42,13 @@ CHIPS = {  # target, and the shared memory that one program may use
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
 SAMPLING = ("threshold", "best", "greedy", "first_best")
-SMALL_KERNELS = (*SAMPLING, "block_copy")  # with few configurations
-# Attention: small tiles, small tiles with splits, large tiles beside small ones, shared prefixes, and the merge.
+SMALL_KERNELS = (*SAMPLING, "block_copy")  # kernels with few configurations
+# Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes, the merge.
 ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
-# Per thread. ptxas spills a few values that are set before the loop and read after it, to reach the next level of
-# occupancy; spilling inside a loop would be many times as much.
+# Bytes per thread. To increase occupancy, ptxas spills a few values that are set before the loop and read after it;
+# spilling inside a loop would be many times as much.
 MAX_SPILLED_BYTES = 32
 
 
@@ -57,7 +57,7 @@ class Case:
     """One launch of one kernel on one chip."""
 
     chip: str
-    kernel: str  # one of ATTENTION or SMALL_KERNELS, or a module
+    kernel: str  # name from ATTENTION or SMALL_KERNELS, or of a module
     dtype: str = "bf16"
     head_dim: int = 128
     group: int = 4
@@ -65,11 +65,11 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    norm: bool = False  # rope_kv_write: with an RMSNorm of each head; add_rms_norm: with a residual
+    norm: bool = False  # rope_kv_write: RMSNorm of each head; add_rms_norm: residual
     format: str | None = None  # quantized format of the pool
-    # decode, split: the longest context; prefill: the longest chunk; prefix: number of sequences; others: rows
+    # size by kind: decode, split: longest context; prefill: longest chunk; prefix: number of sequences; others: rows
     length: int = 1024
-    width: int = 16384  # of a row; block_copy: bytes of a block; not used by attention
+    width: int = 16384  # width of a row; block_copy: bytes of a block; not used by attention
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Cost:
     """The resources of a compiled kernel."""
 
     shared: int  # bytes of shared memory
-    registers: int  # per thread
-    spilled: int  # bytes per thread
+    registers: int  # registers per thread
+    spilled: int  # spilled bytes per thread
 
 
 def full_grid(chip: str) -> Iterator[Case]:
@@ -178,7 +178,7 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 def _launch(case: Case) -> Launch:
     """Plan the launch of a case on tensors without memory."""
     dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
-    # With few multiprocessors no splits are planned, and large tiles; with many, splits.
+    # The number of multiprocessors selects the plan: few give large tiles without splits, many give splits.
     device = Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

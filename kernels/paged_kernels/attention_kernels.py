@@ -28,7 +28,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
     ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M // HEADS queries of a sequence from q_first on, or one split's part of them (PARTIAL)."""
+    """Compute BLOCK_M // HEADS queries of a sequence from q_first on; with PARTIAL, the part of one split."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     context_len = tl.load(context_lens + seq)
     row = tl.arange(0, BLOCK_M)
@@ -61,7 +61,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         q = tl.load(
             query + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :], mask=mask, other=0.0
         )  # fmt: skip
-        if HAS_SINKS and not PARTIAL:  # a sink is one more key with this logit and value 0; the merge adds its own
+        if HAS_SINKS and not PARTIAL:  # sinks are keys with this logit and value 0; for partials, the merge adds them
             row_max = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
             row_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
         else:
@@ -102,7 +102,7 @@ def _store_partial(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # These change between steps or layers: specializing on them would trigger compilation while serving.
+    # Arguments that change between steps or layers: specializing on them would trigger compilation while serving.
     do_not_specialize=["num_seqs", "large_tiles", "num_splits", "slots", "queries", "window", "stride_table"],
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "shared_lens", "sinks"],
 )
@@ -111,7 +111,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     block_tables, context_lens, query_starts, shared_lens, sinks,
     num_seqs, large_tiles, num_splits, slots, queries, window, scale, softcap,
     stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
-    # The strides of the cache never change, and knowing their exact divisors (72 = 8 * 9) allows vector loads.
+    # Strides of the cache, which never change; knowing their exact divisors (72 = 8 * 9) allows vector loads.
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
@@ -154,7 +154,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
     else:
         item -= large_tiles
-        split = item // num_seqs  # the last splits may be empty, so they are scheduled last
+        split = item // num_seqs  # split-major order: the last splits may be empty, so they are scheduled last
         seq = item % num_seqs
         query_start = tl.load(query_starts + seq)
         query_len = tl.load(query_starts + seq + 1) - query_start
@@ -276,7 +276,7 @@ def merge_partials_kernel(  # type: ignore[no-untyped-def]
             prefix_split_len = split_len_of(0, prefix_len, prefix_splits, MIN_SPLIT, PREFIX_N)
             used += (prefix_len + prefix_split_len - 1) // prefix_split_len
 
-        # Slots in use: 0 to own - 1, and those of the prefix from num_splits on.
+        # Slots in use: 0 to own - 1, and the prefix's from num_splits on.
         place = (seq.to(tl.int64) * slots * queries + q_index) * NUM_HEADS + head
         stride_slot = queries * NUM_HEADS
         index = tl.arange(0, MAX_SLOTS)

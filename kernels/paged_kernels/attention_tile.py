@@ -114,13 +114,13 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of the running softmax, with the BLOCK_N keys from position `start` on."""
+    """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on."""
     k, v, k_scale, v_scale = _load_step(
         start, block, begin, end, key_head, value_head, key_scale_head, value_scale_head,
         STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
         MASKED, HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    CODE_UNIT: tl.constexpr = 256.0 if FORMAT == "fp8" else 1.0  # code / _widen(code)
+    CODE_UNIT: tl.constexpr = 256.0 if FORMAT == "fp8" else 1.0  # factor code / _widen(code)
     if FORMAT is not None:
         k = _widen(k, FORMAT, q.dtype)
         v = _widen(v, FORMAT, q.dtype)
@@ -138,13 +138,13 @@ def _softmax_step(  # type: ignore[no-untyped-def]
         scores = tl.where(visible, scores, float("-inf"))
 
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # For a row that has seen no key yet, -inf - -inf would be NaN; -inf - 0 gives the weight 0.
+    # Rows that have seen no key yet: -inf - -inf would be NaN, but -inf - 0 gives the weight 0.
     base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(row_max - base)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
     if FORMAT is not None:
-        # acc is in units of the largest value scale so far * 2**-14, so that a weight times its value's scale is at
+        # The unit of acc is the largest value scale so far * 2**-14, so that a weight times its value's scale is at
         # most 2**14, within the range of float16.
         new_unit = tl.maximum(unit, tl.max(v_scale, 0) * 0.00006103515625)
         weights = weights * (v_scale / new_unit)[None, :]
@@ -174,7 +174,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         low = begin
         high = end
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    unit = 1e-37  # of acc; below the smallest scale times 2**-14
+    unit = 1e-37  # unit of acc; below the smallest scale times 2**-14
     key_head = key_cache + kv_head.to(tl.int64) * STRIDE_K_HEAD
     value_head = value_cache + kv_head.to(tl.int64) * STRIDE_V_HEAD
     key_scale_head = key_scales
@@ -209,7 +209,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     norm = 1.0 / total
     if FORMAT is not None:
         norm = norm * unit * (256.0 if FORMAT == "fp8" else 1.0)
-    # Without any key, row_max and therefore the logarithm are -inf.
+    # Rows without any key have row_max and logarithm -inf.
     return acc * norm[:, None], row_max + tl.log2(total)
 
 

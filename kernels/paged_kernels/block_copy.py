@@ -57,7 +57,7 @@ def block_copy(
     pair: BlockPair,
     moves: Tensor,  # [num_moves, 2] int64: source and target block; at least one
     *,
-    programs: int | None = None,  # limit on the number of programs, to leave the rest of the GPU to other work
+    programs: int | None = None,  # maximum number of programs, which leaves the rest of the GPU to other work
 ) -> None:
     """Copy whole blocks of every tensor, in place.
 

@@ -15,13 +15,13 @@ from torch import Tensor
 class BlockPair:
     """The tensors of a source and of a target cache, paired by shape and type, with the block as first dimension.
 
-    The table of addresses is made once, since the tensors do not move.
+    The table of addresses is built once, since the tensors do not move.
     """
 
     sources: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     table: Tensor  # [3, num_tensors] int64: addresses of the sources, addresses of the targets, bytes of a block
-    largest: int  # bytes of the largest block
+    largest: int  # size of the largest block in bytes
     aligned: int  # largest power of two, up to 16, that divides all addresses and block sizes
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Groups of decode rows that share leading blocks, where reading those once pays off. Imports no torch.
+"""Groups of decode rows that share leading blocks, if reading those once is faster. Imports no torch.
 
-B rows that share P tokens and have s of their own each read B * (P + s) keys; with the prefix read once for all, it is
-P + B * s. The ratio is B * (P + s) / (P + B * s) at most: 8 for 64 rows of 2,048 + 256. A tile holds only
+B rows that share P tokens and have s further tokens each read B * (P + s) keys. If the prefix is read once for all, it
+is P + B * s keys. The ratio is B * (P + s) / (P + B * s) at most: 8 for 64 rows of 2,048 + 256. A tile holds only
 TILE_ROWS // group decode rows, and every tile reads the prefix: t tiles read t * P. The cost is one more launch, the
 merge, and the partial results: a few microseconds, in which a GPU reads the keys of some thousand tokens of a layer.
 Hence two conditions: at least MIN_SAVED_TOKENS are not read again, and the reads shrink by MIN_READ_RATIO.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SHARED_TOKENS = 256  # tokens of a prefix: groups are distinguished by the block that holds the last of them
-MIN_SAVED_TOKENS = 8192  # tokens not read a second time: 4 KiB each for 8 KV heads of 128 in 16 bits, 8 us at 4.3 TB/s
+MIN_SHARED_TOKENS = 256  # minimum length of a prefix; groups are distinguished by the block of its last token
+MIN_SAVED_TOKENS = 8192  # minimum tokens saved: at 4 KiB each (8 KV heads of 128, 16 bits), 8 us at 4.3 TB/s
 MIN_READ_RATIO = 1.1
-MAX_GROUPS = 16  # the grid always has programs for this many groups
+MAX_GROUPS = 16  # maximum groups, for which the grid always has programs
 TILE_ROWS = 128
 
 
@@ -30,7 +30,7 @@ class PrefixGroups:
 
 
 def read_ratio(rows: int, shared: int, own: int) -> float:
-    """Return how many times fewer keys are read, at most, if `rows` sequences share `shared` of their tokens."""
+    """Return the maximum factor by which fewer keys are read if `rows` sequences share `shared` of their tokens."""
     return rows * (shared + own) / (shared + rows * own)
 
 
@@ -42,7 +42,7 @@ def find_prefix_groups(
     block_size: int,
     group: int,  # query heads per KV head
 ) -> PrefixGroups | None:
-    """Find the groups of decode rows that share at least MIN_SHARED_TOKENS leading tokens; None if that does not pay.
+    """Find the groups of decode rows that share at least MIN_SHARED_TOKENS leading tokens; None if it saves too little.
 
     Rows with the same block in the column of token MIN_SHARED_TOKENS - 1 form a group if all blocks before it are the
     same too. A group shares the whole blocks that all of its members have in common, but never a member's newest

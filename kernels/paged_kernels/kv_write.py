@@ -17,10 +17,10 @@ def quantize_rows(x, FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: 
     """Return codes and scales of the rows x, bit for bit those of `paged_kernels.layer_cache.quantize`."""
     x = x.to(tl.float32)
     magnitude = tl.abs(x)
-    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity also for NaN
+    top = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # infinity replaces NaN
     scale = tl.where(top < float("inf"), tl.div_rn(tl.maximum(top, MIN_ROW_MAX), MAX_CODE), float("nan"))
     y = tl.where(top[:, None] < float("inf"), tl.div_rn(x, scale[:, None]), 0.0)
-    if FORMAT == "int8":  # adding 1.5 * 2**23 rounds to an integer
+    if FORMAT == "int8":  # rounds to an integer by adding 1.5 * 2**23
         return ((y + 12582912.0) - 12582912.0).to(tl.int8), scale
     # Round to e4m3 with integer arithmetic: at bit 20, and with an exponent bias of 7 in place of 127. Values below
     # 2**-6 are subnormal, in steps of 2**-9: adding 2**14 rounds them, and leaves them in the lowest bits.

@@ -12,11 +12,11 @@ import torch
 
 from paged_kernels.launch_table import Tile, TuningKey, find_tile, power_of_two
 
-MIN_SPLIT = 256  # keys: starting and merging a shorter split would cost more than it saves
-MAX_SPLITS = 64  # of a sequence: the merge reads as many partials at once
-MAX_SPLIT_LEN = 16384  # keys: keeps one sequence that is far longer than the others from occupying one program
-MIN_RELATIVE_OCCUPANCY = 0.9  # of the best occupancy: the fewest splits that reach it are used
-DEFAULT_MULTIPROCESSORS = 132  # of an H100 or H200, for runs without a GPU
+MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
+MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
+MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a long sequence alone
+MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
+DEFAULT_MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200, for runs without a GPU
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def launch_shape(
 ) -> LaunchShape:
     """Choose the tiles of a step: small ones only if one holds every query of a sequence, else small and large ones.
 
-    A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would multiply 32 times
-    what it needs. It does share the registers and the shared memory that the large tile's code requires.
+    A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would compute 32 times as
+    much as necessary. Its program still takes the registers and shared memory of the large tile's code.
     """
     heads = heads_per_tile(group, itemsize)
-    rows = max(16, power_of_two(heads))  # a tensor core instruction takes 16 rows
+    rows = max(16, power_of_two(heads))  # minimum 16: the rows of a tensor core instruction
     one_tile = max_query_len * heads <= (16 if itemsize == 4 else 64)
     if one_tile:
         rows = max(rows, power_of_two(max_query_len * heads))
@@ -106,7 +106,7 @@ def launch_shape(
     large = tile("prefill", max_query_len)
     block_m = max(rows, large.block_m)
     programs = (num_tokens * heads // block_m + 1) * num_kv_heads * -(-group // heads)
-    if block_m > 64 >= rows and programs < multiprocessors:  # half the rows per tile, twice the programs
+    if block_m > 64 >= rows and programs < multiprocessors:  # halves the rows per tile, doubles the programs
         large, block_m = tile("prefill", 1), 64
     return LaunchShape(
         heads, rows, small.block_n, small.num_stages, block_m, large.block_n, large.num_stages, large.num_warps
@@ -124,7 +124,7 @@ def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantize
 
 
 def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
-    """Return into how many splits a launch divides each sequence's keys at most (Flash-Decoding, Dao et al. 2023).
+    """Return the maximum number of splits of each sequence's keys in a launch (Flash-Decoding, Dao et al. 2023).
 
     On the device, a program takes its share of its own sequence's length.
 
@@ -132,7 +132,7 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
         programs: programs of the launch with one split per sequence.
         max_len: length of the longest sequence. It is rounded up to a power of two, so that similar steps, and all
             steps of a captured CUDA graph, have the same number of splits.
-        multiprocessors: of the device.
+        multiprocessors: multiprocessors of the device.
 
     With s splits the busiest multiprocessor runs ceil(programs * s / multiprocessors) splits of length 1/s, so the
     occupancy is programs * s / multiprocessors divided by that: for 136 programs on 132 multiprocessors it is 0.52
@@ -146,7 +146,7 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
         work = programs * splits
         return work / (multiprocessors * -(-work // multiprocessors))
 
-    # More than eight programs per multiprocessor balance themselves; further splits would only add empty programs.
+    # Eight programs per multiprocessor balance the load; more splits would only add empty programs.
     balanced = min(most, -(-power_of_two(max_len) // MAX_SPLIT_LEN), max(1, 8 * multiprocessors // programs))
     enough = MIN_RELATIVE_OCCUPANCY * max(occupancy(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if splits >= balanced and occupancy(splits) >= enough)

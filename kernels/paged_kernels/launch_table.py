@@ -22,7 +22,7 @@ class Tile:
     block_m: int  # rows: queries times query heads of a group
     block_n: int  # keys per loop step
     num_warps: int
-    num_stages: int  # loop steps whose keys are being loaded or used at the same time
+    num_stages: int  # loop steps whose keys are loaded or used at the same time
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class TuningKey:
     itemsize: int  # bytes per element of the query
     rows: int  # rows of a tile that holds a sequence's queries ("prefill": one query); a power of two, at least 16
     quantized: bool
-    length: int  # tokens: of the longest context for "decode", of the longest chunk for "prefill"
+    length: int  # tokens of the longest context ("decode") or of the longest chunk ("prefill")
 
 
 @dataclass(frozen=True)
 class RowTile:
     """The part of a row that one program of a row-wise kernel processes."""
 
-    elements: int  # of one row, in whole heads where the row has heads, at least one; block_copy: bytes
+    elements: int  # elements of one row, in whole heads if it has any; block_copy: bytes
     num_warps: int
 
 
@@ -57,13 +57,13 @@ class RowTuningKey:
     rows: int  # one of ROW_BUCKETS; for a kind of ROW_COUNT_INVARIANT always the last
 
 
-DEFAULT_ROW_TILES = {  # used where a table has no entry; clipped to one row
+DEFAULT_ROW_TILES = {  # defaults if a table has no entry; clipped to one row
     "kv_write": RowTile(2048, 4),
     "rope_kv_write": RowTile(2048, 4),
     "norm_rope_kv_write": RowTile(2048, 4),  # rope_kv_write with an RMSNorm of each head
-    "add_rms_norm": RowTile(2**30, 16),  # always a whole row
+    "add_rms_norm": RowTile(2**30, 16),  # a whole row, always
     "swiglu": RowTile(1024, 4),
-    "sampling": RowTile(4096, 8),  # of the pass over all logits
+    "sampling": RowTile(4096, 8),  # tile of the pass over all logits
     "block_copy": RowTile(16384, 8),
 }
 # Kinds with one entry for any number of rows. The number of warps sets the order in which a row is summed: with an
@@ -97,7 +97,7 @@ def default_tile(chip: str, key: TuningKey) -> Tile:
         return Tile(key.rows, block_n, 4, 2 if hip else 3)
     if hip:
         return Tile(64, 32, 4, 1)
-    if wide and key.quantized:  # with 32 quantized keys per step, sm_90 would spill
+    if wide and key.quantized:  # 32 quantized keys per step would spill on sm_90
         return Tile(64, 16 if chip == "sm_90" else block_n, 8, 1)
     if wide:
         return Tile(64, block_n, 8, 2)
@@ -239,7 +239,7 @@ def nearest_chip(chip: str, known: list[str]) -> str | None:
     return older[-1] if older else same[0] if same else None
 
 
-_tables: dict[str, Table | None] = {}  # by chip; each file is read once per process
+_tables: dict[str, Table | None] = {}  # tables by chip; each file is read once per process
 
 
 def find_table(chip: str) -> Table | None:

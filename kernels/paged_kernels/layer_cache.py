@@ -64,7 +64,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes in `dtype`, one of FORMATS, in the shape of x [..., head_dim], and scales [...] in fp32."""
     x = x.float()
-    top = x.abs().amax(dim=-1)  # NaN if an element is NaN
+    top = x.abs().amax(dim=-1)  # maximum magnitude; NaN if an element is NaN
     # The divisor is a tensor: by a Python number, PyTorch multiplies with the reciprocal on CUDA, one rounding off the
     # IEEE division of the kernels and of the CPU.
     scales = top.clamp(min=MIN_ROW_MAX) / torch.full_like(top, MAX_CODE[dtype])

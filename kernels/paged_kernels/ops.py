@@ -77,7 +77,7 @@ def rope_kv_write(
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalized sum, and the sum; see `paged_kernels.add_rms_norm.add_rms_norm`."""
-    if torch.compiler.is_compiling():  # the compiler fuses plain PyTorch operations with their neighbors
+    if torch.compiler.is_compiling():  # plain PyTorch, which the compiler fuses with neighboring operations
         return layer_ops.add_rms_norm(x, residual, weight, eps)
     normed, total = _dispatch(x, "add_rms_norm")(x, residual, weight, eps)
     return normed, total

@@ -28,7 +28,7 @@ class LaunchPlan:
     shape: LaunchShape
     grid: tuple[int, int]
     num_splits: int
-    prefix: Tile | None  # None: no pass over shared prefixes
+    prefix: Tile | None  # tile of the pass over shared prefixes; None: no such pass
     prefix_grid: tuple[int, int, int]
     queries: int  # maximum number of queries of a sequence that is split
 
@@ -61,7 +61,7 @@ def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, w
         max_query_len=paging.max_query_len, max_context_len=paging.max_context_len,
     )  # fmt: skip
     head_programs = num_kv_heads * triton.cdiv(group, shape.HEADS)
-    small = paging.num_seqs - (shape.LARGE_M > 0)  # with large tiles, at least one sequence uses them
+    small = paging.num_seqs - (shape.LARGE_M > 0)  # at least one sequence uses large tiles, if any
     splits = launch.count_splits(small * head_programs, paging.max_context_len, device.multiprocessors)
     large_tiles = num_tokens // (shape.LARGE_M // shape.HEADS) + paging.num_seqs if shape.LARGE_M else 0
     prefix, prefix_grid = None, (0, 0, 0)
@@ -119,7 +119,7 @@ def _templates(
         GROUP=num_heads // keys.shape[1], NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2],
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 drops 13 bits of fp32
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
         **flags, **vars(shape),
     )  # fmt: skip
     made = [_template(paged_attention_kernel, plan.grid, named)]
@@ -150,7 +150,8 @@ def plan_launch(
     out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, *,
     scale: float, sliding_window: int | None, softcap: float | None, sinks: Tensor | None, device: Device,
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches of one call in order. What the layers of a step share is computed for the first of them."""
+    """Return the launches of one call in order. The parts that the layers of a step share are computed for the first
+    layer."""
     keys, values = cache.keys, cache.values
     flags = sliding_window is not None, softcap is not None, sinks is not None
     key = (

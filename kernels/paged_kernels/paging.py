@@ -12,8 +12,8 @@ from torch import Tensor
 class SharedPrefixes:
     """Groups of decode rows whose block tables start with the same blocks, so that a GPU can read them once per group.
 
-    An implementation may ignore it. Only decode rows may be members, and only with fewer shared tokens than context.
-    All members of a group have the same leading blocks and the same number of tokens in them.
+    An implementation may ignore them. Members must be decode rows with more context than shared tokens. All members of
+    a group have the same leading blocks and the same number of tokens in them.
     """
 
     lens: Tensor  # [num_seqs] int32: tokens that each sequence shares with its group, in whole blocks; 0: in no group
@@ -44,7 +44,7 @@ class Paging:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: a GPU never reads entries past the context
     context_lens: Tensor  # [num_seqs] int32: tokens in the cache, including this step's
     query_starts: Tensor  # [num_seqs + 1] int32: packed row of each sequence's first query
-    max_query_len: int  # on the host, so that launch shapes need no device synchronization
+    max_query_len: int  # known on the host, so that launch shapes need no device synchronization
     max_context_len: int
     shared: SharedPrefixes | None = None
 
@@ -68,5 +68,6 @@ class Paging:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """Values that an implementation computes once per step and reuses for all layers, under its own keys."""
+        """Values that an implementation computes once per step and reuses for all layers. Each implementation has its
+        own keys."""
         return {}

@@ -57,7 +57,7 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of one token's heads, and write it if it is one of KV heads.
+    """Rotate a tile of one token's heads; if they are KV heads, write keys and values.
 
     Grid: (num_tokens, tiles of query heads followed by tiles of KV heads). FORMAT as in `layer_cache`.
     """
@@ -130,7 +130,7 @@ def plan_launch(
         stride_cos_token=cos.stride(0), stride_sin_token=sin.stride(0),
         **cache_arguments(cache), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps,
-        enable_fp_fusion=False,  # the bits of a block must not depend on which implementation wrote it
+        enable_fp_fusion=False,  # blocks must be bit-identical for all implementations
     )  # fmt: skip
     tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     return Launch(rope_kv_write_kernel, (num_tokens, tiles), arguments)
@@ -147,7 +147,7 @@ def rope_kv_write(
     *,
     query_weight: Tensor | None = None,  # [head_dim]: RMSNorm of each head before the rotation
     key_weight: Tensor | None = None,
-    eps: float = 0.0,  # of these norms
+    eps: float = 0.0,  # epsilon of these norms
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Rotate queries and keys, write keys and values as `kv_write` does, and return the rotated queries.
 

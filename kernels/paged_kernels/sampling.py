@@ -11,10 +11,10 @@ position, token id) alone, from a counter-based generator (Salmon et al. 2011, "
     w    = (x + 1/2) / 2**32,  noise = -log(-log(1 - w)), from -2.8 to 22.9
 
 mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
-usual choice, Philox4x32 with 7 rounds, takes numpy six times as long, and would dominate the sampling time on a CPU.
+usual choice, Philox4x32 with 7 rounds, takes six times as long in numpy and would dominate the sampling time on a CPU.
 
-A filter keeps the logits from some threshold on. The threshold is found by bisection over the bits of a float, which
-are ordered as integers the way floats are: exact, in 16 passes over a row that stays in the cache, and without a sort.
+A filter keeps the logits above a threshold. It is found by bisection over the bits of a float, which as integers have
+the same order as floats. This is exact and needs no sort, only 16 passes over a row that stays in the cache.
 """
 
 import torch
@@ -26,10 +26,10 @@ from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import power_of_two, row_tile
 from paged_kernels.sampling_metadata import SamplingMetadata
 
-# Tile of the filter's passes. It is in no table, since it sets the order of the filter's sums, which decide tokens.
+# Tile of the filter's passes. It is not tuned, because it sets the order of the filter's sums, which affects tokens.
 FILTER_TILE, FILTER_WARPS = 4096, 16
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-LOWEST = tl.constexpr(-2139095041)  # _sortable(-infinity)
+LOWEST = tl.constexpr(-2139095041)  # value of _sortable(-infinity)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):  # t
 
 @triton.jit
 def _sortable(x):  # type: ignore[no-untyped-def]
-    """Return int32 that sort like the float32 x. The two zeros differ, which does not matter to the results."""
+    """Return int32 that sort like the float32 x. The two zeros differ, which does not affect the results."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -139,7 +139,7 @@ def _threshold_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUN
     Each pass finds two bits. A sum in the same order over fewer terms is never larger, so the result is well defined
     in floating point too.
     """
-    high, low = _sortable(top).to(tl.int64), low.to(tl.int64)  # their difference may not fit into 32 bits
+    high, low = _sortable(top).to(tl.int64), low.to(tl.int64)  # 64 bits, as their difference may exceed 32
     while low < high:
         step = high - low
         key1, key2, key3 = low + step // 4, low + step // 2, low + 3 * step // 4
@@ -263,7 +263,7 @@ def sample_reference(logits: Tensor, metadata: SamplingMetadata | None) -> Tenso
     """Sample one row at a time. The definition of `sample` for tests; slow."""
     tokens = []
     for row, values in enumerate(logits.float().cpu()):
-        if not values.max().isfinite():  # max() is NaN if a logit is
+        if not values.max().isfinite():  # also true for NaN: max() is NaN if a logit is
             tokens.append(-1)
             continue
         scale = float(metadata.scales[row]) if metadata else 0.0

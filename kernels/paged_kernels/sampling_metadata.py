@@ -1,4 +1,4 @@
-"""How the rows of a step are sampled. Imports no triton."""
+"""Sampling parameters of the rows of a step. Imports no triton."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from torch import Tensor
 class SamplingFilters:
     """top-k, top-p and min-p of each row, applied to its logits in this order.
 
-    A row keeps its `top_k` largest logits; of these the fewest largest whose share of the probability mass reaches
-    `top_p`; and of these the ones at most `margin` below the largest. Equal logits are kept or dropped together.
+    A row keeps its `top_k` largest logits; of these, the smallest number of largest ones whose probability mass reaches
+    `top_p`; and of these, those at most `margin` below the largest. Equal logits are kept or dropped together.
     """
 
     top_k: Tensor  # [num_rows] int32; the vocabulary size or more: off

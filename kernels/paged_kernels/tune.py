@@ -1,12 +1,11 @@
-"""The tuner: times launch shapes of all kernels on this GPU, and writes the table that launches are looked up in.
+"""The tuner: times launch shapes of all kernels on this GPU, and writes the table from which launches take them.
 
     python -m paged_kernels.tune [--quick] [--table FILE] [--fresh]
 
-An attention problem has decode rows or prefill chunks over shuffled blocks, in as many pools as exceed the L2 cache;
-for any other kernel, the rows are still in the cache, as if the previous launch of a step had written them. The calls
-are replayed as one CUDA graph. Candidates that do not compile, that spill, or that differ from the reference are
-skipped. Timings are kept in a journal beside the table, so that an interrupted run can be continued. Exits with 2
-without a GPU.
+An attention problem has decode rows or prefill chunks over shuffled blocks, in enough pools to exceed the L2 cache. For
+any other kernel, the rows are in the cache, as if the previous launch of a step had written them. The calls are
+replayed as one CUDA graph. Candidates that do not compile, that spill, or that differ from the reference are skipped.
+Timings are kept in a journal beside the table, so that an interrupted run can be continued. Exits with 2 without a GPU.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from paged_kernels.launch_table import (
 from paged_kernels.tuning_inputs import Problem, make_problem
 
 LENGTHS = {"decode": (1024, 8192, 65536), "prefill": (64, 512, 4096)}
-WIDTHS = {  # of rows, rounded up to a power of two, in models of 0.5B to 70B; those of an 8B model come first
+WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to 70B; an 8B model's come first
     "kv_write": (1024, 256, 512),
     "rope_kv_write": (4096, 1024, 2048, 8192),
     "norm_rope_kv_write": (4096, 1024, 2048, 8192),
@@ -47,7 +46,7 @@ WIDTHS = {  # of rows, rounded up to a power of two, in models of 0.5B to 70B; t
     "block_copy": (32768, 8192, 16384),
 }
 
-Measure = Callable[[AnyKey, AnyTile], float | None]  # microseconds; None: does not compile, spills, or is wrong
+Measure = Callable[[AnyKey, AnyTile], float | None]  # returns microseconds; None: does not compile, spills, or is wrong
 
 
 def tuning_keys(*, quick: bool) -> list[AnyKey]:
@@ -155,15 +154,15 @@ def tune(
 def measure_with(timer: Callable[[Callable[[], None]], float], device: torch.device, **options: Any) -> Measure:
     """Return a function that times all launches of one call with a given tile, in microseconds.
 
-    timer: returns the microseconds of a function. options: of `make_problem`.
+    timer: returns the microseconds of a function. options: keyword arguments of `make_problem`.
     """
     import triton
 
-    last: list[tuple[AnyKey, Problem]] = []  # the inputs of one key are reused for all of its candidates
+    last: list[tuple[AnyKey, Problem]] = []  # latest key and its inputs, reused for all candidates
 
     def measure(key: AnyKey, tile: AnyTile) -> float | None:
         if not last or last[0][0] != key:
-            last.clear()  # frees the memory first
+            last.clear()  # frees memory before allocating
             last.append((key, make_problem(key, device, **options)))
         problem = last[0][1]
         launch_table.use_table(launch_table.make_table(launch.device_of(device).chip, None, [(key, tile)]))
@@ -180,9 +179,9 @@ def measure_with(timer: Callable[[Callable[[], None]], float], device: torch.dev
                         planned.run()
 
             return timer(run) / len(problem.plans)
-        except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # RuntimeError: from a compiler pass
+        except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # compiler passes raise RuntimeError
             if device.type == "cuda":
-                torch.cuda.synchronize()  # raises if a kernel failed, after which no other launch would work
+                torch.cuda.synchronize()  # raises if a kernel failed, as all later launches would
             return None
 
     return measure

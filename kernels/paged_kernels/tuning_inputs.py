@@ -15,18 +15,18 @@ from paged_kernels.paging import Paging
 
 NUM_KV_HEADS, BLOCK_SIZE = 8, 16
 MAX_DECODE_SEQS, PREFILL_SEQS = 64, 4
-CACHED_TOKENS = 1024  # context before a prefill chunk
+CACHED_TOKENS = 1024  # tokens of context before a prefill chunk
 MEDIUM_ROWS = 256  # rows timed for kinds with one tile for any number of rows; sequences that sample
 COPY_TENSORS = 16  # tensors that hold a copied block
-TOLERANCE = 0.03  # of the largest magnitude: above the rounding error of bfloat16
+TOLERANCE = 0.03  # relative to the largest magnitude; above the rounding error of bfloat16
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to launch for a tuning key, and the expected result."""
+    """The launches for a tuning key, and the expected result."""
 
-    plans: Sequence[Callable[[], list[Launch]]]  # one per copy of the inputs; called anew for every candidate
-    outputs: list[Tensor]  # written by the first plan
+    plans: Sequence[Callable[[], list[Launch]]]  # one plan per copy of the inputs, called for every candidate
+    outputs: list[Tensor]  # outputs of the first plan
     expected: list[Tensor]
     checked: Any = ...  # index into each output that selects the expected elements
 
@@ -148,7 +148,7 @@ def _swiglu_problem(inputs: RowInputs) -> Problem:
 
 def _sampling_problem(inputs: RowInputs) -> Problem:
     from paged_kernels import sampling
-    from paged_kernels.cpu import sampling as on_cpu  # the reference takes a Python step for every token
+    from paged_kernels.cpu import sampling as on_cpu  # used as reference, since `sample_reference` is slow
     from paged_kernels.sampling_metadata import SamplingMetadata
 
     rows, device = inputs.rows, inputs.torch_device

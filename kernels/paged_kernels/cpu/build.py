@@ -20,13 +20,13 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parent / "built"
-COMPILERS = ("g++", "clang++")  # the first one found is used, unless CXX is set
+COMPILERS = ("g++", "clang++")  # compilers in order of preference, unless CXX is set
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wno-psabi".split()
-TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch that pyproject.toml allows
+TORCH_ABI = "0x020b000000000000"  # torch 2.11, the oldest that pyproject.toml allows
 
 _AVX2 = "-mavx2 -mfma -mf16c"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-# The best first. The last one emulates tile instructions in plain C++, for tests.
+# Levels, the best first. The last one emulates tile instructions in plain C++, for tests.
 LEVELS = {
     "x86_64": {
         "amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
@@ -34,7 +34,7 @@ LEVELS = {
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
-# Levels that differ from another in attention only, and use its linear layers.
+# Levels that differ from another level in attention only, and use its linear layers.
 LINEAR = {"amx": "avx512", "amx_emulated": "plain"}
 
 
@@ -55,7 +55,7 @@ def build() -> tuple[Path, list[str]]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
     if compiler is None or shutil.which(compiler) is None:
         raise BuildFailed(f"no C++ compiler: none of {', '.join([compiler] if compiler else COMPILERS)} is on PATH")
-    target = library()  # before compiling: the hash of the sources as they are at the start
+    target = library()  # hash of the sources before compiling
     BUILT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)

@@ -29,8 +29,8 @@ log = logging.getLogger("paged_llm.kernels")
 
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
-TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # the order of OpKind in C++
-GROUP = 16  # outputs of a linear layer whose weights are stored together
+TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
+GROUP = 16  # number of outputs of a linear layer whose weights are stored together
 
 
 @cache
@@ -177,7 +177,7 @@ class PackedLinear(NamedTuple):
     groups: Tensor
     in_features: int
     out_features: int
-    scales: Tensor | None  # [out_features] float32, of an int8 weight
+    scales: Tensor | None  # [out_features] float32, for an int8 weight
 
 
 def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
@@ -231,7 +231,7 @@ class DecoderLayer(NamedTuple):
     down_bias: Tensor | None
 
     def bind(self, *, level: str | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the layer as a function of a step's tensors, which are all dense.
+        """Return the layer as a function of a step's tensors. All of them must be dense.
 
         Its arguments are the output [num_tokens, hidden] of the previous layer, the residual stream or None, cos and
         sin [1, num_tokens, head_dim], the cache and the paging; it returns the output and the residual stream.
@@ -258,7 +258,7 @@ class DecoderLayer(NamedTuple):
         return call
 
 
-def _like(x: Tensor) -> Tensor:  # takes half the time of `torch.empty`, and a step needs hundreds of them
+def _like(x: Tensor) -> Tensor:  # twice as fast as `torch.empty`, of which a step needs hundreds
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -21,8 +21,8 @@ from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
 from paged_kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
-CALL_BYTES = 2 << 20  # keys and values gathered per decode call: fits the L2 cache of a core
-PADDING_BYTES = 128 << 10  # padding that costs no more than an additional call
+CALL_BYTES = 2 << 20  # bytes of keys and values per decode call, which fit the L2 cache of a core
+PADDING_BYTES = 128 << 10  # maximum padding per call, which costs no more than another call
 PADDING_SHARE = 0.15
 
 
@@ -33,7 +33,7 @@ class Span:
     seq: int
     row: int  # packed row of the first query
     length: int
-    position: int  # of the first query
+    position: int  # position of the first query
     first_block: int
     end_block: int
 
@@ -48,7 +48,7 @@ class Call:
 
     rows: Tensor  # [S * Q] packed rows
     pages: Tensor  # [S * num_kv_heads * L / block_size]: block * num_kv_heads + head
-    unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] that hold no token of the sequence
+    unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] without a token of the sequence
     bias: Tensor  # [S, 1, Q, L]: 0 where visible, -inf elsewhere; query's type
     keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by the calls of a plan, which run one after the other
     values: Tensor
@@ -59,7 +59,7 @@ def _spans(paging: Paging, block_size: int, window: int | None) -> Iterator[Span
     for seq, context_len in enumerate(paging.context_lens.tolist()):
         query_len = starts[seq + 1] - starts[seq]
         if context_len == 0:
-            continue  # a padding sequence
+            continue  # skips a padding sequence
         assert context_len >= query_len, f"sequence {seq}: {query_len} queries, context of {context_len}"
         for done in range(0, query_len, QUERY_TILE):
             length = min(QUERY_TILE, query_len - done)
@@ -118,7 +118,7 @@ def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Te
 def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | None) -> list[Call]:
     """Return the step's calls for layers with pools of this shape, queries of this type and this window.
 
-    The first such layer of a step makes them.
+    They are built for the first such layer of a step.
     """
     _, num_kv_heads, block_size, head_dim = shape
     key = (num_kv_heads, block_size, head_dim, dtype, window)
@@ -197,10 +197,10 @@ def paged_attention(
         q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
         bias = call.bias
         sink = None if sinks is None else sinks.view(num_kv_heads, group, 1)
-        if query_len == 1:  # the heads of a group are the rows, so that each key is read once for all of them
+        if query_len == 1:  # heads of a group as rows, so that each key is read once for all of them
             bias = bias.expand(num_spans, 1, group, -1)
             sink = None if sink is None else sink[:, :, 0]
-        else:  # KV heads are the batch, and a stride of 0 shares the keys with all heads of a group
+        else:  # KV heads as batch; a stride of 0 shares the keys with all heads of a group
             q = q.permute(1, 2, 0, 3)
             keys, values = (x[0, :, None].expand(-1, group, -1, -1) for x in (keys, values))
         if softcap is None and sinks is None:

@@ -1,8 +1,8 @@
 """Token sampling on a CPU, row by row with numpy, whose sort and argmax of a row are many times faster than PyTorch's.
 
-The result is that of `paged_kernels.sampling`: the largest logit * scale + noise. Only few tokens need a logarithm:
-those whose number w is below SMALL_W, and of all others, whose noise is at most MAX_OTHER_NOISE, those whose logit is
-large enough to beat the best of the first.
+The result is that of `paged_kernels.sampling`: the largest logit * scale + noise. The noise, which takes a logarithm,
+is computed for few tokens only: first for those whose number w is below SMALL_W; then, of all others, whose noise is at
+most MAX_OTHER_NOISE, for those whose logit is large enough to exceed the best score so far.
 """
 
 import math
@@ -16,7 +16,7 @@ from paged_kernels.sampling_metadata import SamplingMetadata
 
 SMALL_W = 2.0**-8
 MAX_OTHER_NOISE = -math.log(-math.log1p(-SMALL_W))  # 5.54
-SEARCH_RANGES = (4.0, 10.0, np.inf)  # nats below the largest logit: a filter widens its search until it has enough
+SEARCH_RANGES = (4.0, 10.0, np.inf)  # nats below the largest logit, the ranges that a filter searches in turn
 
 
 def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
 
 
 def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
-    tokens = rows.argmax(-1)  # argmax returns the first NaN if there is one
+    tokens = rows.argmax(-1)  # index of the first NaN if there is one
     tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
     return tokens
 
@@ -59,7 +59,7 @@ def _sample_row(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: n
     least = -np.inf
     if len(lucky):
         best = _scores(logits[lucky], scale, bits[lucky]).max()
-        least = best - MAX_OTHER_NOISE - 1e-3 - 1e-6 * abs(best)  # with a margin for rounding
+        least = best - MAX_OTHER_NOISE - 1e-3 - 1e-6 * abs(best)  # lowest logit to consider, with a margin for rounding
     likely = np.flatnonzero(logits * scale >= np.float32(least))
     tokens = np.union1d(lucky, likely)
     return int(tokens[_scores(logits[tokens], scale, bits[tokens]).argmax()])
@@ -83,7 +83,7 @@ def _kept_tokens(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float
 
 def _threshold(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
     """Return the smallest logit that top_k and top_p keep."""
-    total = None  # of all weights; with a top_k, only the weights that it keeps are summed
+    total = None  # sum of all weights, or with top_k of those that it keeps
     if top_k >= len(logits):
         total = _weights(logits, top, scale).sum(dtype=np.float64)
     for reach in SEARCH_RANGES:
