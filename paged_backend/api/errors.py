@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-SHOWN_CHARS = 80  # of a name or a value in a message
+SHOWN_CHARS = 80  # maximum characters of a name or a value in a message
 
 
 class ConfigError(ValueError):
@@ -24,7 +24,7 @@ class ErrorCode(Enum):
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAVAILABLE = "UNAVAILABLE"
     CANCELLED = "CANCELLED"
-    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # the request's own timeout
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # timeout of the request
     INTERNAL = "INTERNAL"
 
 
@@ -40,7 +40,7 @@ class RequestError(Exception):
 
     Args:
         code: the class.
-        message: field, value and limit. Lone surrogates, which JSON may hold, are escaped.
+        message: field, value and limit. Lone surrogates, which JSON may contain, are escaped.
         verbatim: leave out the class, for a message that clients of other backends compare as a whole.
 
     Attributes:
@@ -91,7 +91,7 @@ def _format(value: Any) -> str:
     """Return the value as JSON, or its type if JSON cannot represent it."""
     try:
         return json.dumps(value[:SHOWN_CHARS] if isinstance(value, str) else value, default=str)
-    except (ValueError, RecursionError):  # an integer with too many digits, or too deeply nested
+    except (ValueError, RecursionError):  # integer with too many digits, or nesting too deep
         return f"({type(value).__name__})"
 
 
@@ -109,7 +109,7 @@ def is_utf8_text(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        value.encode()  # a few milliseconds for a megabyte
+        value.encode()  # takes a few milliseconds per megabyte
     except UnicodeEncodeError:
         return False
     return True

@@ -9,11 +9,12 @@ import numpy as np
 
 
 class GuideError(Exception):
-    """No token can follow, or the guide failed to compute which. The message gives the reason and the parameter."""
+    """The guide allows no token, or failed to compute the allowed tokens. The message gives the reason and the
+    parameter."""
 
 
 class Guide(Protocol):
-    """Computes which tokens may follow in one output. Only the engine thread uses it once the request is queued."""
+    """Computes which tokens may come next in one output. Used by the engine thread only, once the request is queued."""
 
     num_words: int
     seen: int  # output tokens consumed so far

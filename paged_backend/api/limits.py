@@ -1,4 +1,4 @@
-"""Limits of a request: those of the model and the pool, and those of every list and text that a client may send."""
+"""Limits of a request: limits of the model and the pool, and of every list and text that a client may send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import integer, option, validate
 
-UNBOUNDED_MAX_TOKENS = 2**31 - 1  # as max_tokens: as many tokens as the context and the pool have room for
+UNBOUNDED_MAX_TOKENS = 2**31 - 1  # value of max_tokens: as many tokens as fit the context and the pool
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class EmbeddingSpec:
     """The embeddings that a model supports."""
 
     size: int
-    dimensions: Sequence[int] = ()  # sizes that they may be cut to (Matryoshka embeddings)
+    dimensions: Sequence[int] = ()  # sizes to which embeddings may be cut (Matryoshka embeddings)
 
 
 def limit(default: int, help: str, low: int = 1) -> Any:
@@ -27,7 +27,7 @@ def limit(default: int, help: str, low: int = 1) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class InputLimits:
-    """The engine option `limits`: how much a client may send, and how much of it is queued or remembered.
+    """The engine option `limits`: maximum sizes of client input, and of what is queued or cached of it.
 
     A value above its limit is rejected with an error that names the limit.
     """
@@ -99,11 +99,11 @@ class InputLimits:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the loaded model, the block pool and the operator allow."""
+    """The limits set by the loaded model, the block pool and the operator."""
 
     max_model_len: int
     vocab_size: int
-    num_blocks: int  # blocks of the whole pool
+    num_blocks: int  # total blocks of the pool
     block_size: int
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings

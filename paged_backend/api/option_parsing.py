@@ -23,10 +23,10 @@ _PREFIX = "limits."
 
 
 def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return values by option name; an option that is null is left out, so that it has its default.
+    """Return values by option name. Options that are null are omitted and so get their default.
 
     Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises ConfigError
-    for an option that is unknown, or whose vLLM value asks for something that this engine does not do.
+    for an option that is unknown, and for a vLLM option that requests something this engine does not do.
 
     Args:
         options: JSON values by name.
@@ -51,7 +51,7 @@ def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[
 
 
 def merge_options(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `overrides` laid over it. Limits are merged one by one, whatever their spelling."""
+    """Return `base` updated with `overrides`. Limits are merged one by one, in any spelling."""
     below, above = nest_limits(base), nest_limits(overrides)
     limits = {**below.get("limits", {}), **above.get("limits", {})}
     return {**below, **above, **({"limits": limits} if limits else {})}

@@ -13,7 +13,7 @@ from typing import Any
 
 from paged_backend.api.errors import ConfigError
 
-Check = Callable[[Any], str | None]  # returns None for a valid value, otherwise what the value must be
+Check = Callable[[Any], str | None]  # returns None for a valid value, else what it must be
 
 
 def option(
@@ -22,7 +22,7 @@ def option(
     """Declare an option as a dataclass field.
 
     Args:
-        check: validates a value that was given.
+        check: validates a given value.
         help: description for the reference, one or more sentences.
         default: the default; without one the option is required.
         optional: whether None is a valid value.

@@ -1,8 +1,8 @@
 """Parsers of sampling parameters: each turns a JSON value into the type of one field of SamplingParams.
 
 A parser takes the name of the parameter, its value and the limits, and raises RequestError for an invalid value. None
-selects the default, except for `max_tokens`, so the other parsers do not get it.
-Numbers and flags may be strings, because Triton's request parameters often are.
+selects the default without calling the parser, except for `max_tokens`. Numbers and flags may be strings, because
+Triton's request parameters often are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paged_backend.api.structures import Structure, read_structure
 
 Parser = Callable[[str, Any, EngineLimits], Any]
 
-# Parameters of vLLM that are not supported, and the values that ask for nothing; null is accepted as well.
+# Unsupported parameters of vLLM, and their values that have no effect; null is accepted as well.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "detokenize": (True,),
@@ -47,13 +47,13 @@ def parameter(parser: Parser, default: Any, help: str, *, section: str | None = 
 
 
 def check_unsupported(name: str, value: Any) -> None:
-    """Raise RequestError if the value of an unsupported parameter asks for something."""
+    """Raise RequestError if an unsupported parameter has a value that would have an effect."""
     if value is not None and not any(value == one and type(value) is type(one) for one in UNSUPPORTED[name]):
         raise invalid_argument(name, value, "not supported; leave it out")
 
 
 def between(low: float, high: float, *, above: bool = False) -> Parser:
-    """Return a parser for a number from `low` to `high`; with `above` it must not be `low` itself."""
+    """Return a parser for a number from `low` to `high`. With `above`, `low` itself is invalid."""
     problem = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
 
     def parse(name: str, value: Any, limits: EngineLimits) -> float:
@@ -85,7 +85,7 @@ def flag(name: str, value: Any, limits: EngineLimits) -> bool:
 
 
 def max_tokens(name: str, value: Any, limits: EngineLimits) -> int:
-    """Parse `max_tokens`. None asks for as many tokens as fit; SamplingParams.parse decides whether 0 is allowed."""
+    """Parse `max_tokens`. None means as many tokens as fit. SamplingParams.parse decides whether 0 is allowed."""
     if value is None:
         return UNBOUNDED_MAX_TOKENS
     is_zero = value in (0, "0") and not isinstance(value, bool)
@@ -244,7 +244,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _plain_digits(text: str) -> str:
-    """Raise ValueError for what Python reads as a number and JSON does not: `1_0`, or digits of other scripts."""
+    """Raise ValueError for strings that are numbers in Python but not in JSON, such as `1_0` or digits of other
+    scripts."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return text

@@ -17,17 +17,18 @@ from paged_backend.api.sampling_params import SamplingParams
 
 
 class Origin(NamedTuple):
-    """What cached keys and values depend on besides the tokens. Blocks are shared only within one origin."""
+    """The properties besides the tokens that cached keys and values depend on. Blocks are shared only within one
+    origin."""
 
-    salt: str  # the tenant's cache_salt
+    salt: str  # cache_salt of the tenant
     adapter: bytes = b""  # digest of the LoRA adapter; empty without one
 
 
 class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens
-    TIMEOUT = "timeout"  # the request's own timeout
-    CANCELLED = "cancelled"  # stopped by its client, which gets the output so far
+    TIMEOUT = "timeout"  # timeout of the request
+    CANCELLED = "cancelled"  # cancelled by the client, which gets the output so far
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Adapter:
     """A LoRA adapter, loaded from its files."""
 
     name: str
-    digest: bytes  # of the files; adapters with equal digests are the same
+    digest: bytes  # digest of the files; adapters with equal digests are the same
     rank: int
     factors: Mapping[str, Any] = field(repr=False)  # low-rank matrices by name of the linear layer
 
@@ -47,17 +48,17 @@ class GenerateRequest:
     key: int  # unique in this process, unlike the client's request id
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int  # the request's own, or a random one
+    seed: int  # seed of the request, or a random one
     stop_ids: frozenset[int]  # token ids that end the output: end of sequence (unless ignored) and stop_token_ids
     embeds: bool = False  # returns the hidden state of its last prompt token and generates no tokens
     returns_usage: bool = False
     session: Hashable = None  # the session whose next turn continues from this request's blocks
-    logprobs: int | None = None  # top tokens to return with each token's log probability; None: no log probabilities
+    logprobs: int | None = None  # top tokens per token to return with log probabilities; None: none at all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
-    allowed: bytes | None = None  # bitmask of the allowed tokens; None: all
+    allowed: bytes | None = None  # bitmask of the allowed tokens; None: all are allowed
     adapter: Adapter | None = None
-    ends: Callable[[Sequence[int]], bool] | None = None  # whether a beam with these output tokens has ended
-    guides: tuple[Guide, ...] = ()  # one per sample; empty: unconstrained
+    ends: Callable[[Sequence[int]], bool] | None = None  # returns whether a beam with these output tokens has ended
+    guides: tuple[Guide, ...] = ()  # one guide per sample; empty: unconstrained
 
     @cached_property
     def constrains_logits(self) -> bool:
@@ -68,14 +69,15 @@ class GenerateRequest:
 
     @cached_property
     def biases(self) -> tuple[array[int], array[float]]:
-        """Token ids (int64) and the constants added to their logits (float32): -infinity for bad words of one token."""
+        """Token ids (int64) and the values to add to their logits (float32), which are -infinity for bad words of one
+        token."""
         words = ((word[0], -math.inf) for word in self.bad_words if len(word) == 1)
         pairs = [*self.sampling.logit_bias, *words]
         return array("q", [token for token, _ in pairs]), array("f", [value for _, value in pairs])
 
     @cached_property
     def bad_word_endings(self) -> dict[int, list[tuple[list[int], int]]]:
-        """Bad words of several tokens as (tokens before, last token), by their second to last token."""
+        """Bad words of several tokens, as (all tokens but the last, last token), by their second to last token."""
         found: dict[int, list[tuple[list[int], int]]] = {}
         for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
             found.setdefault(latest, []).append((before, last))
@@ -88,7 +90,7 @@ class GenerateRequest:
 
     @property
     def origin(self) -> Origin:
-        """The origin of its blocks, which excludes blocks of other tenants and adapters."""
+        """The origin of the request's blocks, which excludes blocks of other tenants and adapters."""
         return Origin(self.sampling.cache_salt, self.adapter.digest if self.adapter else b"")
 
     @classmethod
@@ -111,7 +113,7 @@ class GenerateRequest:
         if prompt == 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
         sampling = fit_max_tokens(prompt, sampling, limits)
-        if max(tokens) >= limits.vocab_size:  # a tokenizer may have more tokens than the model
+        if max(tokens) >= limits.vocab_size:  # possible, as a tokenizer may have more tokens than the model
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
@@ -205,10 +207,10 @@ class Usage(NamedTuple):
     cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
     blocks_new: int  # blocks allocated, again after each preemption
     blocks_reused: int  # blocks found in the prefix cache
-    blocks_copied: int  # of the new ones, copies on write
-    blocks_from_host: int  # of the new ones, copied from host memory
+    blocks_copied: int  # blocks_new that are copies on write
+    blocks_from_host: int  # blocks_new that were copied from host memory
     preemptions: int
-    preempted_seconds: float  # between preemptions and readmissions
+    preempted_seconds: float  # time between preemptions and readmissions
     guessed_tokens: int = 0  # draft tokens that were verified; the name is part of the receipt
     accepted_tokens: int = 0  # draft tokens that were accepted
 
@@ -237,10 +239,10 @@ class TokenDelta(NamedTuple):
     finish: FinishReason | None = None
     error: RequestError | None = None
     sample: int = 0  # index of the sample
-    usage: Usage | None = None  # if the request returns usage
-    logprobs: tuple[Logprobs, ...] = ()  # one per token, if requested
-    hidden: HiddenState | None = None  # of the last prompt token, for an embedding
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # one per prompt token after the first; sent once per request
+    usage: Usage | None = None  # usage so far, if requested
+    logprobs: tuple[Logprobs, ...] = ()  # one entry per token, if requested
+    hidden: HiddenState | None = None  # hidden state of the last prompt token, for an embedding
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # one entry per prompt token after the first; sent once
 
     @property
     def last(self) -> bool:

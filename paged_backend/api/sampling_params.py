@@ -18,12 +18,12 @@ from paged_backend.api.limits import EngineLimits
 from paged_backend.api.parameter_parsers import UNSUPPORTED, check_unsupported, parameter
 from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
 
-_NULL_IS_A_VALUE = ("max_tokens",)  # for any other parameter null selects the default
+_NULL_IS_A_VALUE = ("max_tokens",)  # parameters in which null does not select the default
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request. Names, meanings and defaults are vLLM's, where vLLM has the parameter."""
+    """Parameters of one request. Parameters that vLLM has too have the same name, meaning and default."""
 
     max_tokens: int = parameter(
         parsers.max_tokens,
@@ -265,7 +265,7 @@ class SamplingParams:
         return params
 
     def _check(self, limits: EngineLimits) -> None:
-        """Raise RequestError for parameters that do not go together."""
+        """Raise RequestError for parameters that exclude each other."""
         if self.max_tokens == 0 and self.prompt_logprobs is None and not self.echo:
             problem = f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs or echo"
             raise invalid_argument("max_tokens", 0, problem)
@@ -294,7 +294,8 @@ class SamplingParams:
             raise invalid_argument("ignore_eos", True, f"must be false with {name}, which needs the end of sequence")
 
     def _check_beams(self) -> None:
-        """Raise RequestError for parameters without effect: of sampling with beams, of beams without."""
+        """Raise RequestError for parameters without effect: sampling parameters in a beam search, and beam parameters
+        outside of one."""
         changed = [spec for spec in fields(self) if getattr(self, spec.name) != spec.default]
         if self.beam_width == 1:
             for spec in changed:
@@ -313,7 +314,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> Structure | None:
-        """The form that the output must have. None: any."""
+        """The structure that the output must have. None: no restriction."""
         return next(iter(self._structures), None)
 
     @property
@@ -326,7 +327,7 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Samples to generate, or outputs of a beam search."""
+        """The number of samples to generate, or of outputs of a beam search."""
         return self.best_of or self.n
 
     @property
@@ -336,7 +337,7 @@ class SamplingParams:
 
     @property
     def num_seqs(self) -> int:
-        """Maximum number of sequences that run at the same time."""
+        """The maximum number of sequences that run at the same time."""
         return max(self.num_samples, self.beam_width)
 
 

@@ -1,4 +1,4 @@
-"""Structured outputs: read the parameters that ask for a JSON schema, a regular expression, a choice or a grammar."""
+"""Structured outputs: read the parameters that request a JSON schema, a regular expression, a choice or a grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Structure(NamedTuple):
 
     kind: str  # "json_schema", "regex", "choice" or "grammar"
     text: str  # a schema or a list of choices as JSON; a regular expression or grammar verbatim
-    field: str  # the request field it was read from, for error messages
+    field: str  # the request field that contained it, for error messages
 
     @property
     def key(self) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def _set_whitespace(structure: Structure | None, whitespace: Mapping[str, Any]) 
 
 
 def _guided_decoding(field: str, value: Any, input_limits: InputLimits) -> Structure | None:
-    """Read vLLM's former name of structured_outputs. Its `backend` field is ignored."""
+    """Read `guided_decoding`, the former name of vLLM's structured_outputs. Its `backend` field is ignored."""
     fields = _parsed(value)
     if isinstance(fields, Mapping):
         fields = {name: item for name, item in fields.items() if name != "backend"}
@@ -120,7 +120,7 @@ _FIELDS = {"json": _json_schema} | {
 
 
 def read_structure(name: str, value: Any, input_limits: InputLimits = InputLimits()) -> Structure | None:
-    """Read the value of the parameter `name`. Returns None if it asks for no structure.
+    """Read the value of the parameter `name`. Returns None if it requests no structure.
 
     Raises ValueError with what the value must be.
     """

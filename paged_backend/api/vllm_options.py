@@ -1,6 +1,6 @@
 """Engine arguments of vLLM that this engine does not have, and the values of them that a `model.json` may still set.
 
-A value is accepted if the engine behaves that way anyway: vLLM's default where it asks for nothing, or a value that
+A value is accepted if the engine behaves that way anyway: vLLM's default if that has no effect, or a value that
 describes what this engine does. Every other value is rejected, because the engine would silently ignore it. Options
 that both engines have, under the same name, are fields of EngineConfig.
 
@@ -19,15 +19,15 @@ from paged_backend.api.options import parse_string
 class UnsupportedOption(NamedTuple):
     """An option of vLLM that exists here only for values without effect."""
 
-    accepted: tuple[Any, ...]  # null is accepted as well
-    reason: str  # what is possible instead
+    accepted: tuple[Any, ...]  # accepted values besides null
+    reason: str  # alternative that is possible
 
 
 _OFF = (False,)
 _EITHER = (False, True)
 _EMPTY: tuple[Any, ...] = ("", {}, [])
 
-# What the engine does, and the options that it decides: {option: accepted values}.
+# Descriptions of what the engine does, with the options decided by it: {option: accepted values}.
 _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     (
         "requests are not logged; leave it out",
@@ -293,9 +293,9 @@ def check(name: str, value: Any) -> str | None:
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's nested options by options of this engine where both can say the same.
+    """Replace vLLM's nested options by equivalent options of this engine.
 
-    A nested option that asks for more, or that repeats another option, is left as it is, to be rejected.
+    A nested option without an equivalent, or that repeats another option, is kept and will be rejected.
     """
     return _translate_whitespace(_translate_speculation(options))
 

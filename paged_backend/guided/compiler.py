@@ -37,10 +37,10 @@ except ImportError:  # llguidance is optional: only structured outputs need it
 
 log = logging.getLogger("paged_llm")
 
-WORKERS = 2  # so that a grammar that runs into the time limit does not block the next one
+WORKERS = 2  # more than one, so that a grammar that runs into the time limit does not block the next
 
 Callback = Callable[["tuple[Guide, ...] | RequestError"], None]
-# (kind, text, tenant): with a cache per tenant, compile times do not reveal what other tenants have asked for.
+# (kind, text, tenant): with a cache per tenant, compile times do not reveal the structures of other tenants.
 Key = tuple[str, str, str]
 
 
@@ -92,13 +92,13 @@ class _CacheEntry:
     """A cached compile result."""
 
     result: Any  # a matcher or a GrammarError
-    expires_at: float  # by time.monotonic()
+    expires_at: float  # time.monotonic()
 
 
 class _ResultCache:
     """An LRU cache of compile results, bounded by their number and by the size of the structures' texts.
 
-    The size of the texts stands for the memory of compiled grammars, which llguidance does not report.
+    The size of the texts approximates the memory of compiled grammars, which llguidance does not report.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -210,7 +210,7 @@ class GrammarCompiler:
     def _work(self, key: Key) -> None:
         result = self._compile_safely(key)
         with self._lock:
-            if isinstance(result, CompileCancelled) and self._still_wanted(key):  # a request joined since
+            if isinstance(result, CompileCancelled) and self._still_wanted(key):  # true if a request joined since
                 self._pool.submit(self._work, key)
                 return
             self._cache.store(key, result)
@@ -218,7 +218,7 @@ class GrammarCompiler:
         for waiter in waiters:
             try:
                 self._respond(waiter, result)
-            except Exception as error:  # fails this request and not the others
+            except Exception as error:  # fails only this request
                 log.exception("could not create the guides of a request")
                 waiter.callback(internal_error(error))
 
@@ -228,7 +228,7 @@ class GrammarCompiler:
             return self._compile(key)
         except GrammarError as error:
             return error
-        except BaseException as error:  # a panic in llguidance is not an Exception, and requests wait for the result
+        except BaseException as error:  # includes panics in llguidance; requests wait for a result
             log.exception("could not compile a grammar")
             return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL, cache_seconds=0)
 
@@ -281,5 +281,5 @@ def _create_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_i
         raise GrammarError(f"not available: this model's tokenizer, {type(tokenizer).__name__}, has no tokenizer.json")
     try:
         return llguidance_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), eos_ids)
-    except Exception as error:  # llguidance does not support this kind of tokenizer
+    except Exception as error:  # raised for a kind of tokenizer that llguidance does not support
         raise GrammarError(f"not available with this model's tokenizer: {error}") from error

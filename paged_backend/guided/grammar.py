@@ -15,10 +15,10 @@ import llguidance
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # Limits for the mask of one step. With the library's defaults a mask took up to 0.7 s.
 STEP_ITEMS, STEP_FUEL = 5_000, 100_000
-LEXER_STATES = 50_000  # per output; one or two kilobytes each
-MAX_REASON_CHARS = 300  # of the library's error messages
+LEXER_STATES = 50_000  # maximum states per output, of one or two kilobytes each
+MAX_REASON_CHARS = 300  # maximum length of an error message of the library
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
-_LISTED = re.compile(r"; following special tokens are available: \S*")  # incomplete, and not by name
+_LISTED = re.compile(r"; following special tokens are available: \S*")  # the list is incomplete and does not give names
 _READABLE = {
     "NoExtensionBias": "no text can match it",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
@@ -31,7 +31,7 @@ class GrammarSettings(NamedTuple):
     """Settings shared by all grammars of one tokenizer."""
 
     vocab_size: int
-    special_tokens: tuple[str, ...]  # their texts
+    special_tokens: tuple[str, ...]  # texts of the special tokens
     any_whitespace: bool  # whether JSON may contain white space between its tokens if the schema does not say
 
 
@@ -48,7 +48,7 @@ def build_grammar(kind: str, text: str, *, any_whitespace: bool = True) -> str:
     Raises ValueError, but most errors only appear when `create_matcher` compiles the grammar.
     """
     if kind == "json_schema":
-        # An unsupported keyword is an error even if the schema itself asks for leniency.
+        # An unsupported keyword is an error even if the schema itself sets `lenient`.
         defaults: Any = {"whitespace_flexible": False}
         if any_whitespace:
             defaults = {"whitespace_pattern": WHITESPACE}

@@ -61,7 +61,7 @@ class GrammarSandbox:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
-        self._fresh = True  # whether the process has compiled nothing yet
+        self._fresh = True  # True until the process has compiled a grammar
         self._stopped = False
         self._lock = threading.Lock()  # held while the process is started or killed
 
@@ -81,7 +81,7 @@ class GrammarSandbox:
             fresh = self._fresh
             self._kill()
             self._check_stopped()
-            if not fresh:  # earlier grammars may have left it little memory: retry in a new process
+            if not fresh:  # retries in a new process, as earlier grammars may have left little memory
                 return self.compile(kind, text, still_wanted)
             raise GrammarError("it is too deep or too large to be compiled") from None
         self._fresh = False
@@ -137,7 +137,7 @@ def _start_process(settings: bytes) -> tuple[subprocess.Popen[bytes], Connection
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C in a terminal must reach the server alone, which drains open streams
+            start_new_session=True,  # Ctrl-C in a terminal must only reach the server, which drains open streams
         )
     except OSError:
         ours.close()

@@ -18,14 +18,14 @@ import llguidance
 
 from paged_backend.guided.grammar import GrammarSettings, build_grammar, create_matcher
 
-STACK_BYTES = 1 << 20  # the server's threads have 8 MiB
+STACK_BYTES = 1 << 20  # stack of the sandbox; the server's threads have 8 MiB
 MEMORY_BYTES = 1 << 30
 
 
 def main(descriptor: int) -> None:
     """Serve compile requests on an inherited socket until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack overflow is expected: write no core dump
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps, since stack overflows are expected
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(Connection(descriptor),))
     thread.start()
@@ -39,13 +39,13 @@ def _serve(channel: Connection) -> None:
     while True:
         try:
             kind, text = json.loads(channel.recv_bytes())
-        except (EOFError, OSError):  # the server has closed the socket
+        except (EOFError, OSError):  # raised when the server has closed the socket
             return
         try:
             grammar = build_grammar(kind, text, any_whitespace=settings.any_whitespace)
             create_matcher(tokenizer_for(kind), grammar).deep_copy()
             answer = {"grammar": grammar}
-        except Exception as error:  # llguidance raises many types
+        except Exception as error:  # any exception, as llguidance raises many types
             answer = {"error": str(error) or type(error).__name__}
         channel.send_bytes(json.dumps(answer).encode())
 

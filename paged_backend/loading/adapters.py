@@ -26,7 +26,7 @@ from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
-MAX_SHOWN_NAMES = 50  # in an error message
+MAX_SHOWN_NAMES = 50  # maximum number of names in an error message
 
 
 class AdapterListFile:
@@ -96,9 +96,9 @@ class AdapterRegistry:
         self._dtype = dtype
         self._max_rank = max_rank
         self._max_cached = max_cached
-        # By directory, each with the signature of its files.
+        # Adapters and digests by directory, each with the signature of its files.
         self._cache: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # least recently used first
-        self._digests: dict[Path, tuple[Any, bytes]] = {}  # of every adapter that has been loaded
+        self._digests: dict[Path, tuple[Any, bytes]] = {}  # digest of every adapter that has been loaded
         self._thread = BackgroundWorker("adapters", use_single_thread)
         for name, path in listing.paths().items():
             try:
@@ -159,7 +159,7 @@ class AdapterRegistry:
         cached, adapter = self._cache.get(path, (None, None))
         if adapter is None or cached != current:
             adapter = read_adapter(name, path, self._shapes, self._dtype, self._max_rank)
-            if signature(path) != current:  # it may mix old and new files
+            if signature(path) != current:  # files changed while being read
                 raise AdapterError("its files changed while they were read; try again")
             log.info("loaded adapter %s from %s: rank %d, %d layers", name, path, adapter.rank, len(adapter.factors))
             self._cache[path], self._digests[path] = (current, adapter), (current, adapter.digest)

@@ -28,13 +28,13 @@ SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MAX_BYTES = {".json": 256 << 20, ".model": 256 << 20, ".txt": 256 << 20, TEMPLATE: 1 << 20}  # by file suffix
-MAX_LAYERS = 1024  # without weight files, which limit the number otherwise
+MAX_BYTES = {".json": 256 << 20, ".model": 256 << 20, ".txt": 256 << 20, TEMPLATE: 1 << 20}  # limits by file suffix
+MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
 MAX_POSITIONS = 2**31 - 1
-# config.json may describe this many times the weights in the files; `check_loading_info` then names the missing ones.
+# Factor by which config.json may exceed the weights in the files; `check_loading_info` then names the missing ones.
 SLACK = 2
 _SHARD = re.compile(r"(.+)-\d+-of-\d+\.safetensors")
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of weights that are not quantized
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # dtypes of weights that are not quantized
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -196,7 +196,7 @@ def _check_gguf(path: Path) -> WeightTotals:
         tensors = sorted(reader.tensors, key=lambda tensor: int(tensor.data_offset))
         spans = [(int(t.data_offset), int(t.data_offset + t.n_bytes)) for t in tensors]
         elements = sum(int(t.n_elements) for t in tensors)
-    except Exception as error:  # reads past the end, invalid counts or types
+    except Exception as error:  # e.g. reads past the end, invalid counts or types
         raise ConfigError(f"{path}: not a valid GGUF file: {type(error).__name__}: {error}") from error
     size = path.stat().st_size
     for tensor, (_, end), (start, _) in zip(tensors, spans, [*spans[1:], (size, size)], strict=True):
@@ -238,11 +238,11 @@ def check_sizes(
     text, name = config.get_text_config(), model_path / CONFIG if model_path.suffix != GGUF else model_path
     packed = (
         getattr(config, "quantization_config", None) is not None and model_path.suffix != GGUF
-    )  # several per element
+    )  # quantized weights hold several elements in one
     limit = 2**31 - 1 if totals is None else 8 * totals.num_bytes if packed else totals.num_elements
     layers = MAX_LAYERS if totals is None else totals.num_tensors
     _check_number(name, text, "num_hidden_layers", layers)
-    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, minimum=2)  # a prompt token and an output token
+    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, minimum=2)  # one prompt, one output token
     for field in _SIZES:
         _check_number(name, text, field, limit)
     _check_rope(name, text)
@@ -276,7 +276,7 @@ def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool) 
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # model code raises anything for inconsistent sizes
+    except Exception as error:  # model code raises any type for inconsistent sizes
         raise ConfigError(f"{file}: does not describe a valid model: {type(error).__name__}: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -41,7 +41,7 @@ class ModelSpec:
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
-    kv_dtype: torch.dtype  # of the KV cache
+    kv_dtype: torch.dtype  # dtype of the KV cache
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]

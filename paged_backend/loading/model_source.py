@@ -41,7 +41,7 @@ def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
     try:
         path = snapshot_download(name, revision=revision, cache_dir=config.download_dir, allow_patterns=patterns)
         return Path(path)
-    except Exception as error:  # no network, unknown name, no permission: each raises another type
+    except Exception as error:  # e.g. no network, unknown name, no permission; the types differ
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error
 
@@ -59,5 +59,5 @@ def read_config(config: EngineConfig, path: Path) -> PretrainedConfig:
         model_files.check_text_files(path)
     try:
         return AutoConfig.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # invalid JSON, an unknown architecture, inconsistent values
+    except Exception as error:  # e.g. invalid JSON, unknown architecture, inconsistent values
         raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error

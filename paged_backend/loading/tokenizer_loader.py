@@ -22,7 +22,7 @@ def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTra
         model_files.check_text_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
-    except BaseException as error:  # many types; a panic in the tokenizers library is not an Exception
+    except BaseException as error:  # includes a panic in the tokenizers library, which is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
@@ -40,7 +40,7 @@ def _culprit(path: Path) -> str:
         return f"no loadable tokenizer in {path}"
     try:
         Tokenizer.from_file(str(main))
-    except BaseException as error:  # may be a panic, as above
+    except BaseException as error:  # includes panics, as above
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return f"{main} cannot be loaded"

@@ -6,10 +6,10 @@ logits are compared with those of the model's own eager attention. A model that 
 its class. A window longer than the prompts does not affect their logits, so windows are read from the masks and must
 equal those that the layers pass to attention.
 
-The verification runs the variant of the model that will serve requests. If the layers can be fused (`fusion.py`) or
-compiled, they are before the paged forward passes, and after the reference logits have been computed. If the logits
-differ, the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers
-fail, too. Verifying the unmodified layers first would double the load time without detecting more.
+The verification runs the variant of the model that will serve requests. Layers that can be fused (`fusion.py`) or
+compiled are so after the reference logits have been computed and before the paged forward passes. If the logits differ,
+the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers fail,
+too. Verifying the unmodified layers first would double the load time without detecting more.
 
 This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
 such a cache, with a tolerance for 8-bit quantization.
@@ -45,10 +45,10 @@ PROBE = "paged_llm_probe"
 # Root mean square of the difference, relative to that of the centered logits. Rounding errors of 16-bit dtypes grow
 # with depth; a wrong window, scale or mask gives an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# The same for an 8-bit KV cache and for quantized weights. With an 8-bit cache, the error of the demo model is 0.03 in
-# int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16), that of random models of many families up to 0.3; 1 means unrelated.
-# Many formats of quantized weights round activations to 8 bits as well, which amplifies the smallest differences (0.11
-# to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
+# Tolerance for an 8-bit KV cache and for quantized weights, likewise. With an 8-bit cache, the error of the demo model
+# is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16), that of random models of many families up to 0.3; 1 means
+# unrelated. Many formats of quantized weights round activations to 8 bits as well, which amplifies the smallest
+# differences (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
 QUANTIZATION_TOLERANCE = 0.5
 
 

@@ -20,7 +20,7 @@ from paged_backend.models.tensor_parallel import distributed_arguments
 def load_weights(
     config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Load the model in `dtype`, or this rank's shards of it. Raises ConfigError."""
+    """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError."""
     if config.load_format == "dummy":
         return _random_weights(config, hf_config, dtype)
     try:
@@ -35,12 +35,12 @@ def load_weights(
             **_format_arguments(config, hf_config, path, device),
             **distributed_arguments(config),
         )
-    except Exception as error:  # a truncated file, a missing shard, not a decoder
+    except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
     model_files.check_loading_info(path, info, quantized=is_quantized(hf_config))
     if is_dequantized(hf_config, path):
-        vars(model.config).pop("quantization_config", None)  # it would still mark the model as quantized
+        vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
 
 

@@ -20,7 +20,7 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 
-ATTENTION = "paged_llm"  # the name of `attend` in the registry of transformers
+ATTENTION = "paged_llm"  # name of `attend` in the registry of transformers
 
 # Keyword arguments that models pass to attention and that do not change its result here: rotary embeddings are applied
 # to queries and keys beforehand, and only the attention output is returned.
@@ -30,7 +30,7 @@ IGNORED_ARGUMENTS = frozenset(
 
 
 class UnsupportedModel(ConfigError):
-    """The model needs something that this engine does not compute. The message names both."""
+    """The model needs a feature that this engine lacks. The message names both."""
 
 
 @dataclass(frozen=True, eq=False)

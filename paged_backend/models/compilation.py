@@ -4,8 +4,8 @@
 function of each. They are compiled twice while the model loads, for one token and for any larger number, and never
 while serving. torch's own disk cache, below the user's cache directory, keeps the result for the next start.
 
-Compilation is meant for GPUs, but has not been measured on one. On a CPU a call of compiled code costs 10 to 30 µs more
-than it saves, and compiled code cannot use packed weights (`linear.py`).
+Compilation is intended for GPUs, but has not been measured on one. On a CPU a call of compiled code costs 10 to 30 µs
+more than it saves, and compiled code cannot use packed weights (`linear.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paged_backend.models.fusion import FusedModel, LayerFunctions, post_attenti
 
 log = logging.getLogger("paged_llm")
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # read by torch; takes precedence if set
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # variable that torch reads; takes precedence if set
 MANY_TOKENS = 64  # number of tokens with which the dynamic shape is compiled
 MAX_VARIANTS = 64  # compiled variants of one function per process, which may serve several models
 
@@ -33,7 +33,7 @@ def cache_directory() -> Path:
 
     torch sets the variable to a directory for temporary files when it first reads it; that value is overridden.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes seconds
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imported here because it takes seconds
 
     if os.environ.get(CACHE_VARIABLE) in (None, "", default_cache_dir()):
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -58,7 +58,7 @@ def compile_functions(fused: FusedModel) -> LayerFunctions | None:
         directory.mkdir(parents=True, exist_ok=True)
         for count in (MANY_TOKENS, 1):
             _run(functions, fused, count)
-    except Exception as error:  # no compiler, no disk space, an unsupported operation
+    except Exception as error:  # e.g. no compiler, no disk space, an unsupported operation
         reason = str(error).strip().partition("\n")[0]
         log.warning("torch.compile failed, running uncompiled: %s: %s", type(error).__name__, reason)
         return None

@@ -1,4 +1,4 @@
-"""Fused decoder layers: the operations between two attention calls in few kernel launches.
+"""Fused decoder layers, which run the operations between two attention calls in few kernel launches.
 
     transformers                                   fused
     norm, q_proj, k_proj, v_proj                   pre_attention: add + norm, one projection
@@ -52,7 +52,7 @@ HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}  # a model has both or nei
 class HiddenStates(NamedTuple):
     """The hidden states between two layers: output + residual, which the next normalization adds."""
 
-    output: Tensor  # [num_tokens, hidden] of the last MLP
+    output: Tensor  # [num_tokens, hidden]: output of the last MLP
     residual: Tensor | None  # [num_tokens, hidden]; None before the first layer
 
 
@@ -102,9 +102,9 @@ class FusedLayer:
 
     attention: nn.Module
     spec: AttentionSpec
-    head_counts: tuple[int, int, int]  # of queries, keys and values
-    pre_arguments: tuple[Any, ...]  # of `pre_attention`, after the hidden states
-    post_arguments: tuple[Any, ...]  # of `post_attention`, after the attention output and the residual
+    head_counts: tuple[int, int, int]  # heads of queries, keys and values
+    pre_arguments: tuple[Any, ...]  # arguments of `pre_attention` after the hidden states
+    post_arguments: tuple[Any, ...]  # arguments of `post_attention` after attention output and residual
     head_norms: dict[str, Any]
     functions: LayerFunctions = LayerFunctions()
 
@@ -130,7 +130,7 @@ class FusedLayer:
             return HiddenStates(*self._native_layer(*states, *position_embeddings, cache, paged.paging))
         if isinstance(hidden_states, HiddenStates):
             qkv, residual = self.functions.pre_attention(*hidden_states, *self.pre_arguments)
-        else:  # without a residual the function would be compiled once more, for a single layer
+        else:  # first layer: not compiled, as the missing residual would require another variant
             qkv, residual = pre_attention(hidden_states[0], None, *self.pre_arguments)
         attended = self._attend(qkv, position_embeddings, paged)
         return HiddenStates(*self.functions.post_attention(attended.flatten(1), residual, *self.post_arguments))
@@ -175,7 +175,7 @@ class FusedModel:
     """A model that runs fused layers until `uninstall`."""
 
     model: PreTrainedModel
-    layers: tuple[FusedLayer, ...]  # with the model's unconverted weights
+    layers: tuple[FusedLayer, ...]  # layers with the model's unconverted weights
 
     def install(self, functions: LayerFunctions, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
         """Make all layers run `functions` on converted weights."""

@@ -1,4 +1,4 @@
-"""The last hidden states of a model, which embeddings are computed from."""
+"""The last hidden states of a model, from which embeddings are computed."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ from paged_kernels.cpu import native
 log = logging.getLogger("paged_llm")
 
 ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured; others use the result of the nearest one
-MIN_ELEMENTS = 1 << 16  # smaller weights are neither packed nor quantized: call overhead dominates their product
-MAX_MEASURED_ELEMENTS = 1 << 20  # a larger weight is measured with fewer rows
-NUM_MEASURED_WEIGHTS = 12  # used in turn like the layers of a model, so that they do not stay in a CPU cache
-MIN_REPEATS = 4  # repetitions of a measurement, even with many rows
-MAX_RELATIVE_TIME = 0.95  # a copy must take less than this share of the plain method's time, so that noise decides less
-MEMORY_SHARE = 0.5  # of the available memory, for copies
+MIN_ELEMENTS = 1 << 16  # minimum size to pack or quantize; below it, call overhead dominates
+MAX_MEASURED_ELEMENTS = 1 << 20  # size from which a weight is measured with fewer rows
+NUM_MEASURED_WEIGHTS = 12  # used in rotation like the layers of a model, so that they leave the CPU cache
+MIN_REPEATS = 4  # minimum repetitions of a measurement, even with many rows
+MAX_RELATIVE_TIME = 0.95  # maximum time of a copy relative to the plain method; limits the effect of noise
+MEMORY_SHARE = 0.5  # share of the available memory for copies
 
 # A weight [out_features, in_features], or a function (x, bias) -> y in its place.
 Weight: TypeAlias = "Tensor | Callable[[Tensor, Tensor | None], Tensor]"
@@ -49,7 +49,7 @@ def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 class OneDnnCopy:
-    """A copy of a weight in oneDNN's layout, which is the same for any number of rows above one."""
+    """A copy of a weight in oneDNN's layout, which does not depend on the number of rows if there are several."""
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -98,8 +98,8 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> tuple[M
     """Measure the seconds of each method that supports `dtype`, for each number of rows in `ROWS`.
 
     The methods run alternately, and the result is the median. `threads`, the number of torch's threads, is only a cache
-    key. Time is the CPU time of this thread, which does its share of each product, so that other load on the machine
-    has little influence.
+    key. Measures the CPU time of this thread, which computes its share of each product, so that other load on the
+    machine has little influence.
     """
     rows, columns = shape
     rows = min(rows, max(1, MAX_MEASURED_ELEMENTS // columns))
@@ -139,7 +139,7 @@ class WeightPacker:
     """Packs weights for which a copy is faster, within a memory budget."""
 
     def __init__(self) -> None:
-        self.replaced: list[Tensor] = []  # weights that are no longer used
+        self.replaced: list[Tensor] = []  # original weights that are no longer used
         self.changed = False  # whether any weight was packed
         self._budget = MEMORY_SHARE * available_memory()
 

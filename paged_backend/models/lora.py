@@ -7,8 +7,8 @@
     └──────┘  └──────┘     y    += inner @ b                [rows, out_features]
      in        out
 
-Any number of adapters takes two matrix products. Rows are not sorted by adapter, and the device does not wait for the
-host. A row also computes the other slots of its step, which costs little while slots are few and ranks low.
+Any number of adapters takes two matrix products, without sorting rows by adapter and without synchronization with the
+host. Each row also computes the other slots of its step, which costs little if slots are few and ranks low.
 
 The forward functions of the layers are replaced only for the duration of a step that uses an adapter. Steps without
 adapters run as if LoRA were disabled. With adapters, fused layers run as separate operations on wrapped weights, which
@@ -73,7 +73,7 @@ class StackedFactors:
         used = slice(first, last) if last - first == len(rows.used) else rows.slots
         a, b = self.a[used], self.b[used]
         inner = x @ a.flatten(0, 1).T
-        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.masked, 0)  # 0 * inf would give NaN
+        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.masked, 0)  # not times 0: inf would become NaN
         if y.dtype == b.dtype:
             y.addmm_(inner, b.flatten(0, 1))
         else:
@@ -84,7 +84,7 @@ class Lora:
     """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
     def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int) -> None:
-        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final form."""
+        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant."""
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
@@ -93,12 +93,12 @@ class Lora:
             name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
             for name, (inputs, outputs) in shapes.items()
         }
-        self._rows: AdapterRows | None = None  # of the running step
+        self._rows: AdapterRows | None = None  # adapter rows of the running step
         self._forwards = dict(self._adapted_forwards(model))
 
     @property
     def nbytes(self) -> int:
-        """Device memory of all slots."""
+        """The device memory of all slots in bytes."""
         return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
     def load_slot(self, slot: int, adapter: Adapter) -> None:

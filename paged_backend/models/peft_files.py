@@ -28,7 +28,7 @@ from paged_backend.api.request import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADER_BYTES = 64 << 20  # of the weights file, beside the tensors
+MAX_HEADER_BYTES = 64 << 20  # maximum size of the weights file besides its tensors
 PATTERN_SECONDS = 1.0  # total time limit for matching the patterns of a configuration against layer names
 MAX_PATTERN_CHARS = 1000
 MAX_ALPHA = 1e30
@@ -42,7 +42,7 @@ _INERT = frozenset(
     " lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config"
     " lora_ga_config qalora_group_size runtime_config ensure_weight_tying".split()
 )
-_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the model's own weights
+_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that keep the model's own weights
 _COSTLY = re.compile(r"\{|\(\?(?!:)")  # constructs whose compilation can take unbounded memory
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ class AdapterError(ValueError):
 
 @contextmanager
 def _as_adapter_error() -> Iterator[None]:
-    """Turn any exception into an AdapterError, so that it fails only the requests for this adapter."""
+    """Convert any exception to an AdapterError, so that it fails only the requests for this adapter."""
     try:
         yield
     except AdapterError:

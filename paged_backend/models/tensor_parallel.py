@@ -1,8 +1,8 @@
 """Tensor parallelism: the process group, its collectives, and the shards of a rank.
 
 transformers shards a model while loading it, following the plan of its architecture (Megatron-LM, Shoeybi et al. 2019:
-query, key, value and MLP input projections by columns, output projections by rows). The result are DTensors and hooks
-that wrap and unwrap them at each call. `replace_dtensors` replaces them by plain local tensors.
+query, key, value and MLP input projections by columns, output projections by rows). This gives DTensors, and hooks that
+wrap and unwrap them at each call. `replace_dtensors` replaces them by plain local tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # for the slowest rank to load its weights or run a step
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # time for the slowest rank to load its weights or run a step
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -59,7 +59,7 @@ class TensorParallelGroup:
     def abort(self) -> None:
         """Make collectives that wait for a dead rank fail. May be called from any thread."""
         if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # gloo fails by itself when a connection closes
+            dist.distributed_c10d._abort_process_group()  # for NCCL; gloo fails by itself when a connection closes
 
     def all_reduce_min(self, number: int) -> int:
         """Return the minimum of all ranks' numbers."""
@@ -126,7 +126,7 @@ def replace_dtensors(model: PreTrainedModel) -> None:
     transformers that reduces over the ranks, and the output layer the hook that gathers. Other sharded modules
     (experts) keep their DTensors.
     """
-    shards: dict[Tensor, nn.Parameter] = {}  # by DTensor, so that tied weights stay tied
+    shards: dict[Tensor, nn.Parameter] = {}  # shards by DTensor, so that tied weights stay tied
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
             _replace_embedding(module, shards)
@@ -142,7 +142,7 @@ def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -
         if isinstance(parameter, DTensor):
             if parameter not in shards:
                 local = parameter.to_local()
-                # A view would keep the whole tensor in memory.
+                # A clone, because a view would keep the whole tensor in memory.
                 local = local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
                 shards[parameter] = nn.Parameter(local, requires_grad=False)
             module.register_parameter(name, shards[parameter])
@@ -154,15 +154,15 @@ def _replace_embedding(module: nn.Embedding, shards: dict[Tensor, nn.Parameter])
     assert isinstance(weight, DTensor)
     if weight.placements != (Shard(0),):
         return
-    first = dist.get_rank() * -(-weight.shape[0] // dist.get_world_size())  # as torch.chunk splits the rows
+    first = dist.get_rank() * -(-weight.shape[0] // dist.get_world_size())  # split as in torch.chunk
     _replace_parameters(module, shards)
-    module.padding_idx = None  # an index of the whole vocabulary; it only affects gradients
+    module.padding_idx = None  # removes an index of the whole vocabulary, which only affects gradients
     module.forward = _lookup(module, first, len(module.weight))
 
 
 def _lookup(module: nn.Embedding, first: int, count: int) -> Callable[[Tensor], Tensor]:
     """Return the forward function of a shard that holds the rows of tokens first to first + count - 1."""
-    embed = type(module).forward  # a subclass may scale the embeddings
+    embed = type(module).forward  # forward of the subclass, which may scale the embeddings
 
     def forward(input_ids: Tensor) -> Tensor:  # [..., num_tokens] -> [..., num_tokens, hidden_size]
         local = input_ids - first

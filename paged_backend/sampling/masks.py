@@ -19,7 +19,7 @@ from paged_backend.api.guide import GuideError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.scheduling.sequence import Sequence as Sample
 
-BITS = 32  # tokens per mask word: token t is bit t % 32 of word t // 32
+BITS = 32  # tokens per mask word; token t is bit t % 32 of word t // 32
 
 # The fields of SamplingParams that can exclude tokens.
 _EXCLUDING_FIELDS = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "min_tokens")
@@ -41,8 +41,8 @@ ConstrainedRows = Sequence[tuple[int, Sample, int]]  # (row, sequence, position 
 def build_mask(constrained: ConstrainedRows, excluded: Mapping[int, Sequence[int]]) -> Mask | None:
     """Return the bitmasks of the rows that have a guide or allowed_token_ids, or None if there are none.
 
-    `excluded` lists, by row, tokens to exclude from a guide's mask as well. Excluding them here and not only in the
-    logits detects the case that the guide allows nothing else.
+    `excluded` lists, by row, more tokens to exclude from a guide's mask. Excluding them here, and not only in the
+    logits, detects that the guide allows no other token.
     """
     masked = [entry for entry in constrained if entry[1].request.guides or entry[1].request.allowed is not None]
     if not masked:
@@ -52,7 +52,7 @@ def build_mask(constrained: ConstrainedRows, excluded: Mapping[int, Sequence[int
         try:
             rows.append(_words(sequence, position, excluded.get(row, ())))
         except GuideError as error:
-            rows.append(np.full(1, -1, dtype=np.int32))  # sampling needs at least one valid token
+            rows.append(np.full(1, -1, dtype=np.int32))  # allows some tokens, because sampling needs a valid one
             failed_rows.append((row, str(error)))
     bits = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
     for row_bits, words in zip(bits, rows, strict=True):

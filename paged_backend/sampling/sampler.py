@@ -25,7 +25,7 @@ from paged_kernels import ops
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 PADDING = 2**62  # pads rows of tokens; beyond every vocabulary
-TOP_K_OFF = 2**31 - 1  # as top_k: keeps every token of any vocabulary
+TOP_K_OFF = 2**31 - 1  # value of top_k that keeps every token of any vocabulary
 EPSILON = 1e-6  # lower bound of divisors of logits, so that these stay finite in float32, and of top_p
 
 
@@ -57,7 +57,7 @@ class TopLogprobs:
     rows: Tensor  # [num_rows] int64
     tokens: Tensor  # [num_rows, num_candidates] int64
     log_probs: Tensor  # [num_rows, num_candidates] float32
-    logprobs: LogprobsTensors | None = None  # of these tokens, for the rows whose request asks for log probabilities
+    logprobs: LogprobsTensors | None = None  # log probabilities of these tokens, for the rows that request them
 
     def to_host(self) -> TopLogprobs:
         """Start a non-blocking copy to the host. Synchronize with the device before reading the result."""
@@ -112,7 +112,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the logits after constraints and penalties, which `sample` samples from.
+    """Return the logits after constraints and penalties, as used by `sample`.
 
     Returns `logits` unchanged if no row has a constraint or penalty.
     """
@@ -144,7 +144,7 @@ def top_logprobs(logits: Tensor, batch: SamplingBatch) -> TopLogprobs | None:
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> LogprobsTensors | None:
-    """Return the log probabilities of the sampled tokens [num_rows] int64, for the rows that ask for them."""
+    """Return the log probabilities of the sampled tokens [num_rows] int64, for the rows that request them."""
     if batch.logprob_rows is None:
         return None
     rows = batch.logprob_rows.rows

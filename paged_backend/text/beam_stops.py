@@ -1,4 +1,4 @@
-"""Stop strings and stop words of beam search, which the engine checks: a beam that has ended makes room for another."""
+"""Stop strings and stop words of beam search. The engine checks them, because an ended beam makes room for another."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SLACK = 16  # tokens to decode in addition to one per byte of a stop string: som
 def build_stop_check(
     sampling: SamplingParams, prompt: Sequence[int], decode: Callable[[list[int]], str]
 ) -> Callable[[Sequence[int]], bool] | None:
-    """Return a function that tells whether the last token of an output completes a stop string or stop word.
+    """Return a function that returns whether the last token of an output completes a stop string or stop word.
 
-    The function assumes that no earlier token did, and takes a few microseconds on the engine's thread, as it decodes
-    only the end of the output. Returns None if the request has neither stop strings nor stop words.
+    The function assumes that no earlier token completes one. It decodes only the end of the output, which takes a few
+    microseconds on the engine's thread. Returns None if the request has neither stop strings nor stop words.
     """
     words = StopTokens.of(sampling, frozenset())
     if not (sampling.stop or words.words):
@@ -38,7 +38,7 @@ def build_stop_check(
             min_tokens = max(0, sampling.min_tokens - skipped)
             output = Detokenizer(decode, before, stop=sampling.stop, min_tokens=min_tokens)
             output.push(tail)
-        except DecodeError:  # the search continues; sending this output fails with the error
+        except DecodeError:  # continues the search; sending this output fails with the error
             return False
         return output.stopped
 

@@ -1,7 +1,7 @@
 """Renders chat templates for the engine, and for the OpenAI gateway if it has a template of its own.
 
-Templates run in Jinja's sandbox, on a thread that is ended when its time limit is over: a template may loop over the
-client's input without end.
+Templates run in Jinja's sandbox, on a thread that is ended at its time limit, because a template may loop forever over
+the client's input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDER_SECONDS = 2.0  # the demo model's template takes 0.05 s for megabytes of text
+RENDER_SECONDS = 2.0  # time limit; the demo model's template takes 0.05 s for megabytes of text
 
 
 class TemplateTimeout(Exception):
@@ -32,12 +32,12 @@ def render(
     *,
     seconds: float = RENDER_SECONDS,
 ) -> str:
-    """Return the prompt that the tokenizer's chat template makes of the messages.
+    """Return the prompt for the messages, rendered with the tokenizer's chat template.
 
     Raises TemplateTimeout after `seconds`, and TemplateRefusal if the template raises: many reject two user turns in a
     row, or fail on unexpected values.
     """
-    from jinja2 import TemplateError  # imported late, as transformers does
+    from jinja2 import TemplateError  # imported here because transformers imports it late as well
 
     try:
         return apply(tokenizer, messages, tools, seconds=seconds)
@@ -65,12 +65,12 @@ def apply(
 
 
 class _Rendering(threading.Thread):
-    """One call on a thread of its own, which can be ended without affecting anything else."""
+    """Runs one call on a separate thread, which can be ended without affecting anything else."""
 
     def __init__(self, call: Callable[[], str]):
         super().__init__(name="template", daemon=True)
         self._call = call
-        self._lock = threading.Lock()  # while held, `ident` belongs to this thread: it has not ended
+        self._lock = threading.Lock()  # while held, the thread has not ended, so `ident` is valid
         self._done = False
         self._text: str | None = None
         self._error: Exception | None = None

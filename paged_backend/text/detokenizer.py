@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
 
-CONTEXT = 5  # prompt tokens that are decoded too, so that the first output token gets its leading space
-TAIL = 16  # tokens that show whether a long text ends inside a character, which has at most four bytes
-INCOMPLETE = "\ufffd"  # what a decoder returns where bytes of a character are missing
+CONTEXT = 5  # prompt tokens decoded too, so that the first output token gets its leading space
+TAIL = 16  # tokens that suffice to see whether a text ends inside a character of up to four bytes
+INCOMPLETE = "\ufffd"  # replacement character, which a decoder returns for an incomplete character
 
 
 class Detokenizer:
@@ -41,20 +41,20 @@ class Detokenizer:
         self._ids = list(prompt_ids[-CONTEXT:])
         self._prefix = 0
         self._read = len(self._ids)
-        self._prefix_text: str | None = None  # of the ids from `prefix` to `read`, once needed
+        self._prefix_text: str | None = None  # text of the ids from `prefix` to `read`, once needed
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
         self._record_offsets = record_offsets
         self.num_tokens = 0
-        self.num_chars = prefix_chars  # of decoded text, including text that is held back
-        self.offsets: list[int] = []  # where the text of each token, or the character that it is part of, begins
+        self.num_chars = prefix_chars  # characters of decoded text, including text that is held back
+        self.offsets: list[int] = []  # start of each token's text, or of the character that it is part of
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     @property
     def has_stop(self) -> bool:
-        """Whether a stop string may end the text, so that tokens should be pushed at once."""
+        """True if a stop string may end the text, so tokens should be pushed at once."""
         return bool(self._stop)
 
     @property
@@ -94,7 +94,7 @@ class Detokenizer:
         self.num_tokens += len(tokens)
         self._ids += tokens
         for end in range(len(self._ids), len(self._ids) - len(tokens), -1):
-            if end - self._read > TAIL:  # else a long run of invalid bytes would be decoded whole for each token
+            if end - self._read > TAIL:  # avoids decoding a long run of invalid bytes again for each token
                 tail = self._decode(self._ids[end - TAIL : end])
                 if not tail or tail.endswith(INCOMPLETE):
                     continue
@@ -120,7 +120,7 @@ class Detokenizer:
         return self._decode(self._ids[self._prefix :])[len(self._decode(self._ids[self._prefix : self._read])) :]
 
     def _advance(self, text: str, end: int) -> str:
-        """Return what is new in `text`, the text of the ids from `prefix` to `end`, and continue from `end`."""
+        """Return the new part of `text`, the text of the ids from `prefix` to `end`, and continue from `end`."""
         if self._prefix_text is None:
             self._prefix_text = self._decode(self._ids[self._prefix : self._read])
         new = text[len(self._prefix_text) :]
@@ -140,7 +140,7 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def _find_stop(self, text: str) -> int | None:
-        """Return where the text ends because of the stop string that begins first; None if there is none."""
+        """Return the position at which the earliest stop string ends the text; None if there is none."""
         found = [(text.find(stop), len(stop), stop) for stop in self._stop if stop in text]
         if not found:
             return None
@@ -148,6 +148,6 @@ class Detokenizer:
         return start + length if self._include_stop else start
 
     def _stop_prefix_length(self, text: str) -> int:
-        """Return the length of the longest end of `text` that a stop string begins with."""
+        """Return the length of the longest suffix of `text` that is the beginning of a stop string."""
         longest = min(len(text), max(len(stop) for stop in self._stop) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -15,13 +15,13 @@ Word = list[int]
 class StopTokens:
     """The stop tokens and stop words of one request."""
 
-    ids: frozenset[int] = frozenset()  # without the model's end of sequence, unless `ignore_eos`
-    words: Mapping[int, Sequence[Word]] = field(default_factory=dict)  # by their last token
-    min_tokens: int = 0  # before which no word ends the output
+    ids: frozenset[int] = frozenset()  # stop tokens; exclude the end of sequence unless `ignore_eos` is set
+    words: Mapping[int, Sequence[Word]] = field(default_factory=dict)  # stop words by their last token
+    min_tokens: int = 0  # minimum tokens before a word can end the output
 
     @classmethod
     def of(cls, sampling: SamplingParams, eos: frozenset[int]) -> StopTokens:
-        """Return those of the sampling parameters. eos: the model's end-of-sequence tokens."""
+        """Return the stop tokens and stop words of the sampling parameters. eos: the model's end-of-sequence tokens."""
         words: dict[int, list[Word]] = {}
         for word in sampling.stop_words_token_ids:
             words.setdefault(word[-1], []).append(list(word))
@@ -31,7 +31,7 @@ class StopTokens:
     def find(self, before: Sequence[int], new: Sequence[int]) -> tuple[int, Word] | None:
         """Find the first stop word that ends within `new`, the tokens after `before`.
 
-        Returns how many of the new tokens there are up to its end, and the word.
+        Returns the number of new tokens up to its end, and the word.
         """
         for count, token in enumerate(new, 1):
             for word in self.words.get(token, ()) if len(before) + count > self.min_tokens else ():

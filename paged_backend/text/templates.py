@@ -20,7 +20,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 
     A template that rejects the short prompt is accepted: some need two turns, or a system message.
     """
-    from jinja2 import TemplateSyntaxError  # imported late, as transformers does
+    from jinja2 import TemplateSyntaxError  # imported here because transformers imports it late as well
 
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template] if template else []:
@@ -41,7 +41,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None, seconds: float
 ) -> str:
-    """Return the prompt that the model's chat template makes of the messages.
+    """Return the prompt for the messages, rendered with the model's chat template.
 
     Raises RequestError if the model has no template, or if the template rejects the messages or exceeds `seconds`.
     """

@@ -22,8 +22,8 @@ class MemoryUsage(NamedTuple):
     """Bytes of memory that a process uses."""
 
     cpu: int
-    gpu: int  # allocated by tensors
-    pinned: int  # of host memory that a GPU can access directly: the host pool
+    gpu: int  # GPU memory allocated by tensors
+    pinned: int  # host memory that a GPU can access directly: the host pool
 
 
 def find_python() -> str:
@@ -58,15 +58,15 @@ def usable_cores() -> int:
 
 
 def limit_torch_threads(processes: int = 1) -> None:
-    """Set PyTorch's number of threads to the usable cores per process, unless OMP_NUM_THREADS is set. PyTorch's own
-    default is the number of cores of the machine, whatever the container's quota."""
+    """Set PyTorch's number of threads to the usable cores per process, unless OMP_NUM_THREADS is set. PyTorch's default
+    is the number of cores of the machine, even in a container with a lower quota."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system. glibc keeps small pieces, of which loading a model leaves hundreds of
-    megabytes."""
+    """Return freed memory to the system. Loading a model leaves hundreds of megabytes in small pieces, which glibc
+    keeps."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
@@ -75,15 +75,16 @@ def release_openmp_threads() -> None:
     """End the calling thread's OpenMP team, before another thread computes.
 
     OpenMP keeps a team for each thread that ever computed. If all teams together have more threads than there are
-    cores, idle threads sleep instead of spinning, and a decode step takes half as long again. Uses
-    `omp_pause_resource_all` of OpenMP 5.0; a thread that computes later gets a new team.
+    cores, idle threads sleep instead of spinning, and a decode step takes 50% longer. Uses `omp_pause_resource_all` of
+    OpenMP 5.0; a thread that computes later gets a new team.
     """
     _call_openmp("omp_pause_resource_all", OMP_PAUSE_SOFT)
 
 
 def use_single_thread() -> None:
-    """Let the calling thread compute without an OpenMP team. For threads that only copy while another one computes."""
-    torch.get_num_threads()  # else PyTorch would set the number again when this thread first computes
+    """Make the calling thread compute without an OpenMP team, as threads should that only copy while another one
+    computes."""
+    torch.get_num_threads()  # prevents PyTorch from setting the number again when this thread first computes
     _call_openmp("omp_set_num_threads", 1)
 
 
@@ -115,8 +116,8 @@ def _quotas() -> Iterator[float]:
 
 
 def _read(controller: str, *names: str) -> Iterator[tuple[str, ...]]:
-    """Yield the content of these files for each cgroup of the process that has them: its own and all enclosing ones. In
-    cgroups version 1, those of the controller."""
+    """Yield the content of these files for the process's cgroup and all enclosing ones, as far as they have them. In
+    cgroups version 1, these are the cgroups of the controller."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -13,11 +13,11 @@ log = logging.getLogger("paged_llm")
 
 
 class BackgroundWorker:
-    """Runs calls in order on a daemon thread. Unlike the threads of an executor, it does not keep the process from
-    ending while a call hangs."""
+    """Runs calls in order on a daemon thread, which, unlike the threads of an executor, does not keep the process alive
+    while a call hangs."""
 
     def __init__(self, name: str, begin: Callable[[], object] = lambda: None):
-        """begin: called first on the thread."""
+        """begin: called once, when the thread starts."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, args=[begin], name=name, daemon=True)
@@ -28,7 +28,7 @@ class BackgroundWorker:
         self._calls.put(functools.partial(call, *arguments))
 
     def stop(self, seconds: float) -> None:
-        """Drop queued calls and wait for the current one, at most this many seconds."""
+        """Drop queued calls and wait at most `seconds` for the current one."""
         self._stopped = True
         self._calls.put(None)
         self._thread.join(max(0.0, seconds))
