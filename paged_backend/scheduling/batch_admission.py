@@ -86,7 +86,7 @@ class BatchAdmission:
                 builder.blocked = True
                 return
             elif self._requests.running:
-                for preempted in slot_users or [self._requests.lowest_ranked]:
+                for preempted in slot_users or [self._requests.last_running]:
                     self._preemption.preempt(preempted, builder)
                 capacity = self._capacity()
             else:

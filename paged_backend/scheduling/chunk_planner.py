@@ -65,7 +65,7 @@ class ChunkPlanner:
             if builder.in_flight:
                 builder.blocked = True
                 return
-            preempted = self._requests.lowest_ranked
+            preempted = self._requests.last_running
             self._preemption.preempt(preempted, builder)
             if preempted is group:
                 return

@@ -39,13 +39,13 @@ class RequestRegistry:
         return self.running.get(key) or self.waiting.get(key)
 
     @property
-    def lowest_ranked(self) -> Group:
+    def last_running(self) -> Group:
         """The last running request in scheduling order: of those with the lowest priority, the one admitted last."""
         return next(reversed(self.running.values()))
 
     def admit(self, group: Group) -> None:
         """Move a request from the waiting queue to the running batch."""
-        last = self.lowest_ranked if self.running else None
+        last = self.last_running if self.running else None
         self.waiting.remove(group)
         self.running[group.key] = group
         if group.request.adapter:

@@ -1,4 +1,4 @@
-"""Handles the responder's messages: books new tokens, opens streams, and collects the streams to send to."""
+"""Handles the responder's messages: adds new tokens to streams, opens streams, collects those to send to."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ResponderMessageHandler:
         self._cancellation.cancel_by_id(channel, request_id)
 
     def on_clients_polled(self, result: PollResult[Stream]) -> None:
-        """Keep the result until the tokens of this turn are booked: a stream that they finish is not cancelled."""
+        """Keep the result until the new tokens are stored: a stream that they finish is not cancelled."""
         self._poll_results.append(result)
 
     def on_pool_map_request(self, channel: Channel, arrived: float) -> None:
@@ -120,7 +120,7 @@ class ResponderMessageHandler:
         self._updated |= self._streams.by_key
 
     def on_step(self, output: StepOutput) -> None:
-        """Book the tokens of a step. This is the hot path: it runs once per token and sample."""
+        """Add the tokens of a step to their streams. This is the hot path: it runs once per token and sample."""
         self._updates.record(output.stats)
         streams, updated, when, generated = self._streams.by_key, self._updated, output.finished_at, 0
         for key in output.entered:

@@ -4,7 +4,7 @@ Sending is a round trip to the server process, so it does not happen on the engi
 handles all queued messages and then sends once per stream, so tokens of several steps go out as one response when
 clients are slow.
 
-    engine ---- StepOutput, PoolMap, ... --->|       |---> message_handler.py: book tokens
+    engine ---- StepOutput, PoolMap, ... --->|       |---> message_handler.py: store tokens
     admission - StreamOpened, CancelById --->| inbox |---> open_streams.py: send, close
     poller ---- ClientsPolled -------------->|       |---> cancellation.py, engine_monitor.py: end early
 """

@@ -218,8 +218,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "other requests than the slot users are preempted": (
         ADMISSION,
-        "in slot_users or [self._requests.lowest_ranked]",
-        "in [self._requests.lowest_ranked]",
+        "in slot_users or [self._requests.last_running]",
+        "in [self._requests.last_running]",
     ),
     # fair tenants
     "prompt tokens are not counted": (ACCOUNTS, "        account.served_tokens += tokens\n", ""),
