@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.errors import ErrorCode, RequestError, TenantLimitReached
 from paged_backend.api.request import FinishReason, TokenDelta
 from paged_backend.engine.outputs import EngineDied, UnknownRequests
+from paged_backend.server.tenants import Tenants
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import Sent
 from tests.support.streams import Client, failing_once, step
@@ -44,3 +45,23 @@ def test_a_tenants_place_is_released_however_a_request_ends(opened, tenants, end
     while not client.got.get(timeout=WAIT)[2]:
         pass
     assert len(tenants) == 0
+
+
+def test_requests_that_are_leaving_count_for_the_limit():
+    tenants = Tenants(2)
+    tenants.enter("a")
+    tenants.check("a")
+    tenants.check("b", leaving=1)
+    with pytest.raises(TenantLimitReached, match="2 requests of this cache_salt are open"):
+        tenants.check("a", leaving=1)
+    tenants.leave("a")
+    tenants.check("a", leaving=1)
+    assert len(tenants) == 0
+
+
+def test_zero_is_no_limit():
+    tenants = Tenants(0)
+    for _ in range(3):
+        tenants.check("a", leaving=9)
+        tenants.enter("a")
+    assert len(tenants) == 1

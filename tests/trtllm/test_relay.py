@@ -3,93 +3,19 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from queue import SimpleQueue
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import InputLimits
 from paged_backend.server import local_socket
-from paged_backend.server.wire.call import Call
-from paged_backend.server.wire.write import SampleOutput, write_response
-from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.relay import Relay
 from tests.support.in_process import WAIT
-from tests.support.local_engine import Engine, ask, connected, use_socket_directory
-from tests.support.pb_utils import PB_UTILS
+from tests.support.local_engine import Engine
+from tests.support.relay_requests import response, submit
 from tests.support.waiting import until
 
-
-@pytest.fixture(autouse=True)
-def socket_directory(tmp_path, monkeypatch):
-    return use_socket_directory(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def engine():
-    made = Engine()
-    yield made
-    made.listener.close()
-
-
-TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_, "stop": np.bool_}
-
-
-class Tensor:
-    def __init__(self, name, value):
-        self.name, self.as_numpy = lambda: name, lambda: value
-
-
-class Request:
-    """A request to `ensemble`, as the Python backend passes it to the model."""
-
-    def __init__(self, name="", **tensors):
-        self.got = SimpleQueue()
-        made = {"text_input": [["x"]], "max_tokens": [[4]], "stream": [[True]]} | tensors
-        self.tensors = [Tensor(key, np.array(value, TYPES[key])) for key, value in made.items()]
-        self.cancelled = False
-        self.timeout = self.correlation_id = self.flags = lambda: 0
-        self.request_id, self.parameters = lambda: name, lambda: ""
-
-    def inputs(self):
-        return self.tensors
-
-    def get_response_sender(self):
-        return SimpleNamespace(send=self.send, is_cancelled=lambda: self.cancelled)
-
-    def send(self, response, flags):
-        tensors, error = response
-        self.got.put((error.text if error else dict(tensors)["text_output"].tolist(), flags == 1))
-
-    def next(self):
-        return self.got.get(timeout=WAIT)
-
-
-@pytest.fixture
-def relay(request):
-    """A relay; its limits are the fixture's parameter."""
-    made = Relay(
-        SimpleNamespace(**vars(PB_UTILS)), "ensemble", "engine", limits=RelayLimits(**getattr(request, "param", {}))
-    )
-    yield made
-    made.stop()
-
-
-def response(text, reason=None):
-    call = Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
-    return write_response(call, [SampleOutput(text, reason, ())], prompt_token_ids=())
-
-
-def submit(relay, **tensors):
-    made = Request(**tensors)
-    relay.submit(made)
-    return made
-
-
-def test_an_unloaded_engine_is_reported(relay):
-    assert submit(relay).next() == ("UNAVAILABLE: the engine's model, engine, is not loaded", True)
+pytestmark = pytest.mark.usefixtures("socket_directory")
 
 
 @pytest.mark.parametrize("relay", [{"max_open_rows": 1}], indirect=True)
@@ -103,44 +29,6 @@ def test_rows_beyond_max_open_rows_are_rejected(engine, relay):
     until(lambda: not relay._rows)
     submit(relay)
     engine.next()
-
-
-@pytest.mark.parametrize("relay", [{"max_frame_bytes": 100}], indirect=True)
-def test_an_oversized_row_is_rejected(engine, relay):
-    text, last = submit(relay).next()
-    assert last and text.startswith("INVALID_ARGUMENT: the request is too large: a frame of ")
-    assert text.endswith("; at most 100 can be sent (max_frame_bytes)")
-
-
-def test_a_refused_connection_reports_the_reason(relay):
-    engine = Engine(input_limits=InputLimits(max_local_connections=1))
-    first = connected()
-    ask(first)
-    engine.next()
-    for _ in range(3):  # either the request or the rejection may come first
-        assert submit(relay).next() == (
-            "UNAVAILABLE: the engine's model refused the connection: 1 connections are open, which is"
-            " max_local_connections",
-            True,
-        )
-    first.close()
-    engine.listener.close()
-
-
-def test_an_engine_can_be_unloaded_and_reloaded(relay):
-    first = Engine()
-    request = submit(relay)
-    first.next().send(response("a"), final=False)
-    assert request.next() == ([b"a"], False)
-    first.listener.close()
-    assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
-    local_socket.remove(first.listener._name)
-    assert submit(relay).next()[0].endswith("is not loaded")
-    second = Engine()
-    request = submit(relay)
-    second.next().send(response("b", "stop"), final=True)
-    assert request.next() == ([b"b"], True)
-    second.stop()
 
 
 def test_an_unloading_engine_finishes_open_requests(relay):
@@ -167,17 +55,6 @@ def test_open_requests_fail_once_when_the_drain_time_is_over(relay):
     engine.stop(seconds=0)
     assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
     until(channel.is_cancelled)
-
-
-def test_requests_are_balanced_over_instances(relay):
-    engines = [Engine(), Engine()]
-    requests = [submit(relay) for _ in range(4)]
-    for engine in engines:
-        for _ in range(2):
-            engine.next().send(response("a", "stop"), final=True)
-    assert [one.next() for one in requests] == [([b"a"], True)] * 4
-    for engine in engines:
-        engine.stop()
 
 
 def test_a_cancelled_client_or_failed_row_cancels_the_other_rows(relay, engine):

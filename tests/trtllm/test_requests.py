@@ -1,66 +1,16 @@
 """Conversion of tensorrtllm_backend's tensors, without a server."""
 
 import json
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.trtllm import configs, responses
 from paged_backend.trtllm.interfaces import create_interface
 from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.rows import use_client_names
-from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE, INPUTS, OUTPUTS
+from paged_backend.trtllm.tensors import BLS, CORE, ENSEMBLE
 from tests.support.trtllm_requests import NEEDED, ask, rejection, rows, sampling
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_models_load_without_torch():
-    """Triton starts each model's process twice, and pays for its imports each time."""
-    code = "import sys, paged_backend.trtllm.relay; print([one for one in sys.argv[1:] if one in sys.modules])"
-    heavy = ("torch", "transformers", "jinja2", "huggingface_hub", "grpc", "asyncio")
-    done = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("model", INPUTS)
-def test_config_pbtxt_matches_the_tensor_tables(model):
-    written = (ROOT / "model_repository" / model / "config.pbtxt").read_text()
-    assert written == configs.config(model), "run python -m paged_backend.trtllm.configs"
-    assert len(re.findall(r"optional: true", written)) == sum(not one.required for one in INPUTS[model].values())
-
-
-def test_text_models_match_tensorrtllm_backend_tensors():
-    both = set(
-        "text_input decoder_text_input max_tokens bad_words stop_words num_return_sequences end_id pad_id top_k top_p"
-        " temperature length_penalty repetition_penalty min_tokens min_length presence_penalty frequency_penalty seed"
-        " random_seed return_log_probs return_context_logits return_generation_logits return_perf_metrics"
-        " return_num_input_tokens return_num_output_tokens beam_width stream exclude_input_in_output"
-        " prompt_embedding_table prompt_vocab_size prompt_table_extra_id embedding_bias_words embedding_bias_weights"
-        " lora_task_id lora_weights lora_config guided_decoding_guide_type guided_decoding_guide".split()
-    )
-    assert set(INPUTS[ENSEMBLE]) == both
-    assert set(INPUTS[BLS]) - both == {
-        "image_input", "image_bytes_input", "image_url_input", "video_bytes_input", "num_draft_tokens",
-        "use_draft_logits",
-    }  # fmt: skip
-    assert [name for name, one in INPUTS[BLS].items() if one.required] == ["text_input", "max_tokens"]
-    assert (
-        set(OUTPUTS[BLS])
-        == set(OUTPUTS[ENSEMBLE])
-        == set(
-            "text_output cum_log_probs output_log_probs context_logits generation_logits batch_index sequence_index"
-            " kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks arrival_time_ns"
-            " first_scheduled_time_ns first_token_time_ns last_token_time_ns acceptance_rate"
-            " total_accepted_draft_tokens total_draft_tokens num_input_tokens num_output_tokens".split()
-        )
-    )
-    assert {"output_ids", "sequence_length"} < set(OUTPUTS[CORE])
 
 
 def test_defaults_match_tensorrt_llm():
@@ -84,18 +34,6 @@ def test_defaults_match_tensorrt_llm():
 )
 def test_top_k_or_top_p_enable_sampling(given, expected):
     assert sampling(**given) == {"max_tokens": 5} | expected
-
-
-@pytest.mark.parametrize("names", [("seed", "min_tokens"), ("random_seed", "min_length")])
-def test_old_and_new_tensor_names(names):
-    seed, least = names
-    assert sampling(**{seed: [2**64 - 1], least: [2], "top_k": [5]}) == {
-        "max_tokens": 5, "seed": 2**64 - 1, "min_tokens": 2, "top_k": 5,
-    }  # fmt: skip
-
-
-def test_two_names_for_one_parameter_are_rejected():
-    assert rejection(seed=[1], random_seed=[1]) == "random_seed, seed: two names of one parameter; give one of them"
 
 
 def test_penalties():
@@ -180,39 +118,6 @@ def test_lora_task_id_selects_the_adapter_by_name():
     assert sampling(lora_task_id=[7])["lora_name"] == "7"
 
 
-REFUSED = [
-    (model, name, one.dims)
-    for model in INPUTS
-    for name, one in INPUTS[model].items()
-    if one.unsupported and name not in ("decoder_input_lengths", "runtime_top_p_min", "runtime_top_p_reset_ids")
-]
-
-
-@pytest.mark.parametrize(("model", "name", "dims"), REFUSED, ids=[f"{model} {name}" for model, name, _ in REFUSED])
-def test_unsupported_inputs_are_rejected_by_name(model, name, dims):
-    spec = INPUTS[model][name]
-    shape = [2 if size == -1 else size for size in dims]
-    word = "something" if spec.data_type == "TYPE_STRING" else 3
-    given = {name: np.full(shape, word, object).tolist()}
-    assert re.fullmatch(rf"{name}=.*: not supported; leave it out", rejection(model, **given))
-
-
-ASKING_FOR_NOTHING = {
-    "lora_weights": [[]], "decoder_text_input": [""], "prompt_vocab_size": [0], "return_context_logits": [False],
-    "return_generation_logits": [False], "prompt_table_extra_id": [0], "image_url_input": [""],
-    "num_draft_tokens": [0], "use_draft_logits": [False], "runtime_top_p_decay": [1.0], "runtime_top_p_min": [1e-6],
-    "runtime_top_p_reset_ids": [-1], "beam_search_diversity_rate": [0.0], "decoder_input_ids": [2],
-    "decoder_input_lengths": [1], "draft_input_ids": [], "embedding_bias": [], "image_url": [], "lora_id": [0],
-    "sampling_param_logits_post_processor_name": [""], "lora_ckpt_source": ["hf"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", INPUTS)
-def test_neutral_values_of_unsupported_inputs_are_accepted(model):
-    given = {name: value for name, value in ASKING_FOR_NOTHING.items() if name in INPUTS[model]}
-    assert sampling(model, **given) == sampling(model)
-
-
 @pytest.mark.parametrize(
     ("model", "biases", "refused"),
     [
@@ -228,14 +133,6 @@ def test_biases_beyond_max_biases_are_rejected(model, biases, refused):
     field = next(iter(biases))
     with pytest.raises(RequestError, match=rf"{field}=.3 {refused}.: must be at most 2 .*\(max_biases\)"):
         read(2)
-
-
-def test_caps_are_config_parameters():
-    given = {"interface": BLS, "engine_model_name": "paged_llm", "max_open_rows": "3"}
-    assert RelayLimits.from_parameters(given) == RelayLimits(max_open_rows=3)
-    for bad in ("0", "x", "", "1.5"):
-        with pytest.raises(ValueError, match=f"max_biases='{bad}': must be a whole number 1.."):
-            RelayLimits.from_parameters({"max_biases": bad})
 
 
 def test_every_row_is_a_separate_request():
@@ -271,80 +168,3 @@ def test_stop_and_bad_words_of_token_ids():
         "stop_words_list=[3]: must be the increasing ends of words, at most 2"
     )
     assert sampling(CORE, embedding_bias=[0.0, 0.5, 0.0])["logit_bias"] == {"1": 0.5}
-
-
-def test_errors_use_the_clients_tensor_names():
-    core, text = ask(CORE).renamed, ask().renamed
-    assert use_client_names(" max_tokens=5: must be 1..4", core) == " request_output_len=5: must be 1..4"
-    assert use_client_names(" max_tokens=5: must be 1..4", text) == " max_tokens=5: must be 1..4"
-    assert use_client_names(" other: max_tokens", core) == " other: max_tokens"
-
-
-def response(**values):
-    kinds = {"cumulative_logprob": np.float32, "token_ids": np.int32, "num_output_tokens": np.uint32}
-    words = {name: [one.encode() for one in value] for name, value in values.items() if isinstance(value[0], str)}
-    return {name: np.array(value, kinds.get(name, np.object_)) for name, value in (values | words).items()}
-
-
-def outputs(one, **values):
-    return [{name: value.tolist() for name, value in part.items()} for part in responses.write(one, response(**values))]
-
-
-def test_only_text_output_has_no_batch_dimension():
-    (written,) = outputs(
-        ask(return_log_probs=[True], return_num_output_tokens=[True]),
-        text_output=["Hi"],
-        finish_reason=["None"],
-        num_output_tokens=[2],
-        cumulative_logprob=[-3.0],
-        logprobs=['[{"5": {"logprob": -1.0, "rank": 1}, "6": {"logprob": -2.0}}, {"7": {"logprob": -2.0}}]'],
-    )
-    assert written == {
-        "text_output": [b"Hi"],
-        "cum_log_probs": [[-3.0]],
-        "output_log_probs": [[[-1.0, -2.0]]],
-        "num_output_tokens": [[2]],
-    }
-
-
-def test_beams_are_sent_in_one_response():
-    (written,) = outputs(
-        ask(beam_width=[2], return_log_probs=[True]),
-        text_output=["a", "b"],
-        finish_reason=["length", "stop"],
-        num_output_tokens=[1, 2],
-        cumulative_logprob=[-1.0, -2.0],
-        logprobs=['[{"5": {"logprob": -1.0}}]', '[{"6": {"logprob": -0.5}}, {"7": {"logprob": -1.5}}]'],
-    )
-    assert written["text_output"] == [b"a", b"b"]
-    assert written["cum_log_probs"] == [[-1.0, -2.0]]
-    assert written["output_log_probs"] == [[[-1.0, 0.0], [-0.5, -1.5]]]
-
-
-def test_samples_are_sent_in_separate_responses():
-    one = ask(num_return_sequences=[3], top_p=[0.9])
-    some = outputs(one, text_output=["a", "", "c"], finish_reason=["None"] * 3, num_output_tokens=[1, 0, 1])
-    assert [(part["text_output"], part["sequence_index"]) for part in some] == [([b"a"], [[0]]), ([b"c"], [[2]])]
-    last = outputs(one, text_output=["", "", "c"], finish_reason=["stop"] * 3, num_output_tokens=[0, 0, 1])
-    assert [part["sequence_index"] for part in last] == [[[0]], [[1]], [[2]]], "each has an end"
-
-
-def test_output_ids_exclude_the_end_token():
-    one = ask(CORE, stop_words_list=[[5], [1]], pad_id=[0], beam_width=[2], exclude_input_in_output=[True])
-    (written,) = outputs(
-        one,
-        text_output=["", ""],
-        token_ids=[3, 4, 2, 3, 5],
-        finish_reason=["stop", "stop"],
-        stop_reason=["None", "5"],
-        num_output_tokens=[3, 2],
-    )
-    assert written == {"output_ids": [[[3, 4], [3, 5]]], "sequence_length": [[2, 2]]}
-    (written,) = outputs(
-        ask(CORE, pad_id=[0], beam_width=[2]),
-        text_output=["", ""],
-        token_ids=[3, 4, 3],
-        finish_reason=["length", "length"],
-        num_output_tokens=[2, 1],
-    )
-    assert written == {"output_ids": [[[7, 8, 9, 3, 4], [7, 8, 9, 3, 0]]], "sequence_length": [[5, 4]]}

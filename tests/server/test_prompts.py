@@ -1,0 +1,58 @@
+"""Token ids of prompts, and of the words that bias or forbid tokens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paged_backend.api.errors import RequestError
+from paged_backend.api.limits import InputLimits
+from paged_backend.api.sampling_params import SamplingParams
+from tests.support.prompts import LIMITS, arrival, encoder, ids
+from tests.support.wire_requests import read, text
+
+
+def test_a_bad_word_is_forbidden_with_and_without_a_space_before_it():
+    sampling = SamplingParams(bad_words=("ab", " ab", "é"), bad_words_token_ids=((7,),))
+    found = encoder().encode_bad_words(sampling)
+    assert found == (tuple(ids("ab")), tuple(ids(" ab")), tuple(ids("é")), tuple(ids(" é")), (7,))
+
+
+def test_a_bad_word_outside_the_vocabulary_is_left_out():
+    low, high = sorted("ab", key=ids)
+    limits = replace(LIMITS, vocab_size=ids(high)[0])
+    forbidden = encoder(limits).encode_bad_words(SamplingParams(bad_words=(low, high)))
+    assert tuple(ids(low)) in forbidden and tuple(ids(high)) not in forbidden
+
+
+def test_the_bias_of_a_word_is_added_to_that_of_its_tokens():
+    (a,), (b,) = ids("a"), ids("b")
+    sampling = SamplingParams(logit_bias=((a, 1.0),), word_bias=(("ab", 2.5), ("b", -0.5)))
+    assert dict(encoder().expand_word_bias(sampling).logit_bias) == {a: 3.5, b: 2.0}
+
+
+def test_the_biases_of_words_count_for_the_limit():
+    limits = replace(LIMITS, input_limits=InputLimits(max_logit_biases=2))
+    assert encoder(limits).expand_word_bias(SamplingParams(word_bias=(("ab", 1.0),)))
+    with pytest.raises(RequestError, match=r"word_bias=.3 tokens with those of logit_bias.: must be at most 2"):
+        encoder(limits).expand_word_bias(SamplingParams(word_bias=(("abc", 1.0),)))
+
+
+def test_token_ids_are_truncated_before_they_are_checked():
+    given = arrival(read(input_ids=np.array([999, 5, 6], np.int32)), truncate_prompt_tokens=2)
+    assert encoder().encode(given) == [5, 6]
+    with pytest.raises(RequestError, match=r"input_ids\[0\]=999: must be 0\.\.319"):
+        encoder().encode(arrival(given.call))
+
+
+def test_a_truncated_text_keeps_its_last_tokens():
+    assert encoder().encode(arrival(read(text_input=text("abcd")), truncate_prompt_tokens=3)) == ids("bcd")
+
+
+def test_a_text_longer_than_any_prompt_is_rejected_before_it_is_tokenized():
+    longest = LIMITS.max_model_len * len("<|end|>")  # the longest token
+    encoder().check_length("text_input", "x" * longest)
+    with pytest.raises(RequestError, match=rf"text_input: {longest + 1} characters; must be at most {longest} "):
+        encoder().check_length("text_input", "x" * (longest + 1))
+    with pytest.raises(RequestError, match="messages: 4 characters; must be at most 3 "):
+        encoder(max_chars=3).check_length("messages", "xxxx")

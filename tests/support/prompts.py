@@ -1,0 +1,23 @@
+"""Prompts for a tokenizer of single bytes, without an engine."""
+
+from paged_backend.api.limits import EngineLimits
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.server.arrival import Arrival
+from paged_backend.server.prompts import PromptEncoder
+from tests.support.in_process import WAIT
+from tests.support.streams import TOKENIZER
+
+LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=256, block_size=4, max_num_seqs=8)
+
+
+def encoder(limits=LIMITS, max_chars=None):
+    return PromptEncoder(TOKENIZER, limits, max_chars=max_chars, tokenize_timeout=WAIT, template_timeout=WAIT)
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def arrival(call, **sampling):
+    """Return the request of a call, as it is before tokenization."""
+    return Arrival(1, call, None, 0.0, SamplingParams(**sampling), None, None, 0)
