@@ -15,10 +15,10 @@ class Sequence:
     """One sample of a request. Owned by the scheduler, on the engine thread.
 
     tokens    | prompt ............ | generated ... | -3 |     -1 - i: placeholder for row i of the step in flight
-    computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less committed |<-----
-    keys and values written ------->|        equals computed if no step is in flight blocks    |  b0  |  b1  |  b2  |
-    b3  |                    block table, grown as tokens arrive chain        e0     e1     e2
-    contents of full blocks, as far as computed
+    computed  |<----- keys and values planned ------------->|  at most len(tokens), usually one less
+    committed |<----- keys and values written ------->|        equals computed if no step is in flight
+    blocks    |  b0  |  b1  |  b2  |  b3  |                    block table, grown as tokens arrive
+    chain        e0     e1     e2                              contents of full blocks, as far as computed
     """
 
     __slots__ = (

@@ -59,21 +59,17 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     file = MUTANTS[mutant][0]
     (tmp_path / "paged_backend" / file).write_text(mutated_source(mutant))
+    names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
+    without_models = [f"scheduling/{name}" for name in names if name not in ("test_beam_search", "test_speculation")]
     modules = [
-        "scheduling/test_scheduler",
-        "scheduling/test_accounts",
-        "scheduling/test_adapter_slots",
+        *without_models,
         "server/test_sessions",
         *(["scheduling/test_beam_search"] if file == BEAM_SEARCH else []),
-        "integration/test_sharing",
-        "scheduling/test_block_manager",
-        "scheduling/test_block_pool",
     ]
     options = ["-x", "-q", "-p", "no:cacheprovider"]
     for random_test in (
         "scheduling/test_block_manager.py::test_hypothesis_rules",
         "scheduling/test_block_manager.py::test_seeded_rules",
-        "integration/test_sharing.py::test_random_load",
     ):
         options += ["--deselect", f"tests/{random_test}"]
     if file == DISK:

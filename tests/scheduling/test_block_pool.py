@@ -5,6 +5,8 @@ import pytest
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import Chain
+from tests.support.scheduler_stress import request, scheduler
+from tests.support.shadow import ShadowStore, finish
 
 
 def naive_states(blocks):
@@ -40,3 +42,20 @@ def test_pool_map_distinguishes_free_and_cached(free, cached, held):
     assert blocks.pool.states() == naive_states(blocks)
     assert [blocks.pool.states().count(mark) for mark in ".c1"] == [free, cached, held]
     blocks.check([keep])
+
+
+def test_eviction_is_lru_and_tail_first():
+    sched = scheduler(num_blocks=8)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(100, 112), max_tokens=1))
+    finish(sched, store, request(1, range(200, 212), max_tokens=1))
+    assert sched.blocks.pool.num_cached == 6
+    finish(
+        sched, store, request(2, range(300, 312), max_tokens=1)
+    )  # takes two free blocks, and evicts one of the first request
+    assert sched.stats.evictions == 1
+
+    def known(tokens):
+        return len(sched.blocks.match(Chain(Origin("")), [*tokens, 0]).blocks)
+
+    assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]

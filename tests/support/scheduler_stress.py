@@ -78,6 +78,11 @@ def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=Non
     return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids), session=session, adapter=adapter)
 
 
+def rivals():
+    """Return two requests that fit the pool together only at first."""
+    return request(0, range(50, 62), max_tokens=20), request(1, range(10, 19), max_tokens=20, n=2, seed=3)
+
+
 def run_stress(seen: Counter[str] | None = None, **conditions) -> None:
     """Run the stress test, and count in `seen` what happened."""
     StressTest(Counter() if seen is None else seen, **conditions).run()

@@ -17,6 +17,21 @@ from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
 
 
+def finish(sched, store, *requests):
+    """Run requests to their end, and return their tokens by (key, index)."""
+    for one in requests:
+        sched.add(one)
+    outputs = {}
+    while sched.has_work:
+        plan = sched.schedule()
+        sched.check()
+        for delta in sched.commit(plan, store.run(plan)):
+            outputs.setdefault((delta.key, delta.sample), []).extend(delta.token_ids)
+        sched.check()
+    assert sched.blocks.num_used == 0
+    return outputs
+
+
 def extend(digest: bytes, token: int) -> bytes:
     return blake2b(digest + token.to_bytes(4, "little"), digest_size=8).digest()
 
