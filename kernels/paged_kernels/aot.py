@@ -54,7 +54,7 @@ MAX_SPILLED_BYTES = 32
 
 @dataclass(frozen=True)
 class Case:
-    """One launch of one kernel on one chip."""
+    """A launch of a kernel on a chip."""
 
     chip: str
     kernel: str  # name from ATTENTION or SMALL_KERNELS, or of a module

@@ -61,7 +61,7 @@ DEFAULT_ROW_TILES = {  # defaults if a table has no entry; clipped to one row
     "kv_write": RowTile(2048, 4),
     "rope_kv_write": RowTile(2048, 4),
     "norm_rope_kv_write": RowTile(2048, 4),  # rope_kv_write with an RMSNorm of each head
-    "add_rms_norm": RowTile(2**30, 16),  # a whole row, always
+    "add_rms_norm": RowTile(2**30, 16),  # elements: always a whole row
     "swiglu": RowTile(1024, 4),
     "sampling": RowTile(4096, 8),  # tile of the pass over all logits
     "block_copy": RowTile(16384, 8),
@@ -193,7 +193,7 @@ def read_entry(entry: dict[str, Any]) -> Entry:
         block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= attention.rows)
         return attention, _parse(Tile, entry["tile"], block_m=block_ms)
     row = _parse(RowTuningKey, entry["for"], **({"rows": ROW_BUCKETS[-1:]} if kind in ROW_COUNT_INVARIANT else {}))
-    least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # a whole row; a whole word
+    least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # minimum elements
     return row, _parse(RowTile, entry["tile"], elements=_powers(least, row.width))
 
 

@@ -1,4 +1,4 @@
-"""One layer's keys and values in the block pool, and their quantization to one byte per element.
+"""The keys and values of one layer in the block pool, and their quantization to one byte per element.
 
 A quantized pool stores, for each token and KV head, one-byte codes and one scale: element = code * scale. The largest
 element of a row gets the format's largest code, and every other element the nearest code (ties to even). The error of

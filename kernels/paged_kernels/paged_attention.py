@@ -61,7 +61,7 @@ def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, w
         max_query_len=paging.max_query_len, max_context_len=paging.max_context_len,
     )  # fmt: skip
     head_programs = num_kv_heads * triton.cdiv(group, shape.HEADS)
-    small = paging.num_seqs - (shape.LARGE_M > 0)  # at least one sequence uses large tiles, if any
+    small = paging.num_seqs - (shape.LARGE_M > 0)  # maximum sequences with small tiles
     splits = launch.count_splits(small * head_programs, paging.max_context_len, device.multiprocessors)
     large_tiles = num_tokens // (shape.LARGE_M // shape.HEADS) + paging.num_seqs if shape.LARGE_M else 0
     prefix, prefix_grid = None, (0, 0, 0)

@@ -263,7 +263,7 @@ def sample_reference(logits: Tensor, metadata: SamplingMetadata | None) -> Tenso
     """Sample one row at a time. The definition of `sample` for tests; slow."""
     tokens = []
     for row, values in enumerate(logits.float().cpu()):
-        if not values.max().isfinite():  # also true for NaN: max() is NaN if a logit is
+        if not values.max().isfinite():  # true for NaN too, since max() is NaN if a logit is
             tokens.append(-1)
             continue
         scale = float(metadata.scales[row]) if metadata else 0.0

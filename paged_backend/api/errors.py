@@ -105,7 +105,7 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
 
 
 def is_utf8_text(value: Any) -> bool:
-    """Whether the value is a string that UTF-8 can encode. Strings from JSON may hold lone surrogates."""
+    """Return whether the value is a string that UTF-8 can encode. Strings from JSON may contain lone surrogates."""
     if not isinstance(value, str):
         return False
     try:

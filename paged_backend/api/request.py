@@ -85,7 +85,7 @@ class GenerateRequest:
 
     @property
     def depends_on_output(self) -> bool:
-        """Whether sampling depends on earlier output tokens, apart from the model's logits."""
+        """Whether sampling depends on earlier output tokens other than through the model's logits."""
         return self.sampling.has_penalty or bool(self.bad_word_endings)
 
     @property

@@ -1,4 +1,4 @@
-"""The engine: runs generation requests on a thread of its own.
+"""The engine: runs generation requests on its own thread.
 
 `Engine` is the handle that other threads use. Each of its methods posts a message (`messages.py`) to the inbox of the
 step loop (`step_loop.py`), which applies it between two steps.

@@ -96,7 +96,7 @@ class PrefixDisk:
                 self._host_cache.write_block(block, content)
 
     def write_moved_out(self, plan: Plan) -> None:
-        """Queue the blocks that a step moved to the host pool to be written to disk as well. Called after the step."""
+        """Also write the blocks that a step moved to the host pool to disk. Called after the step."""
         for move in plan.moves_out:
             if move.entry and self._disk.should_write(move.entry):
                 self._disk.put(move.entry, self._host_cache.read_block(move.target))

@@ -16,7 +16,7 @@ log = logging.getLogger("paged_llm")
 
 
 class RequestPreparation:
-    """Loads adapters and prefetches prefixes, each on a thread of its own, then posts the request to the inbox."""
+    """Loads adapters and prefetches prefixes, each on a separate thread, then posts the request to the inbox."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class DraftCheck(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Drafting:
     """The rounds in which a draft model proposes tokens, in the batch that verifies them. Round i proposes draft token
-    i of every sequence that has so many. Sequences with the most draft tokens come first."""
+    i of every sequence with more than i draft tokens. Sequences with the most draft tokens come first."""
 
     rows: Tensor  # [num_checks] int64: row of the token before the first draft token
     seqs: Tensor  # [num_checks] int64: the sequence's index in the batch

@@ -1,4 +1,4 @@
-"""One forward pass of a model over a packed batch."""
+"""Runs one forward pass of a model over a packed batch."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class LaunchedStep:
         found: dict[int, list[Logprobs]] = {}
         for row, (logprobs,) in self.scores.by_row() if self.scores else ():
             entries = found.setdefault(seq_of_row[row], [])
-            if len(entries) < len(tokens[seq_of_row[row]]):  # else a row after a rejected draft token
+            if len(entries) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
                 entries.append(logprobs)
         return found
 

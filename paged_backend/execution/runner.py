@@ -28,7 +28,7 @@ from paged_backend.scheduling.step_result import StepResult
 
 log = logging.getLogger("paged_llm")
 
-NO_UPLOAD = DeviceUpload(None)  # for batches that are on the device already
+NO_UPLOAD = DeviceUpload(None)  # leaves batches that are on the device already
 
 
 class RunnerDied(RuntimeError):
@@ -53,7 +53,7 @@ class StepRunner(Protocol):
 
     @property
     def uniform(self) -> UniformBatch | None:
-        """What steps with draft tokens have to be padded to, so that graphs can run them."""
+        """The padding that graphs require of steps with draft tokens."""
 
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
@@ -120,7 +120,7 @@ class Runner:
 
     @property
     def uniform(self) -> UniformBatch | None:
-        """What steps with draft tokens have to be padded to, so that graphs can run them."""
+        """The padding that graphs require of steps with draft tokens."""
         return self._graphs.uniform if self._graphs else None
 
     @property

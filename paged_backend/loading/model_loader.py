@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
-        """All layers with a KV cache: those of the model, then those of the draft model."""
+        """All layers with a KV cache: the model's, then the draft model's."""
         return self.spec.layers + (self.draft.spec.layers if self.draft else ())
 
 
@@ -89,7 +89,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
-    adaptable = find_adaptable_layers(model) if config.enable_lora else None  # before `verify_model` modifies it
+    adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     spec = ModelSpec(
         layers=_verify(config, path, model, kv_dtype),
         dtype=dtype,

@@ -83,7 +83,7 @@ class _Probe:
         arguments = dict(sliding_window=sliding_window, **rest)
         self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **arguments)
         self.layer_windows.add(sliding_window)
-        return query.transpose(1, 2), None  # only the shape matters
+        return query.transpose(1, 2), None  # any values, since only the shape matters
 
     def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
         """Record the window of a mask, as the mask function of the model."""

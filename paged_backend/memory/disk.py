@@ -173,7 +173,7 @@ class DiskTier:
             if path.exists() or not self._directory.is_dir():
                 self._disable(f"{path}: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
-                    path.unlink()  # so that the next server does not read it again
+                    path.unlink()  # deletes it so that the next server does not read it again
             self._index.remove(name)
             return None
         with self._lock:

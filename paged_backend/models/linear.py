@@ -85,7 +85,7 @@ class MixedWeight:
 
     weight: Tensor  # [out_features, in_features]
     copy: OneDnnCopy | GroupedCopy
-    use_copy: tuple[bool, ...]  # for each number of rows in `ROWS`
+    use_copy: tuple[bool, ...]  # whether to use the copy, for each number of rows in `ROWS`
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         nearest = min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)

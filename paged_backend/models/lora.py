@@ -73,7 +73,7 @@ class StackedFactors:
         used = slice(first, last) if last - first == len(rows.used) else rows.slots
         a, b = self.a[used], self.b[used]
         inner = x @ a.flatten(0, 1).T
-        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.masked, 0)  # not times 0: inf would become NaN
+        inner.view(len(x), len(rows.used), -1).masked_fill_(rows.masked, 0)  # set, since 0 * inf would give NaN
         if y.dtype == b.dtype:
             y.addmm_(inner, b.flatten(0, 1))
         else:

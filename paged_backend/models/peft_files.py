@@ -42,7 +42,7 @@ _INERT = frozenset(
     " lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config"
     " lora_ga_config qalora_group_size runtime_config ensure_weight_tying".split()
 )
-_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that keep the model's own weights
+_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # initializations that keep the model's weights
 _COSTLY = re.compile(r"\{|\(\?(?!:)")  # constructs whose compilation can take unbounded memory
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

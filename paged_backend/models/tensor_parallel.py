@@ -59,7 +59,7 @@ class TensorParallelGroup:
     def abort(self) -> None:
         """Make collectives that wait for a dead rank fail. May be called from any thread."""
         if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # for NCCL; gloo fails by itself when a connection closes
+            dist.distributed_c10d._abort_process_group()  # used by NCCL; gloo fails by itself on a closed connection
 
     def all_reduce_min(self, number: int) -> int:
         """Return the minimum of all ranks' numbers."""

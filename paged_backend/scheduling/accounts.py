@@ -58,7 +58,7 @@ class Accounts:
         return account
 
     def admit_request(self, account: Account, tokens: int) -> None:
-        """Count the first admission of a request with so many prompt tokens to compute."""
+        """Count the first admission of a request, with `tokens` prompt tokens to compute."""
         level = self._levels[account.priority]
         level.start = max(level.start, account.served_tokens + min(tokens, MAX_HEAD_START))
         account.served_tokens += tokens

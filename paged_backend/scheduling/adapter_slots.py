@@ -33,7 +33,7 @@ class AdapterSlots:
 
     def __init__(self, count: int):
         self._free = list(range(count))
-        self._held: OrderedDict[bytes, _HeldAdapter] = OrderedDict()  # by digest; the least recently used first
+        self._held: OrderedDict[bytes, _HeldAdapter] = OrderedDict()  # adapters by digest, oldest use first
         self._loads: dict[int, Adapter] = {}  # assigned adapters that are not on the device yet, by slot
         self._num_users = 0
         self.resident: tuple[Adapter, ...] = ()  # adapters on the device; replaced as a whole, never changed

@@ -71,7 +71,7 @@ class BlockPool:
         return blocks
 
     def allocate_counted(self, count: int) -> list[int]:
-        """Allocate `count` blocks; the caller has checked that so many are available."""
+        """Allocate `count` blocks. The caller has checked that they are available."""
         blocks = self.allocate(count)
         assert blocks is not None, "blocks that were counted available are not"
         return blocks

@@ -52,7 +52,7 @@ class Chunk:
         return self.sequence.request.embeds and self.ends_request
 
     def add_draft_tokens(self, tokens: list[int], num_new_blocks: int) -> None:
-        """Verify these tokens in the chunk as well. num_new_blocks: blocks allocated for them."""
+        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them."""
         self.draft_tokens = tuple(tokens)
         self.length += len(tokens)
         if num_new_blocks:
@@ -70,8 +70,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: first the moves out, then the moves in, then the copies, then the chunks in the order of their rows,
-    decode first."""
+    """The plan of one step, in order of execution: moves out, moves in, copies, then the chunks in the order of their
+    rows, decode first."""
 
     chunks: tuple[Chunk, ...]
     moves_out: tuple[BlockTransfer, ...] = ()  # device to host

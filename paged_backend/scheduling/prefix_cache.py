@@ -22,7 +22,7 @@ class CacheHit:
     """Cached blocks that hold the first tokens of a sequence. They are not referenced until `BlockManager.adopt`."""
 
     blocks: tuple[BlockLocation, ...]  # full blocks
-    partial: BlockLocation | None = None  # a block of which only the first `partial_tokens` tokens match
+    partial: BlockLocation | None = None  # block whose first `partial_tokens` tokens match
     partial_tokens: int = 0
 
     @property
