@@ -1,9 +1,9 @@
 """Reference counts, free list and LRU list of one pool of blocks, on the device or on the host.
 
-pool     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer free     [5, 2]
-a stack: the block freed last is reused first, while it is in the CPU cache cached   7 -> 0
-not referenced, content still indexed; least recently used first in use   {1: 1, 3: 2, 4: 1, 6: 3}              number
-of references to each: block tables, copies and moves
+pool     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one physical block = block_size slots in every layer
+free     [5, 2]                                a stack: the block freed last is reused first, still in the CPU cache
+cached   7 -> 0                                not referenced, content still indexed; least recently used first
+in use   {1: 1, 3: 2, 4: 1, 6: 3}              number of references to each: block tables, copies and moves
 
 Free + cached + used = total, always; `check()` asserts it.
 """

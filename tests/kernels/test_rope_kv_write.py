@@ -1,85 +1,17 @@
-"""Norms, SwiGLU and rotary embedding: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
-
-from functools import partial
+"""Rotary embedding and KV write: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from paged_kernels import ops
-from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from paged_kernels.cpu import layer_ops, native
+from paged_kernels.cpu import native
 from paged_kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
 from paged_kernels.kv_write import kv_write_reference
 from paged_kernels.layer_cache import FORMATS
 from paged_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from paged_kernels.swiglu import swiglu, swiglu_reference
 from tests.support.attention_cases import make_cache
-
-TRITON_DTYPES = [torch.float32, torch.float16]
-CPU_DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCES = {
-    torch.float32: dict(rtol=1e-5, atol=1e-5),
-    torch.float16: dict(rtol=4e-3, atol=4e-3),
-    torch.bfloat16: dict(rtol=2e-2, atol=2e-2),
-}
-
-
-def implementations(*, on_cpu, compiled, triton):
-    """List (implementation, device, type); the device None stands for that of Triton."""
-    levels = [partial(compiled, level=level) for level in native.levels()]
-    return [
-        *((triton, None, dtype) for dtype in TRITON_DTYPES),
-        *((on_cpu, "cpu", dtype) for dtype in CPU_DTYPES),
-        *((one, "cpu", dtype) for one in levels for dtype in TOLERANCES),
-    ]
-
-
-def name(value):
-    return value.keywords["level"] if isinstance(value, partial) else getattr(value, "__module__", None) or str(value)
-
-
-def normal(*shape, dtype, device, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-NORMS = implementations(on_cpu=layer_ops.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
-
-
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("implementation", "where", "dtype"), NORMS, ids=name)
-@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (5, 576), (3, 1025), (0, 16)])
-def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_residual, device):
-    def made(seed, *shape):
-        return normal(*shape, dtype=dtype, device=where or device, seed=seed)
-
-    x, weight = 3 * made(0, num_tokens, 2 * hidden)[:, :hidden], made(1, hidden)  # rows of a wider tensor
-    residual = made(2, num_tokens, hidden) if with_residual else None
-    arguments = x, residual, weight, 1e-2
-    normed, total = implementation(*arguments)
-    expected = add_rms_norm_reference(*arguments)
-    assert_close(normed, expected[0], **TOLERANCES[dtype])
-    assert torch.equal(total, expected[1])
-    if num_tokens:
-        assert_close(normed.float(), torch.nn.functional.rms_norm(total.float(), (hidden,), weight.float(), 1e-2),
-                     **TOLERANCES[dtype])  # fmt: skip
-
-
-ACTIVATIONS = implementations(on_cpu=layer_ops.swiglu, compiled=native.swiglu, triton=swiglu)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize(("implementation", "where", "dtype"), ACTIVATIONS, ids=name)
-@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (5, 96), (2, 1025), (0, 16)])
-def test_swiglu(implementation, where, dtype, num_tokens, width, device):
-    gate_up = 4 * normal(num_tokens, 4 * width, dtype=dtype, device=where or device)[:, : 2 * width]
-    if num_tokens:
-        gate_up[0, 0] = -200.0  # exp overflows: silu is 0
-    found = implementation(gate_up)
-    assert_close(found, swiglu_reference(gate_up), **TOLERANCES[dtype])
-    gate, up = gate_up.float().chunk(2, 1)
-    assert_close(found.float(), torch.nn.functional.silu(gate) * up, **TOLERANCES[dtype])
-
+from tests.support.layer_cases import TOLERANCES, implementations, name, normal
 
 ROTATIONS = implementations(on_cpu=rope_kv_write_cpu, compiled=native.rope_kv_write, triton=rope_kv_write)
 # num_heads, num_kv_heads, head_dim, block_size

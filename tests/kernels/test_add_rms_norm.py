@@ -1,0 +1,30 @@
+"""RMS norms: Triton in the interpreter or on a GPU, PyTorch and C++ on a CPU."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from paged_kernels.cpu import layer_ops, native
+from tests.support.layer_cases import TOLERANCES, implementations, name, normal
+
+NORMS = implementations(on_cpu=layer_ops.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("implementation", "where", "dtype"), NORMS, ids=name)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (5, 576), (3, 1025), (0, 16)])
+def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_residual, device):
+    def made(seed, *shape):
+        return normal(*shape, dtype=dtype, device=where or device, seed=seed)
+
+    x, weight = 3 * made(0, num_tokens, 2 * hidden)[:, :hidden], made(1, hidden)  # rows of a wider tensor
+    residual = made(2, num_tokens, hidden) if with_residual else None
+    arguments = x, residual, weight, 1e-2
+    normed, total = implementation(*arguments)
+    expected = add_rms_norm_reference(*arguments)
+    assert_close(normed, expected[0], **TOLERANCES[dtype])
+    assert torch.equal(total, expected[1])
+    if num_tokens:
+        assert_close(normed.float(), torch.nn.functional.rms_norm(total.float(), (hidden,), weight.float(), 1e-2),
+                     **TOLERANCES[dtype])  # fmt: skip
