@@ -16,7 +16,7 @@ from client.wire import Message, Prompt
 
 T = TypeVar("T")
 RETRY_SECONDS, RETRY_INTERVAL = 10.0, 0.02
-SESSION_BUSY, SESSION_NOT_FOUND = "its last turn is not answered yet", "no such session"  # in server error messages
+SESSION_BUSY, SESSION_NOT_FOUND = "its previous turn is still running", "no such session"  # in server error messages
 
 
 class ConversationBase:

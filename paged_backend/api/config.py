@@ -178,8 +178,8 @@ class EngineConfig:
     )
     stop_timeout: int = option(
         integer(1),
-        "Maximum seconds for the model to stop when the server unloads it, which is after its own requests have ended:"
-        " for requests of other models that use it, the current step, and files. Must be less than the server's"
+        "Maximum seconds to stop after the model's own requests have ended. The time is for requests from other"
+        " models, the current step, and writing cached blocks to disk. Must be less than the server's"
         " `--exit-timeout-secs`.",
         25,
     )

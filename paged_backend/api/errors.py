@@ -61,8 +61,7 @@ class TenantLimitReached(RequestError):
     def __init__(self, most: int):
         super().__init__(
             ErrorCode.UNAVAILABLE,
-            f"{most} requests of this cache_salt are open, which is max_tenant_requests;"
-            " send it again when one has ended",
+            f"{most} requests of this cache_salt are open (max_tenant_requests); retry when one has ended",
         )
         self.outcome = "tenant_full"
 
@@ -72,7 +71,7 @@ class QueueFull(RequestError):
 
     def __init__(self, waiting: int):
         super().__init__(
-            ErrorCode.UNAVAILABLE, f"{waiting} requests wait, which is max_queue_size; send it again later"
+            ErrorCode.UNAVAILABLE, f"the waiting queue is full: {waiting} requests wait (max_queue_size); retry later"
         )
         self.outcome = "queue_full"
 

@@ -131,7 +131,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         {"scheduling_policy": ("fcfs", "priority"), "scheduler_delay_factor": (0,), "scheduler_cls": _EMPTY},
     ),
     (
-        "the engine schedules every step by itself; set async_scheduling to overlap scheduling and computation",
+        "the engine schedules one step at a time; set async_scheduling to overlap scheduling and computation",
         {
             "num_scheduler_steps": (1,),
             "multi_step_stream_outputs": _EITHER,

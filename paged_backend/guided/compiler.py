@@ -196,7 +196,7 @@ class GrammarCompiler:
                 self._pool.submit(self._work, key)
                 return
         if cached is None:
-            reason = f"{self._max_queued} structures are queued, which is max_queued_structures; try again later"
+            reason = f"the queue is full: {self._max_queued} structures wait (max_queued_structures); retry later"
             callback(RequestError(ErrorCode.UNAVAILABLE, f"{structure.field}: {reason}"))
         else:
             self._respond(waiter, cached)

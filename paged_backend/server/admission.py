@@ -72,7 +72,7 @@ class Admission:
         self._tenants = tenants
         self._health = health
         self._keys = itertools.count()
-        self._lock = threading.Lock()  # held while a request is read, checked and queued
+        self._lock = threading.Lock()  # guards reading, checking and queueing a request
         self._prompts = PromptEncoder(
             loaded.tokenizer,
             limits,
@@ -153,7 +153,7 @@ class Admission:
 
     def _check_capacity(self, sampling: SamplingParams) -> None:
         """Raise QueueFull if the waiting queue is full, or TenantLimitReached if the tenant's share is."""
-        ended = self.long_prompts.ended_tenants()  # their text is still in memory
+        ended = self.long_prompts.ended_tenants()  # tenants whose text is still in memory
         waiting, tenant = self._engine.waiting + len(ended), sampling.cache_salt
         if self._max_queue_size and waiting >= self._max_queue_size:
             raise QueueFull(waiting)
@@ -181,7 +181,7 @@ class Admission:
     def _check_adapter(self, name: str | None) -> None:
         if name is None:
             return
-        if self._adapters is None:  # the text that Triton's vLLM backend sends
+        if self._adapters is None:  # the error text of Triton's vLLM backend
             raise RequestError(ErrorCode.INVALID_ARGUMENT, "LoRA feature is not enabled.", verbatim=True)
         self._adapters.check(name)
 

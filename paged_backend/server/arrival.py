@@ -15,11 +15,11 @@ from paged_backend.text.conversation import Message
 class Arrival:
     """A request that passed the admission checks and whose prompt is still to be tokenized."""
 
-    key: int  # unique; the engine's name for the request
+    key: int  # the engine's name for the request, unique
     call: Call
     channel: Channel
     arrived: float  # time.monotonic()
     sampling: SamplingParams
     turn: Turn | None
-    messages: list[Message] | None  # including the session's earlier messages
-    num_chars: int  # of the text, or of the conversation as JSON
+    messages: list[Message] | None  # the session's earlier messages, then the new ones
+    num_chars: int  # length of the text, or of the conversation as JSON

@@ -10,7 +10,7 @@ from paged_backend.server.open_streams import EngineControl, OpenStreams
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.control import write_num_stopped
 
-GRACE_SECONDS = 1.0  # for the engine to return the beams of a search that is ended early
+GRACE_SECONDS = 1.0  # the engine's time to return the beams of a search that is ended early
 
 
 class Cancellation:

@@ -1,4 +1,4 @@
-"""Polls for client cancellation: a thread that asks the server in turn about every open request.
+"""Polls for client cancellation: a thread that asks the server about one open request after the other.
 
 Triton's Python backend does not notify a model of a cancelled request; asking is a round trip to the server process.
 """
@@ -18,7 +18,7 @@ from paged_backend.server.round_trips import RoundTrips
 
 log = logging.getLogger("paged_llm")
 
-SECONDS = 0.05  # between two rounds
+SECONDS = 0.05  # pause between two rounds
 BATCH = 48  # requests per round from each of the two queues
 
 
@@ -30,7 +30,7 @@ class Pollable(Protocol):
 
     @property
     def scheduled_at(self) -> float | None:
-        """When it was first part of a step; None while it waits, or if that is not known."""
+        """The time when it was first part of a step; None while it waits, or if the time is not known."""
 
 
 Request = TypeVar("Request", bound=Pollable)
@@ -38,11 +38,11 @@ Request = TypeVar("Request", bound=Pollable)
 
 @dataclass(frozen=True)
 class PollResult(Generic[Request]):
-    """What one round found."""
+    """The result of one round."""
 
     cancelled: list[Request] = field(default_factory=list)  # clients that disconnected or cancelled
-    stopped: list[Request] = field(default_factory=list)  # to be ended with the output so far
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)  # that could not be polled
+    stopped: list[Request] = field(default_factory=list)  # requests to end with the output so far
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)  # requests that could not be polled
 
     def __bool__(self) -> bool:
         return bool(self.cancelled or self.stopped or self.failed)
@@ -64,8 +64,8 @@ class CancellationPoller(Generic[Request]):
         self._is_open = is_open
         self._round_trips = round_trips
         self._report = report
-        self._waiting: deque[Request] = deque()  # may include requests that run or have ended by now
-        self._running: deque[Request] = deque()  # may include requests that have ended by now
+        self._waiting: deque[Request] = deque()  # waiting requests, and some that run or have ended by now
+        self._running: deque[Request] = deque()  # running requests, and some that have ended by now
         self._added = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cancellation-poller", daemon=True)

@@ -20,7 +20,7 @@ _CODES = {  # names of Triton's error codes
     ErrorCode.INVALID_ARGUMENT: "INVALID_ARG",
     ErrorCode.UNAVAILABLE: "UNAVAILABLE",
     ErrorCode.CANCELLED: "CANCELLED",
-    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",  # Triton has no code for it; the text starts with ours
+    ErrorCode.DEADLINE_EXCEEDED: "CANCELLED",  # Triton has no such code, so only the text names the class
     ErrorCode.INTERNAL: "INTERNAL",
 }
 
@@ -61,17 +61,17 @@ class ServerChannel:
         self._request = request
         self._sender = request.get_response_sender()
         self._error_text = error_text
-        self._busy = threading.Lock()  # held during a round trip: the server drops a request with its final response
+        self._busy = threading.Lock()  # guards round trips: the server drops a request with its final response
         self.closed = False
         self.stopped = False
 
     def received(self) -> Received:
         request = self._request
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # undeclared ones never get here
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}  # all are declared
         try:
             parameters = json.loads(request.parameters() or "{}")
             own = request.timeout(), request.correlation_id(), request.flags(), request.request_id()
-        except UnicodeDecodeError as error:  # over HTTP names and values may be any bytes
+        except UnicodeDecodeError as error:  # names and values sent over HTTP may be any bytes
             reason = f"the request's parameters or id: byte {error.start} is not valid UTF-8; send UTF-8 text"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from None
         return tensors, parameters, *own
@@ -101,8 +101,8 @@ class ServerChannel:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         with self._busy:
             self._sender.send(response, flags=flags)
-            self.closed = final  # only after a successful send: otherwise an error may still be sent
-            if final:  # not left to the garbage collector, which may run after the server has exited
+            self.closed = final  # set after a successful send: after a failed one an error may still be sent
+            if final:  # released here, because the garbage collector may run after the server has exited
                 self._request = self._sender = None
 
 

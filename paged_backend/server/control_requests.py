@@ -41,7 +41,7 @@ class ControlRequests:
             channel.send(write_adapters(found), final=True)
 
         if self._adapters:
-            self._adapters.run(lambda: respond(channel, send))  # on their thread: they may be changing
+            self._adapters.run(lambda: respond(channel, send))  # the registry changes only on its own thread
         else:
             respond(channel, send)
 

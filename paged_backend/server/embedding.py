@@ -27,7 +27,7 @@ class EmbeddingCall:
     """The content of an embedding_request."""
 
     input: str | list[Any]  # text or token ids
-    dimensions: Any = None  # that the embedding is truncated to
+    dimensions: Any = None  # length to truncate the embedding to
 
     @classmethod
     def parse(cls, values: Any) -> EmbeddingCall:

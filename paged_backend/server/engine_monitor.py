@@ -6,7 +6,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server.open_streams import EngineControl, OpenStreams
 from paged_backend.server.stream import Stream
 
-AUDIT_SECONDS = 2.0  # between two audits, while streams are open
+AUDIT_SECONDS = 2.0  # time between two audits, while streams are open
 
 
 class EngineMonitor:
@@ -36,6 +36,6 @@ class EngineMonitor:
         return lost
 
     def _fail_stalled(self, seconds: float) -> None:
-        """Fail everything that is open: the step may never end. If it does, its tokens are dropped."""
+        """Fail all open streams. If the step ends after all, its tokens are dropped."""
         reason = f"a step has taken {seconds:.0f} s, more than stall_timeout={self._stall_seconds:g}; send it again"
         self._streams.fail(self._streams.active(), RequestError(ErrorCode.UNAVAILABLE, reason))

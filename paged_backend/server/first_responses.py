@@ -16,7 +16,7 @@ class FirstResponses:
     """Streaming requests that have not been sent a response yet, in order of arrival."""
 
     def __init__(self, streams: OpenStreams, seconds: float | None):
-        """seconds: after its arrival until a stream gets an empty response; None: never."""
+        """seconds: time from the arrival of a stream to its empty response; None: never."""
         self._streams = streams
         self._seconds = seconds
         self._waiting: deque[Stream] = deque()
@@ -26,7 +26,7 @@ class FirstResponses:
             self._waiting.append(stream)
 
     def send_due(self, now: float) -> None:
-        """Send an empty response on each stream whose time has come."""
+        """Send an empty response on each stream that has waited this long."""
         while self._waiting:
             stream = self._waiting[0]
             needs_response = not stream.sent and self._streams.is_open(stream)

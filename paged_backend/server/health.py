@@ -16,7 +16,7 @@ class Health:
     """Checks that the engine's and the responder's threads live and make progress."""
 
     def __init__(self, engine: LoopThread, responder: LoopThread, stall_timeout: float):
-        """stall_timeout: seconds that one step, or one turn of the responder, may take."""
+        """stall_timeout: seconds that one step, or one iteration of the responder, may take."""
         self._engine = engine
         self._responder = responder
         self._stall_timeout = stall_timeout

@@ -27,7 +27,7 @@ class LocalChannel:
         self._peer = peer
         self._id = request_id
         self._received = received
-        self.cancelled = False  # this and `stopped` are written by the thread that reads the connection
+        self.cancelled = False  # written, like `stopped`, by the thread that reads the connection
         self.stopped = False
         self.closed = False
 
@@ -65,7 +65,7 @@ class Listener:
         self._handle = handle
         self._input_limits = input_limits
         self._socket, self._name = local_socket.listen(model)
-        self._peers: set[_Peer] = set()  # this and the open requests of each peer are guarded by `changed`
+        self._peers: set[_Peer] = set()  # guarded by `changed`, like the open requests of each peer
         self.changed = threading.Condition()
         self._unloading = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
@@ -76,7 +76,7 @@ class Listener:
         local_socket.remove(self._name)
         with self.changed:
             peers = list(self._peers)
-        for peer in peers:  # on threads: a peer that does not read blocks its sender
+        for peer in peers:  # each on a thread: a peer that does not read blocks its sender
             threading.Thread(target=peer.send, args=[pack({"unloading": True})], name="unloading", daemon=True).start()
         with self.changed:
             if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
@@ -119,7 +119,7 @@ class Listener:
                 if not full:
                     self._peers.add(peer)
             if full:
-                reason = f"{limits.max_local_connections} connections are open, which is max_local_connections"
+                reason = f"too many connections: {limits.max_local_connections} are open (max_local_connections)"
                 log.warning("refused a connection to %s: %s", self._name, reason)
                 peer.send(pack({"refused": reason}))
                 end.close()
@@ -141,7 +141,7 @@ class _Peer:
             for frame in self.connection.frames():
                 self._read(frame)
         except (FrameError, OSError) as error:
-            log.warning("a local connection was dropped: %s", error)
+            log.warning("closed a local connection: %s", error)
         finally:
             self.connection.close()
             with self._listener.changed:

@@ -10,8 +10,8 @@ Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"unloading": true}: open requests continue, new ones are rejected
                         {"refused": "…"}: why the connection was closed at once
 
-The sender of a request chooses its id, unique on the connection. A frame follows its length in bytes, 4 bytes in
-big-endian order. The types of tensors are those of tensors.py.
+The sender of a request chooses its id, unique on the connection. Each frame is preceded by its length as a 4-byte
+big-endian integer. The types of tensors are those of tensors.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Connection:
             try:
                 self._socket.sendall(frame)
             except OSError:
-                self.close()  # part of the frame may have been sent
+                self.close()  # the peer may have received part of the frame
                 raise
 
     def frames(self) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,8 @@ log = logging.getLogger("paged_llm")
 class LongPrompts:
     """The requests whose long prompts are being tokenized, or wait for it, one after the other.
 
-    Their streams are open already: a timeout, a cancellation or a stop_request can end them. Memory for their text is
-    held until the tokenizer has been through them, so streams that have ended still count as waiting until then.
+    Their streams are open already: a timeout, a cancellation or a stop_request can end them. A request whose stream has
+    ended counts as waiting until the tokenizer has processed it, because its text stays in memory.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LongPrompts:
         except Exception as failure:
             log.exception("a long prompt could not be tokenized")
             error = internal_error(failure)
-        with self._admission_lock:  # before the client gets a response, after which it may send its next request
+        with self._admission_lock:  # counted before the client gets a response and may send its next request
             self.pending.remove(opened)
         if error:
             self._engine.reject(arrival.key, error)

@@ -33,7 +33,7 @@ def log_errors() -> Iterator[None]:
 
 
 class ResponderMessageHandler:
-    """Runs on the responder's thread. `take_updated` and `take_poll_results` return what was collected in a turn."""
+    """Runs on the responder's thread. `take_updated` and `take_poll_results` return what an iteration collected."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class ResponderMessageHandler:
                 stream.take(delta, when)
             except Exception as error:
                 self._streams.give_up(stream, error)
-            generated += sample.num_tokens - before  # without tokens after a stop string
+            generated += sample.num_tokens - before  # excludes tokens after a stop string
             if not had_token and stream.first_token is not None:
                 self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
             updated[delta.key] = stream

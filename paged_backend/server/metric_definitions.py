@@ -44,8 +44,8 @@ class Family(NamedTuple):
     name: str
     kind: str  # "GAUGE", "COUNTER" or "HISTOGRAM"
     help: str
-    buckets: tuple[float, ...] | None = None  # of a histogram; None: token_buckets(max_model_len)
-    labels: Mapping[str, str] = NO_LABELS  # of a histogram
+    buckets: tuple[float, ...] | None = None  # buckets of a histogram; None: token_buckets(max_model_len)
+    labels: Mapping[str, str] = NO_LABELS  # labels of a histogram
 
 
 _FAMILIES = (

@@ -69,7 +69,7 @@ class Metrics:
     ):
         self._pb_utils = pb_utils
         self._labels = labels
-        self._families: dict[str, Any] = {}  # a family must outlive its metrics
+        self._families: dict[str, Any] = {}  # kept because a family must outlive its metrics
         self._enabled = enabled and self._server_has_metrics()
         self._tokens = token_buckets(max_model_len)
         self._gauges = [self._metric(gauge.family, gauge.labels) for gauge in GAUGES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.metrics import Metrics
 
-UPDATE_SECONDS = 0.1  # between two updates, while steps only add tokens
+UPDATE_SECONDS = 0.1  # time between two updates, while steps only add tokens
 
 
 class MetricsUpdates:
@@ -13,7 +13,7 @@ class MetricsUpdates:
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
-        self._stats: SchedulerStats | None = None  # newest
+        self._stats: SchedulerStats | None = None  # the newest statistics
         self._is_current = True  # whether the metrics show `_stats`
         self.next_update = 0.0  # time.monotonic()
 
@@ -31,7 +31,10 @@ class MetricsUpdates:
             self.record(self._stats.idle())
 
     def update(self, now: float) -> None:
-        """Bring the metrics up to date. Called before a final response, so that its client finds itself counted."""
+        """Bring the metrics up to date.
+
+        Called before a final response, so that a client that reads the metrics after it sees its request counted.
+        """
         self.next_update = now + UPDATE_SECONDS
         if self._stats and not self._is_current:
             self._metrics.update(self._stats)

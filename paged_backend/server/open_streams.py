@@ -81,7 +81,7 @@ class OpenStreams:
 
         even_if_empty: send a response even without new text.
         """
-        if stream.request.key not in self.by_key:  # closed earlier in this turn
+        if stream.request.key not in self.by_key:  # closed earlier in this iteration
             return
         if not stream.ended and not (stream.has_new_text() or (even_if_empty and stream.call.stream)):
             return
@@ -112,7 +112,7 @@ class OpenStreams:
                 self.give_up(stream, answer)
 
     def fail_all(self, error: RequestError) -> None:
-        """Mark every stream as failed because the engine died; they are sent and closed at the end of the turn."""
+        """Mark every stream as failed because the engine died; they are sent and closed at the end of the iteration."""
         self.engine_error = error
         for stream in self.by_key.values():
             stream.fail(error)
@@ -162,6 +162,6 @@ def _send_error(stream: Stream) -> None:
 
 
 def _outcome(stream: Stream) -> str:
-    """Return the finish reason to count: of samples that ended differently, the most notable one."""
+    """Return the finish reason to count: of samples that ended differently, the one that comes last in FinishReason."""
     reasons = {sample.finish for sample in stream.returned_samples}
     return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

@@ -10,7 +10,7 @@ GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
 def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: str | None) -> str | None:
     """Return the value for CUDA_VISIBLE_DEVICES; None: leave it unchanged.
 
-    kind, device: of the instance, as Triton passes them ("GPU", "MODEL", "CPU").
+    kind, device: kind and device id of the instance, as Triton passes them ("GPU", "MODEL", "CPU").
     wanted: the parameter GPU_DEVICE_IDS of config.pbtxt, comma-separated numbers; "" if it is not set.
     processes: the number of GPUs that the engine uses (tensor_parallel_size).
     visible: the current CUDA_VISIBLE_DEVICES; device numbers count the GPUs in it.

@@ -31,11 +31,11 @@ class PromptEncoder:
         tokenize_timeout: float,
         template_timeout: float,
     ):
-        """max_chars: the longest prompt text; None: as long as a prompt within max_model_len can be.
+        """max_chars: maximum length of a prompt text; None: the maximum for a prompt within max_model_len.
         tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template."""
         self._tokenizer = tokenizer
         self._limits = limits
-        # A longer text cannot fit max_model_len. Tokenizing it to find out would take seconds for megabytes.
+        # A longer text cannot fit max_model_len. Tokenizing a text of megabytes to find out would take seconds.
         longest = limits.max_model_len * max(map(len, tokenizer.get_vocab()))
         self._max_chars = min(longest, max_chars or longest)
         self._template_timeout = template_timeout
@@ -70,13 +70,13 @@ class PromptEncoder:
         biases = dict(sampling.logit_bias)
         for word, bias in sampling.word_bias:
             for token in self.encode_text(word):
-                if token < self._limits.vocab_size:  # others are never generated
+                if token < self._limits.vocab_size:  # tokens beyond the vocabulary are never generated
                     biases[token] = biases.get(token, 0.0) + bias
         self._limits.input_limits.check("max_logit_biases", "word_bias", len(biases), "tokens with those of logit_bias")
         return replace(sampling, logit_bias=tuple(sorted(biases.items())))
 
     def encode_bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences to forbid: of each word as it appears after a space, and without one."""
+        """Return the token sequences to forbid: each word as it is tokenized after a space, and without one."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in sampling.bad_words:
             bare = word.lstrip() or word

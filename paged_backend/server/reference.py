@@ -53,7 +53,7 @@ Logits are changed in this order: structured outputs and `allowed_token_ids`, `b
 and `word_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`. In a beam search, the first four apply to log
 probabilities. [Requests](../guides/requests.md) shows examples."""
 UNSUPPORTED = """\
-Parameters of vLLM that are accepted only with values that ask for nothing, because some clients send every field."""
+Parameters of vLLM that are accepted only with values that have no effect, because some clients send every field."""
 TENSORS = """\
 # Request tensors
 

@@ -1,6 +1,6 @@
 """The thread that sends responses to clients.
 
-Sending is a round trip to the server process, so it does not happen on the engine's thread. Each turn of the loop
+Sending is a round trip to the server process, so it does not happen on the engine's thread. Each iteration of the loop
 handles all queued messages and then sends once per stream, so tokens of several steps go out as one response when
 clients are slow.
 
@@ -44,8 +44,8 @@ from paged_backend.server.tenants import Tenants
 
 log = logging.getLogger("paged_llm")
 
-POLL_SECONDS = 0.02  # between two checks of deadlines and of the engine
-POLL_SHARE = 0.1  # of the thread's time that these checks may take
+POLL_SECONDS = 0.02  # time between two checks of deadlines and of the engine
+POLL_SHARE = 0.1  # share of the thread's time that these checks may take
 
 Inbox = SimpleQueue[Message]
 
@@ -68,7 +68,7 @@ class Responder:
         """inbox: the queue that the engine emits to; by default a new one.
         first_response: seconds until a streaming request without a token gets an empty response; None: never.
         max_response_mib: the limit for all responses of one request together.
-        stall_seconds: the longest that a step of the engine, or its answer to a pool map request, may take."""
+        stall_seconds: maximum seconds of an engine step and of its answer to a pool map request."""
         self._metrics = metrics
         self._sessions = sessions
         self._tenants = tenants
@@ -95,7 +95,7 @@ class Responder:
             pool_maps=self._pool_maps,
         )
         self._next_poll = 0.0  # time.monotonic()
-        self._turn_began: float | None = None  # time.monotonic(), during a turn
+        self._iteration_began: float | None = None  # time.monotonic(), during an iteration
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
 
     def start(self) -> None:
@@ -115,8 +115,8 @@ class Responder:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the current turn has taken; 0 between two turns."""
-        began = self._turn_began
+        """The seconds that the current iteration has taken; 0 between two iterations."""
+        began = self._iteration_began
         return 0.0 if began is None else time.monotonic() - began
 
     def open(self, stream: Stream) -> None:
@@ -146,9 +146,9 @@ class Responder:
     def _run(self) -> None:
         while not self._handler.stopped:
             messages = self._collect()
-            self._turn_began = time.monotonic()
-            self._run_turn(messages)
-            self._turn_began = None
+            self._iteration_began = time.monotonic()
+            self._run_iteration(messages)
+            self._iteration_began = None
         self._poller.stop()
         self._round_trips.stop()
 
@@ -166,7 +166,7 @@ class Responder:
         except Empty:
             return messages
 
-    def _run_turn(self, messages: list[Message]) -> None:
+    def _run_iteration(self, messages: list[Message]) -> None:
         for message in messages:
             with log_errors():
                 message.dispatch(self._handler)
@@ -187,7 +187,7 @@ class Responder:
             with log_errors():
                 self._updates.update(now)
         for stream in updated:
-            try:  # inline, not OpenStreams.guarded: this runs for every stream and step
+            try:  # not OpenStreams.guarded, because this runs for every stream and step
                 self.streams.send(stream)
             except Exception as error:
                 self.streams.give_up(stream, error)

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 HELPERS = 4  # threads in addition to the calling one
-BATCH = 16  # items per thread
+BATCH = 16  # maximum items per thread
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -23,7 +23,7 @@ class RoundTrips:
     """
 
     def __init__(self, threads: int = HELPERS, batch: int = BATCH):
-        """threads: in addition to the calling one. batch: items that the calling thread handles alone."""
+        """threads: number of threads besides the calling one. batch: items that the calling thread handles alone."""
         self._batch = batch
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._threads = threads

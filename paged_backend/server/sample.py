@@ -23,16 +23,16 @@ class Sample:
     detokenizer: Detokenizer
     include_stop: bool  # whether the token that ends the sample is part of its text
     stop_tokens: StopTokens = field(default_factory=StopTokens)
-    text: str = ""  # not sent yet
+    text: str = ""  # text not sent yet
     unsent: list[int] = field(default_factory=list)  # tokens not sent yet, including the one that ends the sample
     num_tokens: int = 0
     finish: FinishReason | None = None
-    stop_reason: str | None = None  # what ended it: a stop string, or a token id or a stop word's token ids as JSON
-    tokens: list[int] = field(default_factory=list)  # whose text is part of the output
-    num_decoded: int = 0  # of `tokens`
+    stop_reason: str | None = None  # the stop string, or the token id or the stop word's token ids as JSON
+    tokens: list[int] = field(default_factory=list)  # tokens whose text is part of the output
+    num_decoded: int = 0  # number of `tokens` that were decoded
     text_pieces: list[str] = field(default_factory=list)  # all text so far
-    logprobs: list[Logprobs] = field(default_factory=list)  # of the unsent tokens
-    cumulative_logprob: float = 0.0  # of all tokens so far
+    logprobs: list[Logprobs] = field(default_factory=list)  # logprobs of the unsent tokens
+    cumulative_logprob: float = 0.0  # sum over all tokens so far
 
     @property
     def all_text(self) -> str:

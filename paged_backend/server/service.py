@@ -26,7 +26,7 @@ from paged_backend.server.tenants import Tenants
 
 log = logging.getLogger("paged_llm")
 
-DRAIN_SHARE = 0.7  # of stop_timeout, for requests that other models have open; the rest is for stopping the engine
+DRAIN_SHARE = 0.7  # share of stop_timeout for open requests of other models; the rest is for stopping the engine
 
 
 class Service:
@@ -36,7 +36,7 @@ class Service:
         """Load the model and start serving.
 
         pb_utils: the module that Triton gives its Python models.
-        labels: of every metric; `model` also names the local socket.
+        labels: labels of every metric; `model` also names the local socket.
         listing: the file that lists LoRA adapters.
         """
         self._pb_utils = pb_utils

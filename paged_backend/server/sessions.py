@@ -37,10 +37,10 @@ class Session:
     name: SessionName
     tokens: array[int] | None = None  # int32
     messages: list[bytes] | None = None  # JSON lists of messages, in order
-    num_chars: int = 0  # of `messages`
+    num_chars: int = 0  # length of `messages`
     busy: bool = False  # whether a turn is in progress
     expires: float = 0.0
-    counted: int = 0  # bytes counted against the limit, including a turn in progress
+    counted: int = 0  # bytes counted against the limit, with a turn in progress
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class Turn:
     is_last: bool
     replaced: Session | None = None  # the session of this name before sequence_start
     messages: list[bytes] = field(default_factory=list)  # the conversation including this turn, as in Session
-    num_chars: int = 0  # of `messages`
+    num_chars: int = 0  # length of `messages`
     is_over: bool = False
 
     @property
@@ -127,17 +127,17 @@ class Sessions:
     ):
         """ttl: seconds after the last turn until a session expires.
         unpin: called for each session that ends, to release its blocks.
-        max_mib: for the stored text of all sessions, without outputs in progress.
-        max_per_tenant: sessions with the same salt; 0: unlimited."""
+        max_mib: limit of the stored text of all sessions, without outputs in progress.
+        max_per_tenant: maximum number of sessions with the same salt; 0: unlimited."""
         self._ttl = ttl
         self._max_sessions = max_sessions
         self._max_mib = max_mib
         self._max_per_tenant = max_per_tenant
-        self._counted = 0  # bytes of all sessions, including replaced ones that may be put back
+        self._counted = 0  # bytes of all sessions, with replaced ones that may be put back
         self._unpin = unpin
         self._clock = clock
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # in order of expiry
+        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # sessions in order of expiry
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -154,14 +154,14 @@ class Sessions:
             if session and session.busy:
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
-                    f"sequence_id={name.sequence_id!r}: its last turn is not answered yet; wait for it, or cancel it",
+                    f"sequence_id={name.sequence_id!r}: its previous turn is still running; wait for it or cancel it",
                 )
             replaced = session if start else None
             if start:
                 if session is None:
                     self._check_room(name)
                 else:
-                    self._unpin(name)  # as in Triton, sequence_start replaces an existing sequence
+                    self._unpin(name)  # sequence_start replaces an existing sequence, as in Triton
                 session = self._sessions[name] = Session(name)
             elif session is None:
                 raise invalid_argument(

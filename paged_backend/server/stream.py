@@ -1,4 +1,4 @@
-"""An open request: its samples, its times, and what of it has been sent."""
+"""An open request: its samples, its times, and which part of its output has been sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paged_backend.server.sessions import Turn
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.write import write_response
 
-RESPONSE_BYTES = 1024  # that a response occupies in the server in addition to its tensors
+RESPONSE_BYTES = 1024  # memory of a response in the server in addition to its tensors
 
 
 @dataclass(eq=False)
@@ -36,27 +36,27 @@ class Stream:
     arrived: float
     encode: Callable[[str], list[int]]
     token_text: Callable[[int], str]
-    prompt_offsets: Sequence[int] | None = None  # where each prompt token begins in the echoed prompt; None once sent
+    prompt_offsets: Sequence[int] | None = None  # offset of each prompt token in the echoed prompt; None once sent
     turn: Turn | None = None
     block_size: int = 1
-    max_seconds: float = math.inf  # that it may take, whatever its own time limit
+    max_seconds: float = math.inf  # limit of its duration, in addition to its own time limit
     error: RequestError | None = None
     usage: Usage | None = None
-    scheduled_at: float | None = field(default=None, init=False)  # when it was first part of a step
+    scheduled_at: float | None = field(default=None, init=False)  # time of its first step
     first_token: float | None = field(default=None, init=False)
     last_token: float | None = field(default=None, init=False)
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds, before the first token
     finished: bool = field(default=False, init=False)  # whether all samples have ended
     sent: bool = field(default=False, init=False)  # whether a response has been sent
     sent_bytes: int = field(default=0, init=False)
-    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # not sent yet
+    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # unsent ones
     deadline: float = field(init=False)
-    early_finish: FinishReason | None = field(default=None, init=False)  # set while the engine ends a search early
+    early_finish: FinishReason | None = field(default=None, init=False)  # why the engine ends a search early
 
     def __post_init__(self) -> None:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
         if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
-            self.prompt_logprobs = ()  # the first token has none, and there is no other
+            self.prompt_logprobs = ()  # empty: the only token is the first one, which has none
         self.deadline = self.arrived + min(*filter(None, limits), self.max_seconds, math.inf)
 
     def set_prompt(self, tokenized: Stream) -> None:

@@ -37,7 +37,7 @@ class StreamBuilder:
         seed: int | None,
         max_seconds: float,
     ):
-        """seed: of the seeds for requests without one. max_seconds: that any request may take."""
+        """seed: seed of the seeds for requests without one. max_seconds: maximum duration of any request."""
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._limits = limits
@@ -118,13 +118,13 @@ class StreamBuilder:
         if not (call.return_text_offsets and _echoes(call, request.sampling)):
             return None
         texts = [self._token_text(token) for token in request.prompt_token_ids]
-        if "".join(texts) == text:  # no token ends inside a character: ten times as fast
+        if "".join(texts) == text:  # fast path (ten times) if no token ends inside a character
             return [0, *itertools.accumulate(map(len, texts[:-1]))]
         return _offsets(self._tokenizer, request.prompt_token_ids, text)
 
 
 def _needed_logprobs(call: Call, sampling: SamplingParams) -> int | None:
-    """Return how many logprobs per token the engine must compute; None: none, as nothing sends or compares them."""
+    """Return how many logprobs per token the engine must compute; None if nothing sends or compares them."""
     if call.return_logprobs and sampling.logprobs is not None:
         return sampling.logprobs
     return 0 if call.return_cumulative_logprob or sampling.selects_best_of else None
@@ -147,7 +147,7 @@ def _echoed_text(call: Call, request: GenerateRequest, decode: Callable[[list[in
 def _offsets(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], text: str) -> list[int]:
     """Return where each token begins in `text`.
 
-    `text` is that of the last tokens, with or without the special ones; tokens before those begin at 0.
+    `text` is the text of the last tokens, with or without special tokens; tokens before it begin at 0.
     """
     for skip_special_tokens in (True, False):
         detokenizer = Detokenizer(decoder(tokenizer, skip_special_tokens), (), record_offsets=True)

@@ -12,7 +12,7 @@ class Tenants:
     """Open requests by tenant. Thread-safe, but `check` and the following `enter` must be one thread at a time."""
 
     def __init__(self, max_requests: int):
-        """max_requests: open requests per tenant; 0: unlimited."""
+        """max_requests: maximum number of open requests per tenant; 0: unlimited."""
         self._max_requests = max_requests
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()

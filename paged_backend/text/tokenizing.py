@@ -78,7 +78,7 @@ class PromptTokenizer:
         """
         if self._overdue and self._overdue.is_alive():
             reason = f"another prompt is still being tokenized after tokenize_timeout={self._seconds:g} seconds"
-            raise RequestError(ErrorCode.UNAVAILABLE, f"{field}: {reason}; send it again later")
+            raise RequestError(ErrorCode.UNAVAILABLE, f"{field}: {reason}; retry later")
         done: Future[list[int]] = Future()
         thread = threading.Thread(target=self._work, args=(done, field, text, special), name="tokenizer", daemon=True)
         thread.start()

@@ -18,7 +18,7 @@ _IGNORED = "Streaming"  # a request parameter that the LLM API's own client send
 
 
 class RowRequest(Protocol):
-    """The engine's request for one row. An interface reads it and later gets it back with each response."""
+    """The engine's request for one row. An interface creates it and later gets it back with each response."""
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:
@@ -26,7 +26,7 @@ class RowRequest(Protocol):
 
     @property
     def renamed(self) -> dict[str, str]:
-        """From sampling parameters to the client's tensors, for error messages."""
+        """The client's tensor of each sampling parameter, for error messages."""
 
 
 class Interface(Protocol):

@@ -36,11 +36,11 @@ class Link:
         receive: Receive,
         on_ended: Callable[[Link], None],
     ):
-        """name: of the socket, which identifies the instance.
+        """name: name of the socket, which identifies the instance.
         receive: called for each response, on the link's thread.
         on_ended: called once the connection has ended, on the link's thread."""
         self.name = name
-        self.num_open = 0  # open requests, counted by the relay
+        self.num_open = 0  # number of open requests, counted by the relay
         self.accepts_requests = True
         self.unloading = False  # whether the instance has announced that it is being unloaded
         self.end_reason = "the engine's model was unloaded, or has ended"
@@ -112,12 +112,12 @@ class Links:
     """The links to the model `engine`, made when they are needed. Thread-safe."""
 
     def __init__(self, engine: str, receive: Receive, on_ended: Callable[[Link], None], max_frame_bytes: int):
-        """receive, on_ended: as of Link."""
+        """receive, on_ended: arguments of each Link."""
         self._engine = engine
         self._max_frame_bytes = max_frame_bytes
         self._receive = receive
         self._on_ended = on_ended
-        self._links: dict[str, Link] = {}  # by socket name; guarded by the lock
+        self._links: dict[str, Link] = {}  # links by socket name; guarded by the lock
         self._lock = threading.Lock()
 
     def pick(self, excluded: Collection[str] = ()) -> Link:

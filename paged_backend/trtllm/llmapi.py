@@ -1,6 +1,6 @@
 """Requests and responses of TensorRT-LLM's model over its LLM API: one prompt per request, without a batch dimension.
 
-As with that model, every response of a stream has the whole text so far.
+Every response of a stream has the whole text so far, as with that model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paged_backend.trtllm.responses import Outputs, perf_metrics
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, reject_unsupported
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
 
-MAX_TOKENS = 32  # the default
+MAX_TOKENS = 32  # default of TensorRT-LLM's LLM API
 _RETURNED = ("finish_reason", "stop_reason", "cumulative_logprob")
 
 
@@ -26,9 +26,9 @@ class RowRequest:
     """A request to the engine, and what its client gets of the responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
-    returned: tuple[str, ...]  # names of its outputs, in addition to the text
-    renamed: dict[str, str]  # from sampling parameters to the client's tensors
-    text: bytes = b""  # so far
+    returned: tuple[str, ...]  # names of the outputs to return in addition to the text
+    renamed: dict[str, str]  # the client's tensor of each sampling parameter
+    text: bytes = b""  # text so far
 
 
 def read(tensors: Tensors, *, streams: bool) -> list[RowRequest]:

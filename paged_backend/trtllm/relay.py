@@ -37,7 +37,7 @@ class Job:
     rows: list[Row] = field(default_factory=list)
     stopping: bool = False  # whether the client asked to end it with the output so far
     lock: threading.Lock = field(default_factory=threading.Lock)
-    scheduled_at: float | None = None  # unknown here; the poller then treats the request as waiting
+    scheduled_at: float | None = None  # not known here, so the poller treats the request as waiting
 
     def respond(self, row: Row, outputs: list[Mapping[str, np.ndarray]], *, last: bool) -> None:
         """Send the responses of a row. The last one of the last row is final."""
@@ -60,14 +60,14 @@ class Row:
 
     job: Job
     row_request: RowRequest
-    id: int  # of the engine's request
+    id: int  # id of the engine's request
     received: Received  # the engine's request
     link: Link
     tried: set[str] = field(default_factory=set)  # names of earlier links
-    retry_error: RequestError | None = None  # set while it waits for another link; guarded by the relay's lock
+    retry_error: RequestError | None = None  # the reason for a retry that is due; guarded by the relay's lock
     submitted: bool = False  # whether the engine's request has been sent
     answered: bool = False  # whether the engine has sent a response
-    control_sent: bool = False  # whether the engine was told to cancel or stop it
+    control_sent: bool = False  # whether the engine was asked to cancel or stop it
     ended: bool = False  # whether its last response has been sent
 
     def pack(self, link: Link) -> bytes:
@@ -95,14 +95,14 @@ class Relay:
     ):
         """pb_utils: the module that Triton gives its Python models.
         engine: the name of the model that generates.
-        interface: what clients send and get; by default that of the model's name."""
+        interface: format of requests and responses; by default that of the model's name."""
         self._pb_utils = pb_utils
         self._model = model
         self._interface = interface or create_interface(model, limits=limits)
         self._links = Links(engine, self._receive, self._on_link_ended, limits.max_frame_bytes)
         self._max_rows = limits.max_open_rows
         self._ids = itertools.count()
-        self._rows: dict[int, Row] = {}  # not ended by the engine; guarded by the lock
+        self._rows: dict[int, Row] = {}  # rows that the engine has not ended; guarded by the lock
         self._lock = threading.Lock()
         self._stopping = False
         self._wake = threading.Event()  # set when a row is to be cancelled, stopped or moved, or the relay stops
@@ -205,7 +205,7 @@ class Relay:
             log.exception("could not send a response")
             send_error(row.job, internal_error(error))
         if row.job.channel.closed and any(one.id in self._rows for one in row.job.rows):
-            self._wake.set()  # to cancel the other rows
+            self._wake.set()  # wakes the thread that cancels the other rows
 
     def _on_link_ended(self, link: Link) -> None:
         """Move or fail the open rows of a link. May be called twice."""

@@ -26,9 +26,9 @@ class RowRequest:
     """The engine's request for one row, and what the client gets of its responses."""
 
     tensors: dict[str, np.ndarray]  # the engine's inputs
-    batch_index: int | None  # None if the request has one row
-    samples: int  # independent samples, each sent in responses of its own
-    beams: int  # of one beam search, sent in one response
+    batch_index: int | None  # index of the row; None if the request has one row
+    samples: int  # number of independent samples, each sent in responses of its own
+    beams: int  # width of the beam search, whose beams are sent in one response
     stream: bool
     token_ids: bool  # whether to send token ids instead of text
     pad_id: int
@@ -38,7 +38,7 @@ class RowRequest:
     num_output_tokens: bool
     dropped: frozenset[bytes] = frozenset()  # stop reasons whose last token is not part of the output
     prompt: tuple[int, ...] = ()  # token ids to put before the output
-    renamed: dict[str, str] = field(default_factory=dict)  # from sampling parameters to the client's tensors
+    renamed: dict[str, str] = field(default_factory=dict)  # the client's tensor of each sampling parameter
 
 
 def read(model: str, tensors: Tensors, limits: RelayLimits) -> list[RowRequest]:
@@ -118,9 +118,9 @@ def _set_sampling(parameters: dict[str, Any]) -> None:
     if search:
         parameters.setdefault("length_penalty", 0.0)
         parameters.setdefault("early_stopping", True)
-        parameters.pop("seed", None)  # a beam search is deterministic
+        parameters.pop("seed", None)  # has no effect: a beam search is deterministic
         if parameters.get("top_k") == 0 and parameters.get("top_p") == 1:
-            del parameters["top_k"], parameters["top_p"]  # these filter nothing
+            del parameters["top_k"], parameters["top_p"]  # their values filter nothing
     else:
         parameters.pop("length_penalty", None)  # used in beam search only
         parameters.pop("early_stopping", None)

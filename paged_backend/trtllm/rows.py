@@ -55,7 +55,7 @@ def plain(name: str, value: Any) -> Any:
 
 
 def reject_unsupported(row: Row) -> None:
-    """Raise RequestError for an unsupported input whose value asks for something."""
+    """Raise RequestError for an unsupported input whose value would have an effect."""
     for name, value in row.tensors.items():
         is_neutral = row.table[name].unsupported
         if is_neutral and not is_neutral(value):

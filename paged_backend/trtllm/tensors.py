@@ -15,7 +15,7 @@ import numpy as np
 ENSEMBLE, BLS, CORE, LLMAPI = "ensemble", "tensorrt_llm_bls", "tensorrt_llm", "llmapi"
 MAX_BATCH_SIZE = 64
 
-Neutral = Callable[[np.ndarray], bool]  # whether a value asks for nothing
+Neutral = Callable[[np.ndarray], bool]  # whether a value has no effect
 
 
 class Input(NamedTuple):
@@ -128,7 +128,7 @@ CORE_INPUTS = {
     "early_stopping": Input(_BOOL, (1,), "early_stopping"),
     **_COMMON_INPUTS,
     "runtime_top_p_decay": Input(_FLOAT, (1,), unsupported=_only(1)),
-    "runtime_top_p_min": Input(_FLOAT, (1,), unsupported=_anything),  # this and the next only modify a decay
+    "runtime_top_p_min": Input(_FLOAT, (1,), unsupported=_anything),  # has no effect without a decay, like the next one
     "runtime_top_p_reset_ids": Input(_INT, (1,), unsupported=_anything),
     "beam_search_diversity_rate": Input(_FLOAT, (1,), unsupported=_zero),
     "decoder_input_ids": Input(_INT, (-1,), unsupported=_is_single),  # upstream tests send one pad token
@@ -176,7 +176,7 @@ LLMAPI_INPUTS = {
     "return_cumulative_logprob": Input(_BOOL, (1,)),
     "stop": Input(_BOOL, (1,)),
     "lora_name": Input(_STRING, (1,), "lora_name"),
-    "lora_id": Input(_LONG, (1,)),  # this and lora_path are ignored: adapters are listed on the server, by name
+    "lora_id": Input(_LONG, (1,)),  # ignored, like lora_path: adapters are listed on the server, by name
     "lora_path": Input(_STRING, (1,)),
     "lora_ckpt_source": Input(_STRING, (1,), unsupported=_is_hf),
 }
@@ -194,7 +194,7 @@ class Output(NamedTuple):
 _COMMON_OUTPUTS = {
     "cum_log_probs": Output(_FLOAT, (-1,)),
     "output_log_probs": Output(_FLOAT, (-1, -1)),
-    "context_logits": Output(_FLOAT, (-1, -1)),  # these two are declared for clients that name them; never sent
+    "context_logits": Output(_FLOAT, (-1, -1)),  # never sent; declared, like the next one, for clients that name it
     "generation_logits": Output(_FLOAT, (-1, -1, -1)),
     "batch_index": Output(_INT, (1,)),
     "sequence_index": Output(_INT, (1,)),

@@ -143,7 +143,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("error", "code"),
         [
-            (PagedError("UNAVAILABLE", "9 requests wait, which is max_queue_size; send it again later"), 0),
+            (PagedError("UNAVAILABLE", "the waiting queue is full: 9 requests wait (max_queue_size); retry later"), 0),
             (PagedError("UNAVAILABLE", "the engine has stopped; reload the model"), 1),
             (PagedError("DEADLINE_EXCEEDED", "no answer within 10 s"), 1),
         ],

@@ -110,7 +110,7 @@ def test_an_asyncio_conversation(server, protocol):
             for _ in range(3):
                 async with talk.stream(" Nobody", max_tokens=4000) as stream:
                     await anext(stream)
-                    with pytest.raises(PagedError, match="its last turn is not answered yet"):
+                    with pytest.raises(PagedError, match="its previous turn is still running"):
                         await talk.generate(" at once", max_tokens=2)
             lost = asyncio.create_task(talk.generate(" Nobody", max_tokens=4000))
             await asyncio.to_thread(until, lambda: metrics(server)["paged_requests{running}"], "the turn that is lost")
@@ -150,7 +150,7 @@ def test_a_concurrent_turn_of_a_session_is_rejected(server):
         talk.generate("Once", max_tokens=2)
         with talk.stream(" upon", max_tokens=4000) as stream:
             next(stream)
-            with pytest.raises(PagedError, match="its last turn is not answered yet") as caught:
+            with pytest.raises(PagedError, match="its previous turn is still running") as caught:
                 client.generate("no", sequence_id=talk.sequence_id, max_tokens=2)
             assert caught.value.code == "UNAVAILABLE"
     idle(server)

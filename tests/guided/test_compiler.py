@@ -78,7 +78,7 @@ def test_full_compile_queue_rejects_requests():
     error = compile_guides(grammars, "regex", "a")
     assert error.code is ErrorCode.UNAVAILABLE
     assert str(error) == (
-        "UNAVAILABLE: regex: 2 structures are queued, which is max_queued_structures; try again later"
+        "UNAVAILABLE: regex: the queue is full: 2 structures wait (max_queued_structures); retry later"
     )
     grammars.stop()
 

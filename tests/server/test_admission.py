@@ -21,7 +21,7 @@ def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock,
     waiting = [ask(service), ask(service, timeout_ms=HOUR)]
     rejected = ask(service).answer()
     assert rejected == (
-        "Error generating stream: UNAVAILABLE: 2 requests wait, which is max_queue_size; send it again later"
+        "Error generating stream: UNAVAILABLE: the waiting queue is full: 2 requests wait (max_queue_size); retry later"
     )
     clock.ahead += HOUR / 1e3
     assert finish(waiting[1]) == ("timeout", 0)
@@ -40,8 +40,8 @@ def test_the_open_request_limit_applies_per_tenant(serve, gate, monkeypatch):
     gate.wait()
     waiting = ask(service, cache_salt="one")
     assert ask(service, cache_salt="one").answer() == (
-        "Error generating stream: UNAVAILABLE: 2 requests of this cache_salt are open, which is max_tenant_requests;"
-        " send it again when one has ended"
+        "Error generating stream: UNAVAILABLE: 2 requests of this cache_salt are open (max_tenant_requests);"
+        " retry when one has ended"
     )
     others = [ask(service, **salt) for salt in ({"cache_salt": "two"}, {}, {})]
     assert "max_tenant_requests" in ask(service).answer()

@@ -100,7 +100,7 @@ def test_connections_beyond_the_limit_are_rejected_with_a_reason():
     first = connected()
     ask(first)
     engine.next()
-    assert list(connected().frames()) == [{"refused": "1 connections are open, which is max_local_connections"}]
+    assert list(connected().frames()) == [{"refused": "too many connections: 1 are open (max_local_connections)"}]
     first.close()
     until(lambda: not engine.listener._peers)
     ask(connected())

@@ -83,7 +83,7 @@ def test_long_prompts_count_as_waiting(serve, slow):
     for one in waiting:
         serve.service.submit(one)
     slow.began.get(timeout=WAIT)
-    assert "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").rejection()
+    assert "2 requests wait (max_queue_size)" in serve.call(text_input="abcd").rejection()
     slow.go_on.set()
     for one in waiting:
         assert one.all()
@@ -176,7 +176,7 @@ def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, advance_an_
             assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
     assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
     assert (
-        "2 requests wait, which is max_queue_size" in serve.call(text_input="abcd").rejection()
+        "2 requests wait (max_queue_size)" in serve.call(text_input="abcd").rejection()
     )  # their texts are still in memory
     slow.go_on.set()
     until(lambda: not serve.service._admission.long_prompts.pending)

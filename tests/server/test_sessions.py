@@ -85,8 +85,8 @@ def test_sessions_of_different_salts_are_separate(sessions):
 
 def test_a_concurrent_turn_is_rejected(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
-    assert "UNAVAILABLE: sequence_id=7: its last turn is not answered yet" in rejection(sessions)
-    assert "not answered yet" in rejection(sessions, start=True)
+    assert "UNAVAILABLE: sequence_id=7: its previous turn is still running" in rejection(sessions)
+    assert "still running" in rejection(sessions, start=True)
     turn.finish([1], "")
     sessions.begin(NAME, start=False, end=False)
 

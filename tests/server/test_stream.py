@@ -59,7 +59,7 @@ def test_a_session_is_released_once_when_sending_fails(opened):
     responder.emit(step(2, "c", FinishReason.LENGTH))
     assert other.got.get(timeout=WAIT) == ("c", None, True)
     assert len(broken.next_turns) == 1 and aborted.empty()
-    with pytest.raises(RequestError, match="not answered yet"):
+    with pytest.raises(RequestError, match="still running"):
         sessions.begin(NAME, start=False, end=False)
 
 

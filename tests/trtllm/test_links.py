@@ -28,8 +28,8 @@ def test_a_refused_connection_reports_the_reason(relay):
     engine.next()
     for _ in range(3):  # either the request or the rejection may come first
         assert submit(relay).next() == (
-            "UNAVAILABLE: the engine's model refused the connection: 1 connections are open, which is"
-            " max_local_connections",
+            "UNAVAILABLE: the engine's model refused the connection: too many connections: 1 are open"
+            " (max_local_connections)",
             True,
         )
     first.close()

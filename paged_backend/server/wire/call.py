@@ -36,14 +36,14 @@ class Call:
     return_receipt: bool
     timeout_us: int  # 0: none
     sequence: SequenceControl | None = None
-    request_id: str = ""  # chosen by the client; need not be unique
+    request_id: str = ""  # id chosen by the client; need not be unique
     return_logprobs: bool = False
     return_cumulative_logprob: bool = False
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
     return_token_ids: bool = False
     return_text_offsets: bool = False
-    embedding: EmbeddingCall | None = None  # set if the client wants an embedding of the prompt instead of text
-    tools: list[dict[str, Any]] | None = None  # with `messages` only
+    embedding: EmbeddingCall | None = None  # the request for an embedding of the prompt instead of text
+    tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     return_stop_reason: bool = False
 
     @property

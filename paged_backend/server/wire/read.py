@@ -91,7 +91,7 @@ def _prompt(
     if len(given) != 1:
         names = f"{' and '.join(given)} are given" if given else "none is given"
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"text_input, messages, input_ids: {names}; give exactly one")
-    if prompt == "":  # rejected even if the tokenizer would add special tokens
+    if prompt == "":  # an empty text is rejected even if the tokenizer would add special tokens
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one character")
     if ids is not None and not ids.size:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")

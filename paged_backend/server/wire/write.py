@@ -24,7 +24,7 @@ class SampleOutput(NamedTuple):
     finish_reason: str | None
     token_ids: Sequence[int]
     text_offsets: Sequence[int] = ()
-    logprobs: Sequence[Logprobs] | None = None  # per token; None if the sampling parameters do not ask for them
+    logprobs: Sequence[Logprobs] | None = None  # one entry per token; None if they were not requested
     cumulative_logprob: float = 0.0
     stop_reason: str | None = None
 
@@ -42,14 +42,14 @@ def write_response(
 ) -> dict[str, np.ndarray]:
     """Return the output tensors of one response: those that the call asked for.
 
-    Each has one element per sample, or one per token of all samples in turn.
+    Each has one element per sample, or one per token: those of the first sample, then those of the next.
 
     first: whether this is the request's first response.
-    prompt_logprobs: of each prompt token after the first.
-    token_text: from a token id to its text.
+    prompt_logprobs: logprobs of each prompt token after the first.
+    token_text: function from a token id to its text.
     """
     values: dict[str, Any] = {"text_output": [one.text.encode() for one in samples]}
-    if call.return_finish_reason:  # "None" until the last response
+    if call.return_finish_reason:  # the text "None" until the last response
         values["finish_reason"] = [str(one.finish_reason).encode() for one in samples]
     if call.return_stop_reason:
         values["stop_reason"] = [str(one.stop_reason).encode() for one in samples]
@@ -69,7 +69,7 @@ def write_response(
         values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
     if prompt_text_offsets is not None:
         values["prompt_text_offsets"] = prompt_text_offsets
-        values["first_prompt_token"] = [token_text(prompt_token_ids[0]).encode()]  # not part of prompt_logprobs
+        values["first_prompt_token"] = [token_text(prompt_token_ids[0]).encode()]  # prompt_logprobs lacks its text
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = [_logprobs_json([None, *prompt_logprobs], token_text)]
     if receipt is not None:

@@ -49,7 +49,8 @@ class TestServers:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_full_server_fails_over_to_the_next(self, front, fakes, stream):
-        with respond_with(fakes[0], say=[], fail="UNAVAILABLE: max_queue_size=1: the queue is full"):
+        error = "UNAVAILABLE: the waiting queue is full: 1 requests wait (max_queue_size); retry later"
+        with respond_with(fakes[0], say=[], fail=error):
             answers = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert answers == [200] * 3
 
