@@ -1,14 +1,11 @@
 """Engine outputs: pool maps."""
 
-from queue import SimpleQueue
-
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
-from tests.support.in_process import WAIT, tiny_assembly
 
 
 def test_pool_map_of_running_scheduler():
@@ -29,14 +26,3 @@ def test_pool_map_of_running_scheduler():
     pool = PoolMap.of(scheduler, scheduler.stats)
     assert sorted(pool.states) == [*"......cc"]
     assert (pool.tokens, pool.stats.running) == (0, 0)
-
-
-def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
-    assembly, steps = tiny_assembly(tiny[0]), SimpleQueue()
-    engine = assembly.engine(steps.put)
-    for _ in range(5):
-        engine.snapshot_pool()
-    engine.start()
-    assert isinstance(steps.get(timeout=WAIT), PoolMap)
-    engine.stop()
-    assert steps.empty()

@@ -8,12 +8,10 @@ import pytest
 import torch
 import transformers as hf
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine import workers as parallel_workers
 from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner
-from paged_backend.models import tensor_parallel as parallel
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 
@@ -194,13 +192,6 @@ def test_indivisible_model_is_rejected(directory, tmp_path):
     save_tiny(hf.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=320, n_positions=64), tmp_path)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1 \(transformers has no .* gpt2\)"):
         tiny_assembly(tmp_path, tensor_parallel_size=2)
-
-
-def test_more_ranks_than_gpus_are_rejected(monkeypatch):
-    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the number of visible GPUs"):
-        parallel.check_devices(config, torch.device("cuda", 0))
 
 
 def test_disk_cache_with_tensor_parallelism_is_rejected(directory, tmp_path):

@@ -1,0 +1,42 @@
+"""Preparing the model: all ranks get pools of the same size, and all of them graphs or none."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine import runner_builder
+from paged_backend.engine.model_preparation import prepare_model
+from paged_backend.models.tensor_parallel import TensorParallelGroup
+from tests.support.in_process import TINY
+
+
+@dataclass(frozen=True, eq=False)
+class GroupWithSmallerRank(TensorParallelGroup):
+    """A group with another rank, whose numbers are smaller."""
+
+    other: int = 0
+
+    def all_reduce_min(self, number):
+        return min(number, self.other)
+
+
+def prepare(tiny, other):
+    options = {"model": str(tiny[0])} | TINY | {"device": "cpu", "swap_space": 0.001}
+    return prepare_model(EngineConfig.from_options(options), GroupWithSmallerRank(torch.device("cpu"), other=other))
+
+
+def test_pools_have_the_size_of_the_smallest_rank(tiny):
+    prepared = prepare(tiny, 7)
+    assert prepared.num_blocks == prepared.num_host_blocks == 7
+    assert {len(tensor) for tensor in (*prepared.runner.kv.tensors, *prepared.runner.host.tensors)} == {7}
+    assert prepared.seconds_per_token > 0
+
+
+@pytest.mark.parametrize("others_have_graphs", [False, True])
+def test_graphs_are_kept_only_if_all_ranks_have_them(tiny, monkeypatch, others_have_graphs):
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: lambda step: lambda: None)
+    numbers = iter([64, 64, others_have_graphs])
+    monkeypatch.setattr(GroupWithSmallerRank, "all_reduce_min", lambda self, number: min(number, next(numbers)))
+    assert prepare(tiny, 0).runner.has_graphs == others_have_graphs

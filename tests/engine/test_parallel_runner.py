@@ -1,0 +1,63 @@
+"""The runner of rank 0: what it sends to the other ranks, and what an error of any rank means."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.execution.runner import RunnerDied
+from paged_backend.scheduling.block_manager import Copy
+from paged_backend.scheduling.host_offload import BlockTransfer
+from paged_backend.scheduling.plan import Plan
+
+STATE = dict.fromkeys("kv host drafter transfers gqa_group uniform".split())
+
+
+class FakeWorkers:
+    """Other ranks that only record what they are sent."""
+
+    def __init__(self, reason=None):
+        self.sent = []
+        self.send = self.sent.append
+        self.failure_reason = lambda: reason
+
+
+def fail(*arguments):
+    raise RuntimeError("device error")
+
+
+def test_transfers_are_sent_without_contents_and_chunks():
+    """A content is an object of rank 0's prefix cache."""
+    moved, workers = [], FakeWorkers()
+    runner = ParallelRunner(SimpleNamespace(**STATE, move=moved.append), workers)
+    plan = Plan(("chunk",), moves_out=(BlockTransfer(1, 2, "entry"),), copies=(Copy(3, 4),))
+    runner.move(plan)
+    assert workers.sent == [Plan((), moves_out=(BlockTransfer(1, 2, None),), copies=(Copy(3, 4),))]
+    assert moved == [plan]
+
+
+def test_plan_without_transfers_is_not_sent():
+    moved, workers = [], FakeWorkers()
+    ParallelRunner(SimpleNamespace(**STATE, move=moved.append), workers).move(Plan(("chunk",)))
+    assert (workers.sent, len(moved)) == ([], 1)
+
+
+def test_step_is_sent_before_rank_0_launches_it():
+    workers = FakeWorkers()
+    launch = lambda packed: SimpleNamespace(result=lambda: (packed, list(workers.sent)))  # noqa: E731
+    step = ParallelRunner(SimpleNamespace(**STATE, launch=launch), workers).launch("packed")
+    assert step.result() == ("packed", ["packed"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"), [("rank 1 has ended", "rank 1 has ended"), (None, "RuntimeError: device error")]
+)
+def test_any_error_ends_the_runner(reason, message):
+    """Also one that is raised when the results are read. The error of another rank is the cause, if there is one."""
+    launch = lambda packed: SimpleNamespace(result=fail)  # noqa: E731
+    runner = ParallelRunner(SimpleNamespace(**STATE, move=fail, launch=launch), FakeWorkers(reason))
+    with pytest.raises(RunnerDied, match=message):
+        runner.move(Plan(()))
+    step = runner.launch("packed")
+    with pytest.raises(RunnerDied, match=message):
+        step.result()

@@ -1,0 +1,73 @@
+"""Results of launched steps: accepted draft tokens, and outputs that are not finite."""
+
+import pytest
+import torch
+
+from paged_backend.api.errors import ErrorCode
+from paged_backend.execution.batch import DraftCheck
+from paged_backend.execution.launched_step import LaunchedStep
+from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
+
+LOGITS = torch.tensor([[0.0, 1.0, 2.0]])
+
+
+def launched(tokens, **parts):
+    names = "beams scores draft_ids hidden arrived".split()
+    empty = dict.fromkeys(names) | dict.fromkeys("prompts prompt_chunks checks hidden_chunks failed_rows".split(), ())
+    return LaunchedStep(**empty | parts | {"tokens": torch.tensor(tokens, dtype=torch.int64)})
+
+
+def scored(rows, tokens):
+    """Return the log probabilities of one token per row."""
+    logits = LOGITS.expand(len(rows), -1)
+    return LogprobsTensors.of(logits, torch.tensor(tokens)[:, None], LogprobRows(torch.tensor(rows), (0,) * len(rows)))
+
+
+def test_each_row_is_a_sequence_without_draft_tokens():
+    assert launched([4, 5]).result().tokens == [[4], [5]]
+    assert launched([]).result().tokens == []
+
+
+@pytest.mark.parametrize(
+    ("sampled", "accepted"), [([8, 9, 1], [8, 9, 1]), ([8, 7, 1], [8, 7]), ([3, 9, 1], [3])], ids=str
+)
+def test_draft_tokens_are_accepted_up_to_the_first_difference(sampled, accepted):
+    """The sequences before and after have no draft tokens."""
+    step = launched([4, *sampled, 5], checks=(DraftCheck(1, 1, (8, 9)),))
+    assert step.result().tokens == [[4], accepted, [5]]
+
+
+def test_draft_tokens_of_a_draft_model_are_read_from_the_batch():
+    step = launched([8, 9, 1], checks=(DraftCheck(0, 1, (-1, -1)),), draft_ids=torch.tensor([7, 8, 2]))
+    assert step.result().tokens == [[8, 9]]
+
+
+def test_log_probabilities_of_rejected_draft_tokens_are_dropped():
+    step = launched([1, 2, 0], checks=(DraftCheck(0, 1, (0, 0)),), scores=scored([0, 1, 2], [1, 2, 0]))
+    result = step.result()
+    assert result.tokens == [[1]]
+    assert [entries[0].token for entries in result.logprobs[0]] == [1]
+
+
+def test_sequence_without_a_finite_token_gets_an_error():
+    result = launched([4, -1, 5], failed_rows=((2, "no token is allowed"),)).result()
+    assert {index: error.code for index, error in result.errors.items()} == {
+        1: ErrorCode.INTERNAL,
+        2: ErrorCode.INVALID_ARGUMENT,
+    }
+    assert "not finite" in str(result.errors[1])
+
+
+def test_prompt_results_belong_to_their_chunks():
+    """Chunks 1 and 3 have one and two scored rows. The hidden state of chunk 4 is not finite."""
+    hidden = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
+    step = launched(
+        [], prompts=(scored([0, 1, 2], [2, 1, 0]),), prompt_chunks=((1, 1), (3, 2)), hidden=hidden, hidden_chunks=(2, 4)
+    )
+    result = step.result()
+    assert {chunk: [row[0].token for row in rows] for chunk, rows in result.prompt_logprobs.items()} == {
+        1: [2],
+        3: [1, 0],
+    }
+    assert list(result.hidden_states[2]) == [1.0, 2.0]
+    assert list(result.prompt_errors) == [4]

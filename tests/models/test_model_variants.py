@@ -1,0 +1,61 @@
+"""The variants of a model, from the fastest to the unmodified one."""
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.models import linear
+from paged_backend.models.attention import ATTENTION, AttentionSpec
+from paged_backend.models.model_variants import model_variants
+from tests.support.families import COMMON
+
+SPECS = [AttentionSpec(scale=0.25)] * 3
+
+
+def fusable():
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON), dtype=torch.float32).eval()
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def layers(model):
+    """Return the modules whose forward function is replaced."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_fused_model_has_fused_and_unmodified_variants(monkeypatch):
+    """Packed copies are used in a variant of their own, before the one without."""
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
+    model, names = fusable(), []
+    for variant in model_variants(model, SPECS, compile_level=0, quantized=False):
+        names.append(variant.name)
+        assert bool(variant.unused) == variant.name.endswith("packed weights")
+    assert names == ["fused, with packed weights", "fused", "unmodified, with packed weights", "unmodified"]
+    assert layers(model) == []
+
+
+def test_model_of_another_family_is_not_fused(caplog):
+    model = hf.AutoModelForCausalLM.from_config(hf.GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2))
+    variants = model_variants(model, [AttentionSpec(scale=0.25)], compile_level=1, quantized=False)
+    assert [variant.name for variant in variants][-1] == "unmodified"
+    assert "GPT2LMHeadModel is neither fused nor compiled" in caplog.text
+
+
+def test_quantized_model_has_one_variant():
+    model = fusable()
+    before = {name: one.clone() for name, one in model.named_parameters()}
+    (variant,) = model_variants(model, SPECS, compile_level=0, quantized=True)
+    assert variant.name == "fused, with int8 weights"
+    restore = variant.release_unused(model)
+    assert all(weight.untyped_storage().nbytes() == 0 for weight in variant.unused)
+    restore()
+    assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_last_variant_stays_installed(quantized):
+    model = fusable()
+    for variant in model_variants(model, SPECS, compile_level=0, quantized=quantized):
+        last = variant.name
+    assert bool(layers(model)) == (last != "unmodified") == quantized

@@ -1,0 +1,61 @@
+"""Tensor parallelism: which models and devices allow it, and a group of one rank."""
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.models import tensor_parallel as parallel
+from tests.support.families import COMMON
+
+
+def config_of(size):
+    return EngineConfig.from_options({"model": "x", "tensor_parallel_size": size})
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "reason"),
+    [
+        (3, hf.Qwen2Config(**COMMON), "must divide 4, the model's num_attention_heads"),
+        (4, hf.Qwen2Config(**COMMON), "must divide 2, the model's num_key_value_heads"),
+        (2, hf.GPT2Config(), r"must be 1 \(transformers has no .* gpt2\)"),
+    ],
+    ids=["query heads", "KV heads", "no plan"],
+)
+def test_model_that_cannot_be_sharded_is_rejected(size, model, reason):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {reason}"):
+        parallel.check_model(config_of(size), model)
+    parallel.check_model(config_of(1), model)
+
+
+def test_divisible_model_is_accepted():
+    parallel.check_model(config_of(2), hf.Qwen2Config(**COMMON))
+
+
+def test_each_rank_has_its_own_gpu():
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert [parallel.pick_rank_device(cuda, rank).index for rank in range(2)] == [0, 1]
+    assert parallel.pick_rank_device(cpu, 1) == cpu
+
+
+def test_ranks_on_a_cpu_need_gpus_to_be_hidden(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match='tensor_parallel_size=2: device="cpu" requires that no GPU is visible'):
+        parallel.check_devices(config_of(2), torch.device("cpu"))
+    parallel.check_devices(config_of(1), torch.device("cpu"))
+
+
+def test_group_of_one_rank_needs_no_process_group():
+    group, tokens = parallel.TensorParallelGroup(torch.device("cpu")), torch.tensor([1, 2])
+    assert group.all_reduce_min(7) == 7
+    group.broadcast_tokens(tokens)
+    assert tokens.tolist() == [1, 2]
+    group.leave()
+
+
+def test_more_ranks_than_gpus_are_rejected(monkeypatch):
+    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the number of visible GPUs"):
+        parallel.check_devices(config, torch.device("cuda", 0))
