@@ -1,4 +1,4 @@
-"""Loading a model: dummy weights, missing weights, the KV cache budget and end-of-sequence ids."""
+"""Loading a model: dummy weights, missing weights and end-of-sequence ids."""
 
 import json
 import shutil
