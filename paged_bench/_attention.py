@@ -26,7 +26,7 @@ CHECKED = 64  # queries per sequence whose output is compared with fp32, evenly 
 class Cell:
     """The sizes of one attention problem, with `query` tokens at the end of `context` tokens."""
 
-    kind: str  # decode or prefill
+    kind: str  # "decode" or "prefill"
     batch: int
     context: int
     query: int
@@ -36,7 +36,7 @@ class Cell:
     dtype: torch.dtype
     pool: torch.dtype  # type of keys and values
     mixed: bool = False  # contexts of different lengths, `context` being the longest
-    shared: int = 0  # leading tokens that all contexts share, in the same blocks
+    shared: int = 0  # number of leading tokens that all contexts share, in the same blocks
     block_size: int = 16
 
     @property

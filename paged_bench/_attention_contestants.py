@@ -39,7 +39,7 @@ def paged(prepared: AttentionInputs) -> Call:
 
 
 def paged_by_each(prepared: AttentionInputs) -> Call:
-    """Run our kernel with every sequence reading the shared prefix for itself."""
+    """Run our kernel without the shared prefix pass: every sequence reads the prefix separately."""
     return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)])
 
 
@@ -151,7 +151,7 @@ def vllm(prepared: AttentionInputs) -> Call:
     cell = prepared.cell
     if cell.pool != cell.dtype:
         raise Unavailable("a scale for each token and head")
-    for place in ("vllm.v1.attention.ops", "vllm.attention.ops"):  # by version
+    for place in ("vllm.v1.attention.ops", "vllm.attention.ops"):  # the path depends on the version
         try:
             attend = import_module(f"{place}.triton_unified_attention").unified_attention
             break

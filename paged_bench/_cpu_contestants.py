@@ -32,7 +32,7 @@ from paged_bench._gguf import AS_PACKAGED, demo_gguf
 from paged_bench._workload import Contestant, Job, model_options
 from paged_bench.engine import OURS, run_paged
 
-KV_GIB = 4  # KV cache of each contestant
+KV_GIB = 4  # size of each contestant's KV cache
 
 
 @dataclass

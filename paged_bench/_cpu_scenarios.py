@@ -11,7 +11,7 @@ from itertools import pairwise
 from paged_bench._gguf import AS_PACKAGED
 from paged_bench._workload import Job, Run, workload
 
-PEERS = {  # by their names for --peers, the contestants that each peer has
+PEERS = {  # contestants of each peer, by the peer's name for --peers
     "vllm": ("vLLM",),
     "llama.cpp": ("llama.cpp", f"llama.cpp, {AS_PACKAGED}"),
     "generate": ("transformers, one padded batch",),
@@ -34,7 +34,7 @@ class Scenario:
     jobs: list[Job]
     figure: Callable[[Run, Sequence[Job]], float]
     unit: str
-    ratios: Mapping[str, float | None]  # by contestant, the target of our speedup over it
+    ratios: Mapping[str, float | None]  # target of our speedup over each contestant
     target: float | None = None
 
 

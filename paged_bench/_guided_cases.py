@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 class Case(NamedTuple):
     name: str
-    kind: str  # as Structure.kind
+    kind: str  # a value of Structure.kind
     text: str
     good: tuple[str, ...]
     bad: tuple[str, ...]
@@ -45,7 +45,7 @@ SCHEMAS = [
     _schema("format date", {"type": "string", "format": "date"}, ["2024-02-29"], ["2024-13-01", "a"]),
     _schema("format uuid", {"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e"]),
     _schema("format email", {"type": "string", "format": "email"}, ["a@b.org"], ["a", "@"]),
-    _schema("format that nobody knows", {"type": "string", "format": "moon-phase"}, [], []),
+    _schema("unknown format", {"type": "string", "format": "moon-phase"}, [], []),
     _schema("minimum", {"type": "integer", "minimum": 10}, [10, 123], [9, -1]),
     _schema("maximum", {"type": "integer", "maximum": 10}, [10, -50], [11]),
     _schema("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.5, 1], [0, 1.5]),

@@ -16,7 +16,7 @@ from paged_backend.execution.graphs import forbid_synchronization
 Call = Callable[[int], object]  # calls the kernel with the given copy of its inputs
 
 CACHES = 3  # size of all copies of the inputs, relative to the last-level cache
-MIN_SECONDS = {"cpu": 0.02, "cuda": 0.01}  # of one timing
+MIN_SECONDS = {"cpu": 0.02, "cuda": 0.01}  # minimum duration of one timing
 
 
 def cache_bytes(device: torch.device) -> int:

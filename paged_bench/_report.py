@@ -27,7 +27,7 @@ class Record:
     unit: str
     target: float | None = None  # the value to reach
     limit: float | None = None  # the best possible value
-    peers: Mapping[str, float] = field(default_factory=dict)  # the same figure of others in the same run
+    peers: Mapping[str, float] = field(default_factory=dict)  # the same figure of other contestants in the same run
 
 
 def parser(name: str, documentation: str | None) -> argparse.ArgumentParser:

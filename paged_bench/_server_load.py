@@ -39,7 +39,7 @@ class LoadResult:
     """The throughput and latencies that a client measured. Times are in seconds."""
 
     tokens: int
-    seconds: float  # from the first request to the last response
+    seconds: float  # time from the first request to the last response
     responses: int
     first: list[float]  # time to the first response of each request
     between: list[float]  # times between two responses of a request
@@ -133,7 +133,7 @@ def run_perf_analyzer(server: TritonServer, work: TextWorkload, *flags: str) -> 
             export.unlink(missing_ok=True)  # perf_analyzer does not overwrite files
             completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if completed.returncode:
-                reason = " ".join(completed.stderr.partition("Usage: ")[0].split())  # without the usage text
+                reason = " ".join(completed.stderr.partition("Usage: ")[0].split())  # the error without the usage text
                 raise AnalyzerError(f"perf_analyzer exits with {completed.returncode}: {reason or 'no reason given'}")
             with contextlib.suppress(json.JSONDecodeError):
                 return read_export(json.loads(export.read_text()))

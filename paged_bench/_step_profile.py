@@ -47,7 +47,7 @@ class Step:
     began: float
     sequences: int = 0
     tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # by part, without nested parts
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds by part, without nested parts
     before: dict[str, float] = field(default_factory=dict)  # C++ seconds so far when the step began, by part
 
     def by_part(self, later: Step) -> dict[str, float]:

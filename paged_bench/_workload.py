@@ -12,7 +12,7 @@ from typing import Any
 from client.serving.repository import resolve_model
 
 MODELS = Path(__file__).parent / "models"  # configurations without weights
-NULL = "null"  # the one of them that computes nothing
+NULL = "null"  # the model that computes nothing
 DATASETS = {"ShareGPT": (161, 338), "Alpaca": (19, 58)}  # mean lengths of prompt and output, in tokens
 MAX_LENGTH = 1024  # tokens of a prompt or an output in these datasets
 
@@ -23,8 +23,8 @@ class Job:
 
     prompt: list[int]
     output: int
-    arrival: float = 0.0  # seconds after the first
-    n: int = 1  # samples
+    arrival: float = 0.0  # seconds after the first request
+    n: int = 1  # number of samples
     beams: int = 1
 
     @property
@@ -42,7 +42,7 @@ class Run:
     # The time of each token of each sequence, in seconds since the arrival of its request.
     stamps: list[list[float]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)  # output tokens of the first sample of each request
-    peak_slots: int = 0  # most KV cache slots in use at once
+    peak_slots: int = 0  # maximum number of KV cache slots in use
     peak_tokens: int = 0  # tokens in these slots
     settings: Mapping[str, str | float] = field(default_factory=dict)  # settings that the contestant has chosen
 

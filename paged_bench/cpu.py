@@ -211,7 +211,7 @@ def load_seconds(model: str, rounds: int) -> Record:
 def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {"rounds": 1, "peers": ["generate"]})  # other peers take a minute to load
     torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the server
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the server
     options = model_options(args.model) | {
         "device": "cpu",
         "dtype": args.dtype,

@@ -45,7 +45,7 @@ CONTINUOUS, TUNED = "transformers, continuous", "transformers, continuous, tuned
 PADDED, ALONE = "transformers, one padded batch", "transformers, one at a time"
 CACHED = ("system-prompt",)  # workloads with a prefix cache; in the others, rounds repeat the same prompts
 TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200
-LIMITS = {"nano": 36_500.0}  # what its memory bandwidth allows
+LIMITS = {"nano": 36_500.0}  # limit by its memory bandwidth
 
 
 def requests_of(jobs: Sequence[Job], assembly: Assembly) -> list[GenerateRequest]:
@@ -66,7 +66,7 @@ def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
     stamps: dict[tuple[int, int], list[float]] = {}
     outputs: list[list[int]] = [[] for _ in jobs]
     peak = (0, 0)
-    lengths = [len(job.prompt) for job in jobs]  # tokens of each running request
+    lengths = [len(job.prompt) for job in jobs]  # number of tokens of each running request
     arrivals = [job.arrival for job in jobs] if jobs[-1].arrival else None
     for output in serve(assembly, requests, arrivals):
         for delta in output.deltas:
@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
     budget = args.budget or (8192 if on_gpu else max(512, count))
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
-    options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # the peers need as much
+    options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # leaves as much for the peers
     if not on_gpu and "long" not in names:  # where one prompt may be longer than all others together
         options["num_gpu_blocks_override"] = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
     records, peer = [], None

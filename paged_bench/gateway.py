@@ -30,7 +30,7 @@ from paged_bench._workload import NULL, model_names, model_options
 GRPC, GATEWAY = "gRPC", "gateway"
 PATH = "/v1/completions"
 PROMPT = " ".join(WORDS)
-MIN_REQUESTS = 4  # of a run, so that there is a median for a single stream
+MIN_REQUESTS = 4  # minimum per run, so that there is a median for a single stream
 NULL_FACTOR = 8  # how many times more tokens the null model generates, so that a run is long enough
 ROOT = Path(__file__).parents[1]
 

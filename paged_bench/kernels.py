@@ -35,8 +35,8 @@ class Machine:
     """The measured limits of the device."""
 
     device: torch.device
-    read: float  # bytes/s
-    flops: float  # per second, in the query's type
+    read: float  # bytes/s of a read-only stream
+    flops: float  # operations/s in the query's type
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Ma
 def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[Point]]:
     """Measure every available contestant in one cell."""
     free = torch.cuda.mem_get_info(on.device)[0] if on.device.type == "cuda" else 1 << 30
-    if 4 * cell.pool_bytes > free:  # the pool, and copies in the layouts of other contestants
+    if 4 * cell.pool_bytes > free:  # room for the pool and for copies in the layouts of other contestants
         return [
             not_measured(cell.name, f"{4 * cell.pool_bytes / 2**30:.3g} GiB with all copies, {free / 2**30:.3g} free")
         ], []
@@ -118,7 +118,7 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
     for who, make in contestants(cell, on.device).items():
         try:
             call = make(prepared)
-            if who != UNQUANTIZED:  # has keys and values of its own
+            if who != UNQUANTIZED:  # UNQUANTIZED has keys and values of its own
                 errors[who] = error(prepared, call(0))
             timers[who] = timer(call, prepared.count, on.device)
         except Unavailable as missing:

@@ -45,9 +45,9 @@ class Score:
     """Sums over all positions that have a next token in their window."""
 
     positions: int = 0
-    divergence: float = 0.0  # KL(auto, this one), in nats
-    agreed: int = 0  # positions with the same most likely token as `auto`
-    surprise: float = 0.0  # -log p(the text's next token)
+    divergence: float = 0.0  # sum of KL(auto, this one), in nats
+    agreed: int = 0  # number of positions with the same top token as `auto`
+    surprise: float = 0.0  # sum of -log p(the text's next token)
 
     def add(self, found: Tensor, expected: Tensor, following: Tensor) -> None:
         """Add the positions of a window.
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         records += [
             Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2}),
             Record(f"KL divergence {name}", score.divergence / score.positions, "nats", limit=0.0),
-            Record(f"same likeliest token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
+            Record(f"same top token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
             Record(f"perplexity {name}", math.exp(score.surprise / score.positions), ""),
         ]
     for dtype in (torch.float32, torch.bfloat16):
@@ -195,7 +195,7 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     panels = {
         "bytes per token": "bytes per token",
         "KL divergence": "KL divergence from fp32, nats",
-        "same likeliest token": "same likeliest token as fp32, %",
+        "same top token": "same top token as fp32, %",
         "perplexity": "perplexity",
     }
     for axes, (name, title) in zip(figure.subplots(1, 4), panels.items(), strict=True):

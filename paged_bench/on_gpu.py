@@ -2,8 +2,9 @@
 
     python -m paged_bench.on_gpu [--minutes 30] [--only checks kernels ...]
 
-Results go to kernels/bench/results/<date>-<gpu>/, with versions and the clocks before and after. A step that
-fails or exceeds its time is reported, and the next one runs.
+The project must be installed, or PYTHONPATH must have the checkout and its folder kernels/. Results go to
+kernels/bench/results/<date>-<gpu>/, with versions and the clocks before and after. A step that fails or exceeds its
+time is reported, and the next one runs.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Step:
     """One command of the run."""
 
     name: str
-    share: float  # of the total time
-    command: tuple[str, ...]  # arguments of the interpreter; {out} is the folder of the results
+    share: float  # share of the total time
+    command: tuple[str, ...]  # arguments of the Python interpreter; {out} is the folder of the results
 
     def run(self, out: Path, seconds: float) -> str:
         """Run the command, with its output in a log. Returns "ok" or what went wrong."""

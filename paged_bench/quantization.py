@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     for name, score in scores.items():
         records += [
             Record(f"KL divergence {name}", score.divergence / score.positions, "nats", limit=0.0),
-            Record(f"same likeliest token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
+            Record(f"same top token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
             Record(f"perplexity {name}", math.exp(score.surprise / score.positions), ""),
         ]
     for rows in (one for one in ROWS if one <= longest):
@@ -93,7 +93,7 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     value = {record.name: record.value for record in records}
     panels = {
         "KL divergence": "KL divergence from float32, nats",
-        "same likeliest token": "same likeliest token as float32, %",
+        "same top token": "same top token as float32, %",
         "perplexity": "perplexity",
     }
     panels |= {f"step of {rows}": f"a step of {rows} tokens, ms" for rows in ROWS if f"step of {rows} int8" in value}

@@ -84,7 +84,7 @@ def run(
 
 
 def main(argv: Sequence[str]) -> int:
-    quick = {"requests": 2, "length": 64, "output": 24, "guesses": [4], "rounds": 1}
+    quick = {"requests": 2, "length": 64, "output": 24, "draft_tokens": [4], "rounds": 1}
     args = arguments(_parser(), argv, quick)
     model = resolve_model(args.model)
     options = {"model": model, "dtype": args.dtype, "max_num_seqs": args.requests, "max_num_batched_tokens": 512}
@@ -92,11 +92,13 @@ def main(argv: Sequence[str]) -> int:
         "enable_prefix_caching": False,
         "num_gpu_blocks_override": args.requests * (2 * args.length + args.output) // 8,
     }
-    guesses = {"none": {}} | {f"{number} looked up": {"num_speculative_tokens": number} for number in args.guesses}  # type: dict[str, dict[str, object]]
+    settings: dict[str, dict[str, object]] = {"none": {}}
+    for number in args.draft_tokens:
+        settings[f"prompt lookup, {number}"] = {"num_speculative_tokens": number}
     if args.draft:
-        for number in args.guesses:
-            guesses[f"{number} by a model"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
-    assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in guesses.items()}
+        for number in args.draft_tokens:
+            settings[f"draft model, {number}"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
+    assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in settings.items()}
     records: list[Record] = []
     for kind, prompts in make_prompts(assemblies["none"], args.requests, args.length).items():
         records += _compare(kind, assemblies, prompts, args.output, args.rounds)
@@ -147,12 +149,13 @@ def _parser() -> ArgumentParser:
     add("--length", type=count, default=96, metavar="N", help="tokens of each text (default: 96)")
     add("--output", type=count, default=96, metavar="N", help="output tokens of each request (default: 96)")
     add(
+        "--draft-tokens",
         "--guesses",
         type=count,
         nargs="+",
         default=[2, 4, 8],
         metavar="N",
-        help="numbers of draft tokens per step (default: 2 4 8)",
+        help="numbers of draft tokens per step (default: 2 4 8); --guesses is an older name",
     )
     add("--rounds", type=count, default=3, metavar="N", help="number of rounds (default: 3)")
     return made

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 from protocol import Clock, Job, serve
 
-BATCH = 2048  # its default number of tokens per batch
+BATCH = 2048  # default number of tokens per batch
 GGML_TYPES = {"float32": 0, "float16": 1}
 
 Row = tuple[int, int, int, bool]  # request, position, token, whether its logits are needed

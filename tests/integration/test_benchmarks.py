@@ -222,7 +222,7 @@ def test_kv_dtype_benchmark(tiny, tmp_path, capsys):
     assert [value[f"bytes per token {kind}"] for kind in ("auto", "fp8", "int8")] == [12 * 64, 12 * 20, 12 * 20]
     assert value["KL divergence auto"] == 0
     assert 0 < value["KL divergence int8"] < value["KL divergence fp8"]
-    assert value["same likeliest token auto"] == 100
+    assert value["same top token auto"] == 100
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs AVX512-VNNI")
@@ -234,21 +234,21 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
     value = {name: record["value"] for name, record in records_of(file).items()}
     assert value["KL divergence float32"] == 0
     assert 0 < value["KL divergence bfloat16"] < value["KL divergence int8"]
-    assert value["same likeliest token float32"] == 100
+    assert value["same top token float32"] == 100
     assert value["step of 16 int8"] > 0
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_speculation_benchmark(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
-    arguments = ["--model", str(tiny[0]), "--quick", "--length", "20", "--output", "12", "--guesses", "3"]
+    arguments = ["--model", str(tiny[0]), "--quick", "--length", "20", "--output", "12", "--draft-tokens", "3"]
     assert main(["bench", "speculation", *arguments, "--draft", str(tiny[0]), "--json", str(file)]) == 0
     assert "round 1 of 1: none" in capsys.readouterr().err
     value = {name: record["value"] for name, record in records_of(file).items()}
     for kind in ("repeating a text", "going on with one"):
-        assert value[f"{kind}: accepted (3 by a model)"] > 95  # it guesses itself
-        assert value[f"{kind}: tokens_per_step (3 by a model)"] > 3
-        assert value[f"{kind}: throughput_ratio (3 looked up)"] > 0
+        assert value[f"{kind}: accepted (draft model, 3)"] > 95  # the model is its own draft model
+        assert value[f"{kind}: tokens_per_step (draft model, 3)"] > 3
+        assert value[f"{kind}: throughput_ratio (prompt lookup, 3)"] > 0
 
 
 def test_guided_benchmark_without_its_peer(tiny, tmp_path, capsys, monkeypatch):
