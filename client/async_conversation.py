@@ -57,7 +57,7 @@ class AsyncConversation(ConversationBase):
             try:
                 await self._client.generate("", **end)
             except PagedError as error:
-                if SESSION_NOT_FOUND not in error.message:  # a session that has expired needs no end
+                if SESSION_NOT_FOUND not in error.message:  # an expired session does not have to be ended
                     raise
 
     async def __aenter__(self) -> AsyncConversation:

@@ -83,7 +83,7 @@ def _transport_errors(responses: HttpResponses) -> Iterator[None]:
     except PagedError:
         responses.cancel()
         raise
-    except (TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
+    except (TimeoutError, asyncio.TimeoutError):  # different classes until Python 3.11
         responses.cancel()
         raise PagedError("DEADLINE_EXCEEDED", "the request timed out") from None
     except (OSError, aiohttp.ClientError) as error:

@@ -16,7 +16,7 @@ from client.wire import Message, Prompt
 
 T = TypeVar("T")
 RETRY_SECONDS, RETRY_INTERVAL = 10.0, 0.02
-SESSION_BUSY, SESSION_NOT_FOUND = "its previous turn is still running", "no such session"  # in server error messages
+SESSION_BUSY, SESSION_NOT_FOUND = "its previous turn is still running", "no such session"  # texts of server errors
 
 
 class ConversationBase:
@@ -28,7 +28,7 @@ class ConversationBase:
         self._last: StreamBase | None = None
         self._generate_failed = False  # whether the last turn was a `generate` that raised
         self._cancelled = False  # whether the last turn was cancelled, which the server may not have noticed yet
-        self._retry_until = 0.0  # while _cancelled, the next turn is retried until then
+        self._retry_until = 0.0  # time until which the next turn is retried while `_cancelled`
         self.sequence_id = secrets.randbelow(2**63 - 1) + 1
 
     def _next_turn(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Conversation(ConversationBase):
             try:
                 self._with_retries(lambda: self._client.generate("", **end))
             except PagedError as error:
-                if SESSION_NOT_FOUND not in error.message:  # a session that has expired needs no end
+                if SESSION_NOT_FOUND not in error.message:  # an expired session does not have to be ended
                     raise
 
     def _with_retries(self, send: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 from client.types import PagedError
 from client.wire import OUTPUTS, Fields, Values
 
-# Triton sends every error of a model with status 400, so 400 does not tell the error class.
+# Triton sends every error of a model with status 400, so 400 does not identify the error class.
 _CODES = {404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 502: "UNAVAILABLE", 503: "UNAVAILABLE"}
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
@@ -69,7 +69,7 @@ class EventParser:
     """An incremental parser of text/event-stream (WHATWG HTML, section 9.2)."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the incomplete last line
+        self._parts: list[bytes] = []  # parts of the incomplete last line
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[str]:

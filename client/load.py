@@ -31,7 +31,7 @@ class ResponseTimes:
     """Times of one request, in seconds of time.perf_counter()."""
 
     sent: float
-    stamps: list[float] = field(default_factory=list)  # of its responses, including the final one
+    stamps: list[float] = field(default_factory=list)  # times of its responses, including the final one
 
 
 class _Call:

@@ -37,13 +37,13 @@ Line = list[Piece]
 @dataclass(frozen=True)
 class Style:
     colour: bool = False
-    unicode: bool = True  # else ASCII
+    unicode: bool = True  # whether to draw with Unicode characters instead of ASCII
 
 
 def frame(recording: Recording, width: int, height: int, style: Style) -> list[str]:
     """Return at most `height` lines of at most `width` characters. In a small window the grid has priority."""
     blocks = 1
-    while True:  # the explanation of larger cells takes room itself
+    while True:  # repeated because the explanation of larger cells takes room itself
         lines, needed = _compose(recording, width, height, style, blocks)
         if needed <= blocks:
             break
@@ -108,7 +108,7 @@ def _grid(pool: PoolMap, width: int, height: int, style: Style, blocks: int) -> 
 
 
 def _cell(state: str, style: Style) -> Piece:
-    """Return the cell of one block. The character is enough to tell the state; colour repeats it."""
+    """Return the cell of one block. The character alone identifies the state; colour repeats it."""
     kind = kind_of(state)
     if kind is FREE:
         return "2", "·" if style.unicode else "."

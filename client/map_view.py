@@ -9,7 +9,7 @@ from math import ceil, sqrt
 
 from client.types import PoolMap
 
-MAX_POINTS = 10_000  # of a curve; older ones are dropped
+MAX_POINTS = 10_000  # maximum points of a curve; older ones are dropped
 
 
 @dataclass(frozen=True)

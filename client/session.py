@@ -63,7 +63,7 @@ class TerminalSession:
         self._sampling = sampling
         self._timeout = timeout
         self._stats = stats
-        self._timing = Timing(time.perf_counter())  # of the current request
+        self._timing = Timing(time.perf_counter())  # times of the current request
 
     def generate(self, prompt: str, *, stream: bool = True) -> None:
         """Print the completion of `prompt`, as it arrives or, without `stream`, once it is complete."""

@@ -23,7 +23,7 @@ class TokenLogprob:
     token_id: int
     logprob: float  # natural logarithm
     rank: int  # 1 for the most likely token
-    decoded_token: str  # text of this token alone
+    decoded_token: str  # text of the token alone
 
 
 Logprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most likely ones in descending order
@@ -47,12 +47,12 @@ class Delta(PromptInfo):
     """A streamed part of one sample. It may have several tokens, or tokens whose text is not complete yet."""
 
     text: str
-    num_output_tokens: int  # in this delta
+    num_output_tokens: int  # tokens of this delta
     finish_reason: str | None  # "stop", "length" or "timeout" in the sample's last delta, None before
-    index: int = 0  # of the sample, for n > 1
-    logprobs: tuple[Logprobs, ...] | None = None  # for each token of this delta; None without `logprobs=k`
-    cumulative_logprob: float | None = None  # of all tokens so far; None without `logprobs=k`
-    token_ids: tuple[int, ...] | None = None  # of this delta; None without `return_token_ids=True`
+    index: int = 0  # index of the sample, for n > 1
+    logprobs: tuple[Logprobs, ...] | None = None  # one entry per token of this delta; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # sum over all tokens so far; None without `logprobs=k`
+    token_ids: tuple[int, ...] | None = None  # tokens of this delta; None without `return_token_ids=True`
     # The character of the sample's text at which each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
     num_input_tokens: int = field(default=0, compare=False)  # prompt tokens
@@ -66,11 +66,11 @@ class Completion(PromptInfo):
     finish_reason: str
     num_input_tokens: int  # prompt tokens; 0 if it was cancelled before the first delta
     num_output_tokens: int
-    others: tuple[Completion, ...] = ()  # the samples after the first, for n > 1
+    others: tuple[Completion, ...] = ()  # the samples after the first one, for n > 1
     # Resource use of the whole request: cached tokens, blocks, seconds in each phase.
     receipt: Mapping[str, float] | None = field(default=None, compare=False)
-    logprobs: tuple[Logprobs, ...] | None = None  # for each token; None without `logprobs=k`
-    cumulative_logprob: float | None = None  # of all tokens; None without `logprobs=k`
+    logprobs: tuple[Logprobs, ...] | None = None  # one entry per token; None without `logprobs=k`
+    cumulative_logprob: float | None = None  # sum over all tokens; None without `logprobs=k`
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     # The character of `text` at which each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
@@ -82,7 +82,7 @@ class Embedding:
 
     values: tuple[float, ...]
     num_input_tokens: int  # prompt tokens
-    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # as in Completion
+    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # the receipt, as in Completion
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Adapter:
     """A LoRA adapter that the server lists."""
 
     name: str  # the value for `lora_name=`
-    rank: int | None  # None if it cannot be served
+    rank: int | None  # rank of its matrices; None if it cannot be served
     resident: bool  # whether it is in a device slot
     error: str | None = None  # why it cannot be served
 
@@ -105,14 +105,14 @@ class PoolMap:
     """
 
     time: float  # Unix time by the server's clock
-    block_size: int  # tokens
+    block_size: int  # tokens per block
     num_blocks: int
     states: str
-    running: int  # requests
-    waiting: int  # requests
+    running: int  # running requests
+    waiting: int  # waiting requests
     tokens: int  # tokens whose keys and values are in referenced blocks
     cached_tokens_hit: int  # prompt tokens found in the prefix cache since the server started
-    preemptions: int  # since the server started
+    preemptions: int  # number since the server started
 
     def __post_init__(self) -> None:
         if len(self.states) != self.num_blocks or not self.states or set(self.states) - set(".c123456789+p"):

@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = 256
 PROBE_SECONDS = 10.0
 HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-_NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # the other arguments of Client.stream
+_NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ import os
 
 from client.session import UsageError
 
-NOT_BENCHMARKS = ("on_gpu",)  # runs checks and benchmarks together: see `make bench-gpu`
+NOT_BENCHMARKS = ("on_gpu",)  # modules that only run others: see `make bench-gpu`
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

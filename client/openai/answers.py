@@ -109,7 +109,7 @@ class ChatResponseBuilder(ResponseBuilder):
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._empty_content = None if use.forced else ""
-        self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # by sample
+        self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # parsers by sample
         self._calling: set[int] = set()  # samples that have called a tool
 
     def _top_level_fields(self, info: PromptInfo) -> dict[str, Any]:

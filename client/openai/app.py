@@ -33,7 +33,7 @@ from client.types import PagedError
 
 HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
 READ = ["GET", "HEAD"]  # some load balancers use HEAD
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of errors, by status
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # headers of errors, by status
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 

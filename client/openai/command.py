@@ -43,7 +43,7 @@ def run(
     access_log: bool,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
-    if tokenizer:  # takes several seconds, including the import of transformers
+    if tokenizer:  # loading takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
         template = ChatTemplate(tokenizer, chat_template_timeout) if tokenizer else None

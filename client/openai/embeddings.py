@@ -15,7 +15,7 @@ from client.openai.schema import Body, IgnoredFields, ListOf, StrictModel, split
 from client.openai.servers import Servers
 from client.types import Embedding, PagedError
 
-MAX_CONCURRENT_INPUTS = 64  # of one request
+MAX_CONCURRENT_INPUTS = 64  # maximum for one request
 
 
 class SamplingFields(StrictModel):

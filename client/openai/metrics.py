@@ -126,7 +126,7 @@ class RequestMetricsMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started = time.perf_counter()
-        status, first, request_id = 500, None, ""  # what an exception is answered with
+        status, first, request_id = 500, None, ""  # values for a request that ends in an exception
 
         async def record_and_send(message: Message) -> None:
             nonlocal status, first, request_id

@@ -251,7 +251,7 @@ def _path(error: ErrorDetails) -> str:
 
 def _shown(value: Any) -> str:
     """Return the beginning of a value as JSON, without encoding the rest."""
-    parts = json.JSONEncoder().iterencode(value)  # of at least one character each
+    parts = json.JSONEncoder().iterencode(value)  # parts of at least one character each
     return _truncate("".join(islice(parts, _MAX_SHOWN + 1)))
 
 

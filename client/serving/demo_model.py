@@ -100,7 +100,7 @@ def _convert(gguf: Path, target: Path) -> None:
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
     for file in target.iterdir():
-        file.chmod(0o644)  # safetensors files are readable by the owner only; a container may run as another user
+        file.chmod(0o644)  # files of safetensors are private, but a container may run as another user
 
 
 def _say(message: str) -> None:

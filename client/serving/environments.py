@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from client.serving.server_files import cache_directory
 
-COMPLETE_MARKER = "made.json"  # written last, with the seconds and bytes that it took
+COMPLETE_MARKER = "made.json"  # file written last, with the seconds and bytes that the installation took
 PRINT_REQUIREMENTS = "import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or ()))"
 
 
@@ -33,16 +32,16 @@ class Environment(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """Its name in messages."""
+        """The name of the environment in messages."""
 
     @property
     @abstractmethod
     def directory(self) -> Path:
-        """Its path, which depends on its contents."""
+        """The path, which depends on the packages."""
 
     @abstractmethod
     def _install_packages(self) -> None:
-        """Install its packages."""
+        """Install the packages."""
 
     @property
     def python(self) -> Path:
@@ -117,27 +116,6 @@ class PackageEnvironment(Environment):
         """Return the requirements of the installed package, with environment markers, without the excluded ones."""
         lines = self._run("-c", PRINT_REQUIREMENTS.format(package=self.package)).splitlines()
         return [line for line in lines if not line.startswith(self.exclude)]
-
-
-@dataclass(frozen=True)
-class LockedEnvironment(Environment):
-    """An environment with exactly the packages of a file of pinned requirements."""
-
-    name: str
-    file: Path
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-    @property
-    def directory(self) -> Path:
-        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
-        return cache_directory() / "clients" / f"{self.name}-{digest}"
-
-    def _install_packages(self) -> None:
-        # Most modules are never imported, so they are not compiled in advance.
-        self._pip_install("--no-deps", "--no-compile", "--requirement", str(self.file))
 
 
 def _reason(error: OSError | subprocess.CalledProcessError) -> str:

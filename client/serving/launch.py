@@ -67,7 +67,7 @@ def _run(server: TritonServer, console: "Console") -> int:
         except ServerError:
             if not stopping.is_set():
                 raise
-            code = 0  # stopped by a signal while it was loading
+            code = 0  # 0 although it was not ready: a signal stopped it while it was loading
         finally:
             server.stop()
     if stopping.is_set():

@@ -1,4 +1,4 @@
-"""Reads the log of a tritonserver, and finds out from it why a model did not load."""
+"""Reads the log of a tritonserver, and finds in it why a model did not load."""
 
 import re
 import subprocess

@@ -237,7 +237,7 @@ class TritonServer:
             if self._has_open_requests():
                 last_busy = time.monotonic()
             elif not unloading and self._log.unloading_started():
-                last_busy, unloading = time.monotonic(), True  # unloading gets the full UNLOAD_TIMEOUT
+                last_busy, unloading = time.monotonic(), True  # reset, so that unloading gets the full UNLOAD_TIMEOUT
             elif time.monotonic() >= last_busy + UNLOAD_TIMEOUT:
                 return
 

@@ -5,7 +5,8 @@ import zipfile
 
 import pytest
 
-from client.serving.environments import EnvironmentSetupError, LockedEnvironment, PackageEnvironment
+from client.serving.environments import EnvironmentSetupError, PackageEnvironment
+from tests.support.locked_environment import LockedEnvironment
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import pytest
 
 from client import Client
 from client.serving import server_files
-from client.serving.environments import EnvironmentSetupError, LockedEnvironment
+from client.serving.environments import EnvironmentSetupError
 from tests.support.gateway import gateway
+from tests.support.locked_environment import LockedEnvironment
 from tests.support.triton import MODEL, WAIT, idle
 
 HERE = Path(__file__).parent
