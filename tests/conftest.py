@@ -21,7 +21,7 @@ def figures(pytestconfig, request):
 
 
 @pytest.fixture
-def tell(pytestconfig):
+def print_line(pytestconfig):
     """A function that prints a line at once. With several test processes it is not shown."""
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
     return lambda text: reporter and reporter.write_line(f"    {text}")

@@ -64,7 +64,7 @@ def test_a_clock_set_back_does_not_move_time_backwards():
 
 
 def cells_of(line):
-    """(SGR parameters, character) of each."""
+    """Return (SGR parameters, character) of each cell."""
     cells, sgr = [], ""
     for code, char in re.findall(r"\x1b\[([\d;]*)m|(.)", line):
         if char:
@@ -75,7 +75,7 @@ def cells_of(line):
 
 
 def grid_of(lines):
-    """{number of a row's first block: its cells}; for frames without colour."""
+    """Return {number of a row's first block: its cells} of a frame without colour."""
     found = (re.fullmatch(r" *(\d+) ([.·a-zA-Z░█\d+]+)", line) for line in lines)
     return {int(row.group(1)): row.group(2) for row in found if row}
 
@@ -143,7 +143,7 @@ class TestTerminal:
         style = Style(colour=True)
         shades = [map_terminal._shaded("1" * full + "." * (8 - full), style)[1] for full in range(9)]
         assert shades == [*"·░▒▒▓▓███"]
-        assert map_terminal._shaded("239.", style)[0] == "38;5;124"  # the most that hold one
+        assert map_terminal._shaded("239.", style)[0] == "38;5;124"  # the colour for the most references
 
     def test_bars(self):
         assert map_terminal._bars([0, 0.001, 0.5, 1], 1, map_terminal._BARS) == [" ▁▄█"]

@@ -114,7 +114,7 @@ def samples(server, model):
 def test_vllm_backend_metrics_count_each_request(server):
     before = samples(server, "of_vllm")
     sampling = {"max_tokens": 6, "ignore_eos": True}
-    for body in ({"n": 2}, {}, {}):  # prompts of 4 bytes each
+    for body in ({"n": 2}, {}, {}):  # each has a prompt of 4 bytes
         assert post(server, {"text_input": "Once", **sampling, **body}, model="of_vllm")[0] == 200
     after = samples(server, "of_vllm")
     grown = {name: value - before.get(name, 0) for name, value in after.items()}

@@ -23,7 +23,7 @@ from tests.support.stress import table
 from tests.support.triton import MODEL, idle, post, raw_stream
 
 ANSWER = 5  # seconds until a response must arrive
-WORKERS = 4  # per protocol
+WORKERS = 4  # number per protocol
 CLASSES = r"INVALID_ARGUMENT|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED"
 OURS = re.compile(rf"(Error generating stream: )?({CLASSES}): |Error generating stream: When streaming|LoRA feature")
 # Errors of tritonserver itself, before the model gets the request.
@@ -143,7 +143,7 @@ def undisturbed(server):
     assert answers and set(answers) == {expected}
 
 
-def storm(server, count, seed, until=None):
+def send_bad_requests(server, count, seed, until=None):
     made, pid = StressTest(server, count, seed, until), server.pid
     with undisturbed(server), ThreadPoolExecutor(2 * WORKERS) as pool:
         working = [pool.submit(made.work, kind, index) for kind in (OverHttp, OverGrpc) for index in range(WORKERS)]
@@ -160,7 +160,7 @@ def storm(server, count, seed, until=None):
 
 
 def test_bad_requests_are_rejected_with_the_reason(tiny_server):
-    found = storm(tiny_server, 8000, seed=os.environ.get("PAGED_TEST_SEED", "1"))
+    found = send_bad_requests(tiny_server, 8000, seed=os.environ.get("PAGED_TEST_SEED", "1"))
     assert found["ours"] > 1000 and found["core"] > 500
 
 
@@ -168,7 +168,7 @@ def test_bad_requests_are_rejected_with_the_reason(tiny_server):
 def test_a_million_bad_requests(tiny_server, figures, until):
     """Sends as many as there is time for."""
     seed = time.time()
-    figures(f"seed {seed}: {dict(storm(tiny_server, 1_000_000, seed=seed, until=until))}")
+    figures(f"seed {seed}: {dict(send_bad_requests(tiny_server, 1_000_000, seed=seed, until=until))}")
 
 
 JSON = st.recursive(

@@ -178,8 +178,8 @@ BAD = [
 ]
 
 
-def told(reason):
-    """Return the beginning of the error text."""
+def error_text(reason):
+    """Return the beginning of the text of an INVALID_ARGUMENT error."""
     return f"Error generating stream: INVALID_ARGUMENT: {reason}"
 
 
@@ -187,7 +187,7 @@ def told(reason):
 def test_bad_input_over_http(server, inputs, reason):
     status, text = post(server, inputs)
     assert status == 400
-    assert json.loads(text)["error"].startswith(told(reason))
+    assert json.loads(text)["error"].startswith(error_text(reason))
 
 
 def test_bad_input_over_grpc(server):
@@ -195,7 +195,7 @@ def test_bad_input_over_grpc(server):
     with raw_stream(server) as stream:
         for inputs, reason in BAD:
             stream.send(**inputs)
-            assert stream.next().error.message().startswith(told(reason)), inputs
+            assert stream.next().error.message().startswith(error_text(reason)), inputs
         send(stream, "still here", 2)
         assert stream.all()[-1].final
     idle(server)
@@ -212,7 +212,7 @@ def test_grpc_status_codes_match_error_classes(tiny):
             stream.cancel()
             if server.stop() == -signal.SIGSEGV:
                 continue
-        assert error.message().startswith(told("max_tokens=0: must be 1..256"))
+        assert error.message().startswith(error_text("max_tokens=0: must be 1..256"))
         assert error.status() == "StatusCode.INVALID_ARGUMENT"
         return
     pytest.fail("the server died of signal 11 five times")
@@ -227,7 +227,7 @@ def test_invalid_utf8(server):
 def test_unknown_generate_parameters_are_rejected_by_name(server):
     status, text = post(server, {"text_input": "x", "temprature": 0.5})
     assert status == 400
-    assert json.loads(text)["error"].startswith(told("temprature=0.5: unknown parameter"))
+    assert json.loads(text)["error"].startswith(error_text("temprature=0.5: unknown parameter"))
 
 
 def test_a_request_larger_than_the_pool_is_rejected_at_once(tiny_server):

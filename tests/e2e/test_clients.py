@@ -54,7 +54,7 @@ def run(*command, **variables):
 
 
 @pytest.fixture(scope="module")
-def told(clients, server, front):
+def litellm(clients, server, front):
     """The results of the litellm calls."""
     url = f"http://{server.http_url}/v2/models/{MODEL}/generate"
     return json.loads(run(clients / "python", HERE / "litellm_calls.py", url, f"{front.url}/v1", PROMPT))
@@ -67,23 +67,23 @@ def engine(server):
 
 
 class TestLiteLLM:
-    def test_its_triton_provider(self, told, engine):
+    def test_its_triton_provider(self, litellm, engine):
         text = engine.generate(PROMPT, temperature=0, max_tokens=12).text
         assert (
-            told["triton"] == PROMPT + text
+            litellm["triton"] == PROMPT + text
         )  # as with Triton's vLLM backend, non-streaming output begins with the prompt
-        assert told["triton, streamed"] == text
-        assert told["triton, async"] == [PROMPT + text, text]
-        assert "min_p=2: must be at least 0 and at most 1" in told["triton, refused"]
+        assert litellm["triton, streamed"] == text
+        assert litellm["triton, async"] == [PROMPT + text, text]
+        assert "min_p=2: must be at least 0 and at most 1" in litellm["triton, refused"]
 
-    def test_its_openai_provider(self, told, engine):
+    def test_its_openai_provider(self, litellm, engine):
         messages = [{"role": "user", "content": PROMPT}]
         chat = engine.generate(messages=messages, temperature=0, max_tokens=12)
-        assert told["chat"] == chat.text
-        assert told["chat, streamed"] == [chat.text, chat.num_output_tokens]
-        assert "seed=" in told["chat, refused"]
-        assert told["text"] == engine.generate(PROMPT, temperature=0, max_tokens=12).text
-        for values, text in zip(told["embedding"], (PROMPT, "x"), strict=True):
+        assert litellm["chat"] == chat.text
+        assert litellm["chat, streamed"] == [chat.text, chat.num_output_tokens]
+        assert "seed=" in litellm["chat, refused"]
+        assert litellm["text"] == engine.generate(PROMPT, temperature=0, max_tokens=12).text
+        for values, text in zip(litellm["embedding"], (PROMPT, "x"), strict=True):
             assert values == pytest.approx(engine.embed(text).values, abs=1e-5)
 
 

@@ -34,7 +34,7 @@ def begun(stream):
 
 
 def ends_at_its_time(stream):
-    """It ends once, with the output so far."""
+    """The request ends once, with the output so far."""
     *_, last = stream.all()
     assert last.final and not last.error
     assert last.outputs["finish_reason"] == [b"timeout"]
@@ -88,11 +88,11 @@ def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_p
     """The clock jumps an hour ahead or back with each request, and every limit is shorter."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}
     options |= {"request_timeout": 600, "session_ttl": 600, "stall_timeout": 600}
-    told = {"return_finish_reason": True, "return_receipt": True, "exclude_input_in_output": True}
+    returned = {"return_finish_reason": True, "return_receipt": True, "exclude_input_in_output": True}
 
     def ask(stream, number, **sampling):
         sampling = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "timeout_ms": 600_000} | sampling
-        inputs = tensors({"text_input": "one two", "sampling_parameters": sampling} | told)
+        inputs = tensors({"text_input": "one two", "sampling_parameters": sampling} | returned)
         flags = {"sequence_start": number == 0, "sequence_end": number == 3, "sequence_id": 0 if number is None else 7}
         stream.client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True, **flags)
 

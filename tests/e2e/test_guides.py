@@ -30,7 +30,7 @@ SECONDS = 300  # limit of a block
 
 class Block(NamedTuple):
     language: str
-    mark: str  # what follows the language
+    mark: str  # the words after the language
     text: str
 
     @property
@@ -44,7 +44,7 @@ def blocks(page: Path) -> list[Block]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the commands of a page run: addresses in place of the default ones, and directories."""
+    """The addresses and directories that replace those in the commands of a page."""
 
     http: str
     grpc: str
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With `paged` on the PATH, as in an activated environment; curl fails where the server answers an error."""
+        """Environment variables: `paged` is on the PATH, and curl fails if the server responds with an error."""
         (self.scratch / ".curlrc").write_text("fail\nmax-time = 120\n")
         paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         return os.environ | {
@@ -65,9 +65,9 @@ class Place:
         }
 
     def adapt(self, text: str) -> str:
-        """The text of a block for this place."""
+        """Return the text of a block with these addresses and directories."""
         http, grpc, metrics = (address.rpartition(":")[2] for address in (self.http, self.grpc, self.metrics))
-        text = text.replace("/tmp/", f"{self.scratch}/")  # first: other paths may lie there
+        text = text.replace("/tmp/", f"{self.scratch}/")  # replaced first, because other paths may lie there
         text = re.sub(r"paged (generate|chat|probe|map)\b(?!.*--url)", r"paged \1 --url localhost:8001", text)
         text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
         text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
@@ -99,7 +99,7 @@ def run(block: Block, place: Place) -> None:
 
 @contextmanager
 def running(block: Block, place: Place) -> Iterator[None]:
-    """A server or gateway, from when it answers until Ctrl-C."""
+    """Run a server or gateway, from its first response until Ctrl-C."""
     language, script = place.command(block)[:-1], place.command(block)[-1]
     assert len(script.strip().splitlines()) == 1, "a block in the background is one command"
     log = place.scratch / "background.log"
@@ -120,7 +120,7 @@ def running(block: Block, place: Place) -> Iterator[None]:
 
 
 def _answers(script: str, place: Place) -> bool:
-    """Whether it serves: tritonserver listens before its models are loaded."""
+    """Return whether the server is ready: tritonserver listens before its models are loaded."""
     if "paged serve" not in script:
         return True
     probe = ["paged", "probe", "--url", place.grpc, "--timeout", "20"]

@@ -21,8 +21,8 @@ def answer(server, *, stream, **sampling):
         return connection.all()
 
 
-def told(responses, sample=0):
-    """Return for each token of a sample its id, and its entries by id."""
+def tokens_of(responses, sample=0):
+    """Return the id of each token of a sample, and its logprob entries by id."""
     parts = [json.loads(one.outputs["logprobs"][sample]) for one in responses]
     counts = [one.outputs["num_output_tokens"][sample] for one in responses]
     assert [len(part) for part in parts] == counts
@@ -37,7 +37,7 @@ def test_logprobs_match_transformers(tiny_server, tiny, stream, n):
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT)
     for sample in range(n):
-        tokens = told(responses, sample)
+        tokens = tokens_of(responses, sample)
         assert len(tokens) == 10
         ids = [token for token, _ in tokens]
         with torch.inference_mode():
@@ -79,10 +79,10 @@ def test_without_logprobs_only_the_cumulative_sum_is_sent(tiny_server):
 
 def test_tokens_cut_by_a_stop_string_have_no_logprobs(tiny_server):
     (whole,) = answer(tiny_server, stream=False, logprobs=0)
-    ids = [token for token, _ in told([whole])]
+    ids = [token for token, _ in tokens_of([whole])]
     end = next(token for token in ids[1:] if token < 94)  # a byte that is a whole character
     (stopped,) = answer(tiny_server, stream=False, logprobs=0, stop=byte_tokenizer().decode([end]))
-    assert [token for token, _ in told([stopped])] == ids[: ids.index(end) + 1]
+    assert [token for token, _ in tokens_of([stopped])] == ids[: ids.index(end) + 1]
     assert len(ids) > ids.index(end) + 1
 
 
@@ -92,11 +92,11 @@ def test_logprobs_of_beams(tiny_server):
         connection.send(text_input=PROMPT, stream=True, sampling_parameters=search, **ASKED)
         responses = connection.all()
     for sample in range(2):
-        tokens = told(responses, sample)
+        tokens = tokens_of(responses, sample)
         assert len(tokens) == 6
         total = sum(entries[str(drawn)]["logprob"] for drawn, entries in tokens)
         assert responses[-1].outputs["cumulative_logprob"][sample] == pytest.approx(total, abs=1e-4)
-    assert told(responses, 0) != told(responses, 1)
+    assert tokens_of(responses, 0) != tokens_of(responses, 1)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -15,7 +15,7 @@ from tests.support.faults import faulty_repository
 from tests.support.in_process import byte_tokenizer, save_tiny
 from tests.support.triton import idle, metrics, post, raw_stream, raw_streams, until
 
-BLOCK, POOL = 4, 256  # tokens, blocks
+BLOCK, POOL = 4, 256  # tokens per block; number of blocks
 OPTIONS = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": POOL, "max_num_seqs": 16}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LETTERS = string.ascii_letters + string.digits

@@ -169,13 +169,13 @@ def test_chat_logprobs_match_the_engine(client, engine, stream, count):
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 1.5, "seed": 1, "max_tokens": 12}
     answer = client.chat.completions.create(**asked, logprobs=True, **top, stream=stream)
     choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
-    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    for token, (chosen, *_), entries in zip(told, expected.logprobs, expected.logprobs, strict=True):
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    for token, (chosen, *_), entries in zip(tokens, expected.logprobs, expected.logprobs, strict=True):
         assert token.token == chosen.decoded_token
         assert token.bytes == list(chosen.decoded_token.encode())
         assert token.logprob == pytest.approx(chosen.logprob, abs=1e-4)
-        likeliest = {one.decoded_token for one in entries if one.rank <= (count or 0)}
-        assert {one.token for one in token.top_logprobs} == likeliest
+        most_likely = {one.decoded_token for one in entries if one.rank <= (count or 0)}
+        assert {one.token for one in token.top_logprobs} == most_likely
 
 
 def test_too_many_logprobs_are_rejected_by_their_openai_name(client):
@@ -211,15 +211,15 @@ def test_penalties_and_filters_reach_the_engine(client, engine):
 
 def test_text_and_token_id_prompts_are_equivalent(client, engine):
     prompts = ["The sea is", "Once upon a time"]
-    told = [engine.generate(prompt, max_tokens=1, return_token_ids=True) for prompt in prompts]
+    expected = [engine.generate(prompt, max_tokens=1, return_token_ids=True) for prompt in prompts]
     asked = {"model": MODEL, "temperature": 0, "max_tokens": 12}
     alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in prompts]
     together = client.completions.create(prompt=prompts, n=2, **asked)
     assert [choice.text for choice in together.choices] == [alone[0], alone[0], alone[1], alone[1]]
     assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
-    ids = client.completions.create(prompt=[list(one.prompt_token_ids) for one in told], **asked)
+    ids = client.completions.create(prompt=[list(one.prompt_token_ids) for one in expected], **asked)
     assert [choice.text for choice in ids.choices] == alone
-    assert ids.usage.prompt_tokens == sum(one.num_input_tokens for one in told)
+    assert ids.usage.prompt_tokens == sum(one.num_input_tokens for one in expected)
     assert ids.usage.completion_tokens == 24
 
 
@@ -242,10 +242,10 @@ def test_prompt_logprobs_match_vllm(client, engine):
     assert len(choice.prompt_token_ids) == len(expected) == whole.usage.prompt_tokens
     first, *others = choice.prompt_logprobs
     assert first is None
-    for told, entries, token in zip(others, expected[1:], choice.prompt_token_ids[1:], strict=True):
-        assert list(told) == [str(one.token_id) for one in entries]
-        assert [one["rank"] for one in told.values()] == [one.rank for one in entries]
-        assert told[str(token)]["logprob"] == pytest.approx(entries[0].logprob, abs=1e-4)
+    for found, entries, token in zip(others, expected[1:], choice.prompt_token_ids[1:], strict=True):
+        assert list(found) == [str(one.token_id) for one in entries]
+        assert [one["rank"] for one in found.values()] == [one.rank for one in entries]
+        assert found[str(token)]["logprob"] == pytest.approx(entries[0].logprob, abs=1e-4)
     chat = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **more)
     assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids) == chat.usage.prompt_tokens
     first, *others = client.completions.create(model=MODEL, prompt="The sea is", max_tokens=4, stream=True, **more)
@@ -275,15 +275,17 @@ def test_scoring_a_text_like_evaluation_harnesses(client, engine, length):
     prompts = [text, "Once"]
     answer = client.completions.create(model=MODEL, prompt=prompts, echo=True, logprobs=1, **sampling)
     for prompt, choice in zip(prompts, answer.choices, strict=True):
-        told = choice.logprobs
+        logprobs = choice.logprobs
         assert choice.text.startswith(prompt)
-        ends = [*told.text_offset[1:], len(choice.text)]
-        assert told.tokens == [choice.text[start:end] for start, end in zip(told.text_offset, ends, strict=True)]
-        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        ends = [*logprobs.text_offset[1:], len(choice.text)]
+        assert logprobs.tokens == [
+            choice.text[start:end] for start, end in zip(logprobs.text_offset, ends, strict=True)
+        ]
+        assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
     entries = [*expected.prompt_logprobs[1:], *(expected.logprobs or ())]
-    told = answer.choices[0].logprobs
-    assert told.token_logprobs[1:] == pytest.approx([one.logprob for one, *_ in entries], abs=1e-4)
-    assert [set(one) for one in told.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.token_logprobs[1:] == pytest.approx([one.logprob for one, *_ in entries], abs=1e-4)
+    assert [set(one) for one in logprobs.top_logprobs[1:]] == [{one.decoded_token for one in each} for each in entries]
 
 
 def test_the_text_of_a_leading_special_token_is_returned(client):

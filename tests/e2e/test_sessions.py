@@ -91,8 +91,8 @@ def test_a_cancelled_turn_restores_the_session(server, protocol):
                 next(stream)
         with talk.stream(" The next day,", max_tokens=8) as stream:
             second = "".join(delta.text for delta in stream)
-        told = "Once upon a time" + first.text + " The next day,"
-        assert second == client.generate(told, max_tokens=8, temperature=0, ignore_eos=True).text
+        conversation = "Once upon a time" + first.text + " The next day,"
+        assert second == client.generate(conversation, max_tokens=8, temperature=0, ignore_eos=True).text
     idle(server)
 
 
@@ -118,8 +118,8 @@ def test_an_asyncio_conversation(server, protocol):
             await asyncio.wait([lost])
             async with talk.stream(" The next day,", max_tokens=8) as stream:
                 second = "".join([delta.text async for delta in stream])
-            told = "Once upon a time" + first.text + " The next day,"
-            assert second == (await client.generate(told, max_tokens=8, temperature=0, ignore_eos=True)).text
+            conversation = "Once upon a time" + first.text + " The next day,"
+            assert second == (await client.generate(conversation, max_tokens=8, temperature=0, ignore_eos=True)).text
             return talk.sequence_id
 
     sequence_id = asyncio.run(asyncio.wait_for(scenario(), WAIT))
@@ -164,8 +164,8 @@ def test_a_stop_string_is_not_part_of_the_session(server):
             first = talk.generate("Once upon a time", max_tokens=24, stop=[stop])
             assert first.text == free[: free.index(stop)]
             second = talk.generate("\n\nThe end.", max_tokens=8)
-        told = f"Once upon a time{first.text}\n\nThe end."
-        assert second.text == client.generate(told, temperature=0, max_tokens=8).text
+        conversation = f"Once upon a time{first.text}\n\nThe end."
+        assert second.text == client.generate(conversation, temperature=0, max_tokens=8).text
     idle(server)
 
 

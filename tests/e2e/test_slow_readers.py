@@ -20,7 +20,7 @@ from tests.support.stress.requests import MODEL, RETURN_FLAGS, StressRequest, re
 from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
 from tests.support.triton import idle, metrics, post, until
 
-READERS, MIB = 4, 1  # of responses per request
+READERS, MIB = 4, 1  # number of readers; MiB of responses per request
 # 240 tokens of eight samples are several MiB with 20 logprobs per token, and less than one MiB without.
 SAMPLING = {"temperature": 1, "seed": 1, "n": 8, "logprobs": 20, "max_tokens": 240}
 SMALL = {"text_input": "abc", "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 8})}

@@ -26,13 +26,13 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
-    killed: int  # streams, half of them in each of two tests
+    killed: int  # killed streams, half of them in each of two tests
     left: int  # streams killed with few concurrent requests
     held: int  # concurrent requests
     preemptions: int
-    responses: int  # of the soak test
+    responses: int  # responses of the soak test
     cycles: int  # reloads of the model
-    restarts: int  # of the server
+    restarts: int  # restarts of the server
 
 
 SIZES = [
@@ -72,10 +72,10 @@ def checked(verdict):
     return verdict
 
 
-def test_no_request_is_lost_under_stress(printable, logging_repository, size, hours, tmp_path, tell):
+def test_no_request_is_lost_under_stress(printable, logging_repository, size, hours, tmp_path, print_line):
     log = Log()
     with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
-        stress = StressTest(server, tmp_path, SEED, log=log, report=tell, hours=hours)
+        stress = StressTest(server, tmp_path, SEED, log=log, report=print_line, hours=hours)
         greedy = [one for one in stress.requests if one.sampling == one.sampling | {"temperature": 0}]
         for one in greedy[:4]:
             if "n" not in one.sampling:  # the expected tokens themselves are those of transformers
@@ -108,7 +108,7 @@ def test_thousands_of_concurrent_streams(repository, tmp_path):
         checked(stress.stop())
 
 
-def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_path, tell):
+def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_path, print_line):
     repository = engine_alone(tmp_path / "repository")
     settings = repository / "paged_llm" / "1" / "model.json"
     settings.write_text(json.dumps(OPTIONS | {"model": str(printable[0])}))
@@ -116,14 +116,14 @@ def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_p
         plain_server(repository, "--model-control-mode=explicit", "--load-model=paged_llm") as server,
         closing(Models(server, repository)) as models,
     ):
-        stress = StressTest(server, tmp_path, SEED, requests=16, report=tell, hours=hours)
+        stress = StressTest(server, tmp_path, SEED, requests=16, report=print_line, hours=hours)
         verdict = checked(stress.reload(models, size.cycles))
         assert verdict.outcomes["SERVER"] + verdict.outcomes["UNAVAILABLE"] > 0  # while the model was not loaded
         models.close()
         checked(stress.stop())
 
 
-def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size, hours, tmp_path, tell):
+def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size, hours, tmp_path, print_line):
     """It has the same ports, and returns the same outputs as before."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
     for number in range(size.restarts + 1):
@@ -136,7 +136,7 @@ def test_a_stopped_or_killed_server_can_be_restarted(printable, repository, size
             checked(stress.crash() if number % 2 else stress.stop())
         assert not list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
         table.record("servers stopped or killed, and restarted", number > 0)
-        tell(f"{number} of {size.restarts} servers restarted")
+        print_line(f"{number} of {size.restarts} servers restarted")
         if number and time.monotonic() > end:
             break
 

@@ -519,13 +519,13 @@ CRASH = "Fatal Python error: Segmentation fault"
 
 def kill(server, model):
     """Kill the process of this model, as a crash would; its id is in the server's log."""
-    told = server.log().count(CRASH)
+    crashes = server.log().count(CRASH)
     for process in Path("/proc").iterdir():
         with suppress(OSError):
             line = (process / "cmdline").read_bytes().decode(errors="replace")
             if process.name.isdigit() and server.shm_prefix in line and f"/{model}/1/model.py" in line:
                 os.kill(int(process.name), signal.SIGSEGV)
-                until(lambda: server.log().count(CRASH) > told, "what its threads were at")
+                until(lambda: server.log().count(CRASH) > crashes, "the tracebacks of its threads")
                 return
     raise AssertionError(f"no process of {model}")
 

@@ -122,9 +122,9 @@ def test_streamed_deltas_add_up_to_the_whole(client, n):
         assert "".join(texts(part)[sample] for part in parts) == texts(whole)[sample]
         counts = [int(part.as_numpy("num_output_tokens")[sample]) for part in parts]
         assert sum(counts) == whole.as_numpy("num_output_tokens")[sample] == 12
-        told = [json.loads(part.as_numpy("logprobs")[sample]) for part in parts]
-        assert [len(one) for one in told] == counts
-        pairs = zip(chain(*told), json.loads(whole.as_numpy("logprobs")[sample]), strict=True)
+        streamed = [json.loads(part.as_numpy("logprobs")[sample]) for part in parts]
+        assert [len(one) for one in streamed] == counts
+        pairs = zip(chain(*streamed), json.loads(whole.as_numpy("logprobs")[sample]), strict=True)
         assert all(part.keys() == token.keys() for part, token in pairs)
         reasons = [part.as_numpy("finish_reason")[sample].decode() for part in parts]
         ended = reasons.index("length")

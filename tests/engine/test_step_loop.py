@@ -80,7 +80,7 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, 
 
 
 def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
-    """As on a GPU, where an error is raised when the tokens are read."""
+    """The error is raised when the tokens are read, as on a GPU."""
     assembly = tiny_assembly(tiny[0])
     launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device error")])
 

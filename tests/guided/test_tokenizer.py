@@ -42,7 +42,7 @@ def added():
     ],
 )
 def test_text_that_looks_like_special_tokens_is_encoded_literally(added, name, value, text):
-    """Except if a grammar names the tokens outside of quotation marks."""
+    """A grammar can name special tokens only outside of quotation marks."""
     tokenizer, grammars = added
     (guide,) = compile_guides(grammars, name, value)
     ids = []

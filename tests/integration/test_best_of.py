@@ -7,7 +7,7 @@ import pytest
 from tests.support.callers import Caller, serving
 
 SAMPLED = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-TOLD = ("return_cumulative_logprob", "return_logprobs", "return_finish_reason", "return_num_output_tokens",
+RETURNED = ("return_cumulative_logprob", "return_logprobs", "return_finish_reason", "return_num_output_tokens",
         "return_token_ids")  # fmt: skip
 
 
@@ -20,8 +20,8 @@ def service(tiny):
         assert scheduler.blocks.num_used == 0
 
 
-def inputs(told=TOLD, **sampling):
-    asked = dict.fromkeys(told, True)
+def inputs(returned=RETURNED, **sampling):
+    asked = dict.fromkeys(returned, True)
     return {"text_input": "The sea", "sampling_parameters": json.dumps(SAMPLED | sampling), **asked}
 
 
@@ -44,7 +44,7 @@ def test_best_of_returns_most_likely_samples_in_order(service, n, sampling):
 
 def test_best_of_works_without_requesting_logprobs(service):
     expected = service.ask(**inputs(best_of=6))["text_output"]
-    outputs = service.ask(**inputs(best_of=6, told=()))
+    outputs = service.ask(**inputs(best_of=6, returned=()))
     assert outputs == {"text_output": expected}
 
 

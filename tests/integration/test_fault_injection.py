@@ -121,7 +121,7 @@ def test_cache_of_a_dead_engine_is_not_written_to_disk(faulty, tmp_path):
 
 def test_base_exception_in_the_loop_fails_all_requests(faulty, monkeypatch):
     class Panic(BaseException):
-        """As raised by libraries written in Rust."""
+        """An exception as libraries written in Rust raise it."""
 
     def panic():
         raise Panic("index out of bounds")

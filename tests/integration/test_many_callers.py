@@ -1,6 +1,6 @@
 """Hundreds of concurrent requests that finish, are cancelled, are stopped or time out.
 
-There is no server in between, so many more events fall into one turn of a thread than over a network.
+There is no server in between, so many more events fall into one iteration of a thread than over a network.
 """
 
 import json

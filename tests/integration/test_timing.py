@@ -66,7 +66,7 @@ def test_cache_salt_hides_step_counts(tiny):
 
 @pytest.mark.nightly
 def test_cache_salt_hides_time_to_first_token(tiny, in_time, figures):
-    """With the seconds to first token that a client measures, of 200,000 probes or as many as there is time for."""
+    """The attacker measures the seconds to first token of 200,000 probes, or of as many as there is time for."""
     areas, hits = {}, []  # cached tokens of each probe with another salt
     with serving(tiny[0], **POOL) as server:
 

@@ -161,7 +161,7 @@ def test_positive_and_negative_zero_are_equal_logits(device):
 
 
 def test_sample_of_a_row_does_not_depend_on_the_batch(device):
-    """Neither on the other rows, nor on the strides of the logits."""
+    """The other rows and the strides of the logits do not matter."""
     logits = random_logits(6, 90, seed=4)
     filters = [FILTERS[9], FILTERS[1], {}, FILTERS[8], {}, {}]
     metadata = make_metadata([1.0, 0.0, 0.6] * 2, filters)
@@ -198,7 +198,7 @@ def chi_squared(counts: Tensor, probs: Tensor) -> float:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.8}], ids=str)
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 def test_frequencies_follow_the_distribution(along, filters):
-    """Over neighboring seeds, and over the positions of one seed."""
+    """Frequencies are counted over neighboring seeds, and over the positions of one seed."""
     tries, logits = 20_000, random_logits(1, 40, seed=5) / 2
     counter, fixed = torch.arange(tries), torch.full((tries,), 3)
     seeds, positions = (counter, fixed) if along == "seeds" else (fixed, counter)

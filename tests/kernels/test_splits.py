@@ -93,7 +93,7 @@ def test_one_few_and_many_splits(multiprocessors, device, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_plan_for_the_maximum_context_leaves_splits_empty(window, device):
-    """As in a captured CUDA graph, which plans for the model's maximum context."""
+    """A captured CUDA graph plans for the model's maximum context."""
     case = Case("decode", 1, 4, sliding_window=window)
     inputs = make_inputs(case, torch.float32)
     assert splits_of(inputs, max_context_len=131072) > 130 // 32

@@ -104,7 +104,7 @@ def test_each_foreign_cell_of_the_comparison_has_a_source():
 
 
 def _headings(document: Path) -> set[str]:
-    """As links name them."""
+    """Return the headings of a document as links name them."""
     titles = re.findall(r"(?m)^#+ (.+)$", document.read_text())
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

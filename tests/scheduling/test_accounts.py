@@ -27,8 +27,8 @@ class Served:
         )
         self.keys = count()
         self.tenants: dict[int, str] = {}
-        self.admitted: list[str] = []  # tenants, in the order of admission of their requests
-        self.tokens: Counter[str] = Counter()  # of prompts and outputs, by tenant
+        self.admitted: list[str] = []  # tenants of the admitted requests, in order
+        self.tokens: Counter[str] = Counter()  # tokens of prompts and outputs, by tenant
         self.ended: list[int] = []
 
     def ask(self, tenant, prompt=2, max_tokens=1, adapter=None, **sampling):
@@ -135,7 +135,7 @@ def test_tenant_with_one_long_request_gains_no_credit():
 
 
 def test_tenant_count_is_kept_while_a_request_is_open():
-    """Of a tenant that never has more than one request waiting, but many running."""
+    """A tenant that never has more than one request waiting, but many running, keeps its count."""
     served = Served(max_num_seqs=8)
     for _ in range(6):
         served.ask("many", max_tokens=200)
@@ -235,8 +235,8 @@ def calls(work):
 @pytest.mark.parametrize("tenant", ["one", "{}"])
 @pytest.mark.parametrize("adapter", [None, Adapter("b", b"b", 1, {})])
 def test_scheduling_cost_is_independent_of_queue_length(tenant, adapter):
-    """Of adding, admitting, finding and removing, up to a few steps of a binary search. Requests that wait for the slot
-    of another adapter are skipped without looking at each."""
+    """Adding, admitting, finding and removing take as many calls in a long queue, up to a few steps of a binary search.
+    Requests that wait for the slot of another adapter are skipped without looking at each."""
 
     def cost(waiting):
         served = Served(max_loras=1, max_num_seqs=2)

@@ -191,7 +191,7 @@ def test_request_in_flight_is_preempted_after_commit():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_priorities_and_adapters_answer_every_request(seed):
-    """And a request waits for a slot only if no adapter has users of lower priority alone."""
+    """A request waits for a slot only if no adapter has only users of lower priority."""
     rnd = random.Random(seed)
     sched = scheduler(max_loras=rnd.choice([1, 2]), max_num_batched_tokens=128)
     asked, answered = 0, []

@@ -46,7 +46,7 @@ def test_higher_priority_preempts_newest_of_lowest_priority_only(short_of):
 
 
 def test_prefix_cache_is_searched_once_per_step_for_queue_head():
-    """Also beside a request of lower priority that could be preempted."""
+    """A request of lower priority that could be preempted causes no second search."""
     sched = scheduler(num_blocks=8)
     sched.add(request(0, prompt=8, max_tokens=20))
     sched.add(request(1, prompt=8, max_tokens=20, priority=1))
@@ -60,7 +60,7 @@ def test_prefix_cache_is_searched_once_per_step_for_queue_head():
 
 
 def test_no_preemption_if_request_still_would_not_fit():
-    """Of 12 blocks, a higher priority holds 8 and a lower one 2; the waiting request needs 6."""
+    """A higher priority holds 8 of 12 blocks and a lower one 2; the waiting request needs 6."""
     sched = stress.scheduler(num_blocks=12, max_num_batched_tokens=64)
     store = ShadowStore(sched, 97)
     above = stress.request(0, range(100, 131), max_tokens=2, priority=-5)

@@ -222,7 +222,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
 def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
-    """For example because it has too many tokens."""
+    """The error for too many tokens shows that all of its text was tokenized."""
     monkeypatch.setattr(admission, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"

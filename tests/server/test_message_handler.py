@@ -22,7 +22,7 @@ def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
 
 
 def blocked_client(responder, other):
-    """Open a stream whose send blocks, beside `other`: messages until it is released are handled in one turn."""
+    """Open a stream whose send blocks, beside `other`: messages until it is released are handled in one iteration."""
     busy = Client(0)
     busy.may_send.clear()
     for client in (busy, other):

@@ -89,7 +89,7 @@ def test_simultaneous_cancellations_are_counted_together(opened):
 
 @pytest.mark.parametrize("call", ["send", "is_cancelled"])
 def test_an_unreachable_client_fails_only_its_own_request(opened, call):
-    """Its request is aborted; others are answered in the same turn and later."""
+    """Its request is aborted; others are answered in the same iteration and later."""
     responder, _, aborted = opened
     broken, other = Client(1), Client(2)
     failing_once(broken, call)

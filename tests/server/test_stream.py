@@ -64,7 +64,7 @@ def test_a_session_is_released_once_when_sending_fails(opened):
 
 
 def test_a_receipt_excludes_preempted_time_from_every_phase():
-    """Of 4 seconds between scheduling and the first token 2 were preempted, and 3 of the 5 after it."""
+    """2 of the 4 seconds between scheduling and the first token were preempted, and 3 of the 5 seconds after it."""
     stream = Client(1).stream
     stream.mark_scheduled(1.0)
     for when, waited in ((5.0, 2.0), (10.0, 5.0)):

@@ -35,7 +35,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     strided: bool = False  # query is a slice of wider rows; each pool is half of a joint tensor
-    format: str | None = None  # of the pools; None: query's type
+    format: str | None = None  # type of the pools; None: query's type
 
 
 AXES = {
@@ -79,7 +79,7 @@ class Inputs:
 
     arrays: tuple[Tensor, LayerCache, Paging]
     settings: dict[str, object]
-    keys: list[Tensor] = field(default_factory=list)  # of each sequence [context_len, num_kv_heads, head_dim]
+    keys: list[Tensor] = field(default_factory=list)  # keys of each sequence [context_len, num_kv_heads, head_dim]
     values: list[Tensor] = field(default_factory=list)
 
 

@@ -130,7 +130,7 @@ def grpc_response(outputs: dict[str, Any]) -> Any:
 
 class HttpHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    seen: FakeServerState  # of the subclass that `http_server` makes
+    seen: FakeServerState  # attribute of the subclass that `http_server` makes
 
     def do_POST(self) -> None:
         inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

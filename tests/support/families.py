@@ -85,6 +85,6 @@ FAMILIES = {
 
 
 def is_fused(model):
-    """All of its layers, or none."""
+    """Return whether the layers are fused: all of them or none."""
     (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
     return answer

@@ -201,7 +201,7 @@ def _stuck_step(occurrence: int, service: Service, assembly: Assembly) -> None:
 
 
 def _slow_steps(milliseconds: int, service: Service, assembly: Assembly) -> None:
-    """Not a fault: every step takes this much longer, so that a test sees requests while they run."""
+    """Make every step take this much longer, so that a test sees requests while they run. Not a fault."""
     runner = _single_runner(assembly)
     run = runner._run
 
@@ -213,7 +213,7 @@ def _slow_steps(milliseconds: int, service: Service, assembly: Assembly) -> None
 
 
 def _log_drops(occurrence: int, service: Service, assembly: Assembly) -> None:
-    """Not a fault: from this occurrence on, log when a request was aborted and its blocks are free."""
+    """Log when an aborted request's blocks are free, from this occurrence on. Not a fault."""
     scheduler, engine, count = assembly.scheduler, service._engine, itertools.count(1)
     post_abort, abort, ids = engine.abort, scheduler.abort, {}
     streams = service._responder.streams.by_key

@@ -18,9 +18,9 @@ class PoolModel:
     def __init__(self, count: int, *, caching: bool):
         self.caching = caching
         self.free = set(range(count))
-        self.cached: dict[int, None] = {}  # the first is evicted next
+        self.cached: dict[int, None] = {}  # cached blocks; the first is evicted next
         self.holders = [0] * count
-        self.moving = [0] * count  # of the holders, those of copies and moves
+        self.moving = [0] * count  # references of each block that copies and moves hold
         self.known: dict[int, Content] = {}
         self.digests: dict[int, list[int]] = {}  # expected slots of an indexed block
         self._by_key: dict[Hashable, int] = {}

@@ -51,12 +51,12 @@ class Request:
     tokens: list[int]
     digests: list[int]  # expected contents of its slots
     chain: Chain
-    contents: list[Content] = field(default_factory=list)  # of full blocks, as far as worked out
+    contents: list[Content] = field(default_factory=list)  # contents of full blocks, as far as computed
     table: list[int] = field(default_factory=list)
     swapped: list[int] = field(default_factory=list)
-    computed: int = 0  # planned
-    committed: int = 0  # of those, in committed steps
-    wrong: int = 0  # of those planned, draft tokens that will be rejected
+    computed: int = 0  # number of planned tokens
+    committed: int = 0  # number in committed steps
+    wrong: int = 0  # number of planned draft tokens that will be rejected
     ended: bool = False
 
 

@@ -5,7 +5,7 @@ import math
 
 
 def records_of(file):
-    """By name; every one in the same form, and a picture beside them."""
+    """Return the records of a benchmark by name. Checks that they have the same form, and a picture beside them."""
     records = json.loads(file.read_text())
     assert all(list(record) == ["name", "value", "unit", "target", "limit", "peers"] for record in records)
     for record in records:

@@ -98,7 +98,7 @@ class StressTest:
         return self._run("kill", lambda run: run.kill(count))
 
     def leave(self, count: int) -> Verdict:
-        """As `kill`, with few concurrent requests, to measure how fast blocks are freed after a disconnect."""
+        """Kill streams with few concurrent requests, to measure how fast blocks are freed after a disconnect."""
         return self._run("leave", lambda run: run.kill(count, open=FEW))
 
     def soak(self, responses: int) -> Verdict:

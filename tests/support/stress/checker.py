@@ -42,7 +42,9 @@ class Verdict:
     responses: int = 0
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    killed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by fault and phase, of those that had not ended
+    killed: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # number of requests that a fault ended, by fault and phase
     most_open: int = 0  # concurrent requests
     most_with_tokens: int = 0  # concurrent requests with at least one token
     freed: dict[str, list[float]] = field(default_factory=dict)  # seconds from a disconnect until the blocks are free

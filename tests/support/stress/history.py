@@ -35,7 +35,7 @@ class History:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self.started: set[str] = set()  # requests with at least one token
-        self.responses = 0  # with tokens
+        self.responses = 0  # responses with tokens
         self.killed = 0  # requests that a fault has ended
         self.ended: set[str] = set()
         self._with_fault: set[str] = set()

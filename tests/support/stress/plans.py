@@ -10,13 +10,13 @@ from typing import Any
 from tests.support.stress.requests import StressRequest
 
 PHASES = ("queued", "prefill", "decode", "last")
-FAULTS = {  # by protocol. A raw socket is closed with FIN, or with RST, which discards unread data
+FAULTS = {  # faults by protocol. A raw socket is closed with FIN, or with RST, which discards unread data
     "http": ("fin", "rst", "deadline", "stop_request"),
     "grpc": ("deadline", "stop_request", "cancel", "close"),
 }
 DISCONNECTS = ("fin", "rst", "cancel", "close")  # faults by which the client itself disconnects
-CANCELS = ("cancel", "close")  # of gRPC streams: see StressTest
-ALLOWED_END = {"deadline": "timeout", "stop_request": "CANCELLED"}  # by fault; "left" for the others
+CANCELS = ("cancel", "close")  # faults that cancel gRPC streams: see StressTest
+ALLOWED_END = {"deadline": "timeout", "stop_request": "CANCELLED"}  # end by fault; "left" for the others
 INVALID = (  # rejected by the engine, not by the server: see clients.GrpcWire
     {"max_tokens": 0},
     {"max_tokens": 99999999999},
@@ -39,9 +39,9 @@ class Plan:
     request: StressRequest
     allowed_ends: tuple[str, ...] = ()  # how it may end, other than complete
     fault: str | None = None  # None: the client waits for the end
-    phase: str | None = None  # at which the fault is injected, approximately
-    delay: float = 0.0  # seconds until then, for phases before the first token
-    after: int = 0  # tokens until then, for later phases
+    phase: str | None = None  # approximate phase of the fault
+    delay: float = 0.0  # seconds until the fault, for phases before the first token
+    after: int = 0  # tokens until the fault, for later phases
     pause: float = 0.0  # seconds for which the client stops reading after the first tokens
     extra: dict[str, Any] | None = None  # more sampling parameters: a deadline, a salt, a priority
 
