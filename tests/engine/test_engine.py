@@ -19,7 +19,7 @@ def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
 
 
 def test_request_that_is_ended_no_longer_counts_as_waiting(tiny):
-    """Even before the engine's thread has seen it."""
+    """The number of waiting requests falls before the engine's thread has seen the end."""
     engine = tiny_assembly(tiny[0]).engine(lambda output: None)
     for key in range(4):
         engine.announce(key)

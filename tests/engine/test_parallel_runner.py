@@ -53,7 +53,7 @@ def test_step_is_sent_before_rank_0_launches_it():
     ("reason", "message"), [("rank 1 has ended", "rank 1 has ended"), (None, "RuntimeError: device error")]
 )
 def test_any_error_ends_the_runner(reason, message):
-    """Also one that is raised when the results are read. The error of another rank is the cause, if there is one."""
+    """An error that is raised when the results are read does, too. If another rank has an error, that is the cause."""
     launch = lambda packed: SimpleNamespace(result=fail)  # noqa: E731
     runner = ParallelRunner(SimpleNamespace(**STATE, move=fail, launch=launch), FakeWorkers(reason))
     with pytest.raises(RunnerDied, match=message):

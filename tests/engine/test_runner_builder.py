@@ -35,7 +35,7 @@ def test_pools_have_the_given_sizes_and_layers_of_both_models(loaded):
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_graphs_are_captured_unless_the_options_forbid_it(loaded, monkeypatch, enforce_eager):
-    """Of the model and of its draft model."""
+    """The graphs are those of the model and of its draft model."""
     rows = []
 
     def capture(step):

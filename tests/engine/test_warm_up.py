@@ -110,7 +110,7 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
 
 @pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
 def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
-    """With a table in which every entry differs."""
+    """Every entry of the table differs, so that each is compiled by itself."""
     monkeypatch.setattr(launch_table, "_tables", {})
     warps = zip(launch_table.ROW_BUCKETS, (1, 2, 4), strict=True)
     entries = [

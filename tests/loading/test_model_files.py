@@ -422,7 +422,7 @@ def check_loads_equal_or_is_rejected(file, end, seeds, expected, model_path, **o
 
 @pytest.mark.parametrize("name", [WEIGHTS, CONFIG_JSON, TOKENIZER_JSON, "tokenizer_config.json"])
 def test_damaged_file_is_rejected_or_changes_no_weight(model, tiny, name):
-    """Of the weights only the header is damaged: damage in a tensor's bytes cannot be detected."""
+    """Only the header of the weights is damaged: damage in a tensor's bytes cannot be detected."""
     whole = (model / name).read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0] if name == WEIGHTS else len(whole)
     check_loads_equal_or_is_rejected(model / name, end, range(60), tiny[1].state_dict(), model)

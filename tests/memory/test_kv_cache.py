@@ -99,7 +99,7 @@ def test_quantized_pool_holds_more_tokens(tiny):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *CACHES])
 def test_bfloat16_tokens_are_likely_in_float32(tiny, prompts, kv_cache_dtype, monkeypatch):
-    """With `dtype: auto` on a CPU with bfloat16: greedy, with penalties (which make logits float32), and sampled."""
+    """`dtype: auto` is bfloat16 here. Outputs are greedy, with penalties (which make logits float32), and sampled."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assembly = tiny_assembly(tiny[0], dtype="auto", device="cpu", kv_cache_dtype=kv_cache_dtype)
     assert assembly.loaded.spec.dtype == torch.bfloat16

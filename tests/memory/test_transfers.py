@@ -84,7 +84,7 @@ def transfers(queues):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_swap_out_then_swap_in_then_copy(dtype):
-    """With a swap-in to the block that a swap-out left, from the host block that another swap-out takes, and a copy of
+    """The swap-in is to the block that a swap-out left, from the host block that another swap-out takes; the copy is of
     a block that was just swapped in."""
     pool, host = make_cache(5, dtype), make_cache(3, dtype)
     for block in range(5):

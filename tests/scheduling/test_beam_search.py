@@ -45,7 +45,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("width", [2, 3, 5])
 def test_beam_outputs_match_transformers(tiny, prompts, width, options):
-    """With frequent stop tokens, so that hypotheses end early, and without any."""
+    """There are frequent stop tokens, so that hypotheses end early, or none."""
     directory, model = tiny
     with running(tiny_assembly(directory)) as engine:
         for prompt in prompts:

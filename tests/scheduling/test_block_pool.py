@@ -30,7 +30,7 @@ def test_pool_map_shows_reference_count(tables):
 
 @pytest.mark.parametrize(("free", "cached", "held"), [(5, 0, 0), (0, 5, 0), (1, 3, 1), (3, 1, 1), (2, 2, 1), (0, 0, 5)])
 def test_pool_map_distinguishes_free_and_cached(free, cached, held):
-    """Both where more blocks are free and where more are cached: only the smaller set is walked."""
+    """Only the smaller set is walked, so there are cases with more free and with more cached blocks."""
     blocks = BlockManager(free + cached + held, 4, caching=True)
     table = blocks.allocate(cached)
     tokens = list(range(4 * cached))

@@ -99,7 +99,7 @@ def test_entry_keeps_its_prefix_alive_and_nothing_else():
 @pytest.mark.parametrize("host", [0, 128])
 @pytest.mark.parametrize("matching", [0.0, 0.5])
 def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
-    """With thousands of prompts that branch everywhere, computed or found in the cache, and freed in any order."""
+    """Thousands of prompts branch everywhere, are computed or found in the cache, and are freed in any order."""
     rnd, length, most = random.Random(1), 16, 0
     behind = BlockPool(host, caching=True) if host else None
     blocks = BlockManager(128, 1, caching=True, host=behind)

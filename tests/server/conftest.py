@@ -13,9 +13,9 @@ from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
 from tests.support.callers import serving
-from tests.support.gated_service import UNHELD, Clock, Gate
 from tests.support.local_engine import Engine, use_socket_directory
 from tests.support.pb_utils import PB_UTILS
+from tests.support.service_calls import UNHELD, Clock, Gate
 
 
 @pytest.fixture

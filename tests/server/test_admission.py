@@ -4,7 +4,7 @@ holds its steps."""
 import pytest
 
 from paged_backend.server.wire.parameters import SEQUENCE_END, SEQUENCE_START
-from tests.support.gated_service import (
+from tests.support.service_calls import (
     HOUR,
     ask,
     finish,

@@ -9,12 +9,12 @@ import pytest
 from paged_backend.engine.engine import Engine
 from paged_backend.server import cancellation
 from tests.support.callers import Caller
-from tests.support.gated_service import (
+from tests.support.in_process import WAIT, running, tiny_assembly
+from tests.support.service_calls import (
     HOUR,
     ask,
     finish,
 )
-from tests.support.in_process import WAIT, running, tiny_assembly
 
 BEAM_SEARCH = {"beam_width": 3, "logprobs": 1, "stop_token_ids": list(range(0, 250, 3)), "early_stopping": "never"}
 

@@ -1,6 +1,6 @@
 """Control requests: ending requests by id."""
 
-from tests.support.gated_service import (
+from tests.support.service_calls import (
     ask,
     finish,
     stop,

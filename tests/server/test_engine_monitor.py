@@ -1,7 +1,7 @@
 """Requests that the engine has lost."""
 
 from paged_backend.server import engine_monitor
-from tests.support.gated_service import ask, finish
+from tests.support.service_calls import ask, finish
 
 
 def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, monkeypatch):

@@ -1,8 +1,8 @@
 """Empty first responses."""
 
 from tests.support.callers import Caller
-from tests.support.gated_service import RETURNED
 from tests.support.in_process import WAIT
+from tests.support.service_calls import RETURNED
 
 
 def test_a_waiting_stream_gets_an_empty_first_response(serve, gate, clock):

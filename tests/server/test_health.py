@@ -6,8 +6,8 @@ from threading import Event
 
 from paged_backend.engine import step_loop
 from tests.support.callers import Caller
-from tests.support.gated_service import ask, finish
 from tests.support.in_process import WAIT
+from tests.support.service_calls import ask, finish
 from tests.support.waiting import until
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from paged_backend.server.stream import Stream
 from tests.support.callers import Caller
-from tests.support.gated_service import (
+from tests.support.in_process import WAIT
+from tests.support.service_calls import (
     RETURNED,
     ask,
     finish,
     outcomes,
 )
-from tests.support.in_process import WAIT
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -7,8 +7,8 @@ import pytest
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta
 from paged_backend.server import cancellation_poller
-from tests.support.gated_service import ask, finish
 from tests.support.in_process import WAIT
+from tests.support.service_calls import ask, finish
 from tests.support.streams import Client, failing_once, step
 
 

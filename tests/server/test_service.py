@@ -1,7 +1,7 @@
 """A service answers each request on its own."""
 
 from tests.support.callers import Caller
-from tests.support.gated_service import (
+from tests.support.service_calls import (
     outcomes,
 )
 

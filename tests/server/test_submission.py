@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gated_service import (
+from tests.support.service_calls import (
     ask,
     finish,
 )

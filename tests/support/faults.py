@@ -233,7 +233,7 @@ def _log_drops(occurrence: int, service: Service, assembly: Assembly) -> None:
 
 
 def _wall_clock(occurrence: int, service: Service, assembly: Assembly) -> None:
-    """The wall clock of the process jumps with every request, an hour ahead and an hour back in turn."""
+    """The wall clock of the process jumps with every request, alternately an hour ahead and an hour back."""
     handle, count, original = service.handle, itertools.count(1), (time.time, time.time_ns)
 
     def jump(channel: Channel) -> None:

@@ -156,7 +156,7 @@ def test_max_open_requests(fakes):
 
 
 def test_body_timeout_frees_the_slot(fakes):
-    """Both for a body that stops and for one that arrives byte by byte."""
+    """The timeout applies to a body that stops and to one that arrives byte by byte."""
     with gateway(fakes[0].url, "--max-open-requests", "2", "--body-timeout", "2") as front, ExitStack() as stack:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
         silent, slow = (

@@ -1,4 +1,4 @@
-"""Services whose engine steps are held by a gate, and simple calls to them."""
+"""Calls to a service without a server, and control of its engine steps, clock and outcomes."""
 
 import json
 import time
