@@ -23,7 +23,7 @@ class Timing:
     """Times of one request, in seconds of time.perf_counter()."""
 
     started: float
-    first: float | None = None  # when the first text arrived
+    first: float | None = None  # time of the first text
 
     def report(self, completion: Completion) -> str:
         """Return a line with token counts, time to first text and throughput."""

@@ -113,7 +113,7 @@ def request_values(
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        ids = [operator.index(token) for token in prompt]  # also accepts NumPy integers
+        ids = [operator.index(token) for token in prompt]  # accepts NumPy integers, too
     except TypeError:
         raise ValueError(f"prompt={prompt!r}: must be a string, or a list of token ids") from None
     if not all(0 <= token < 2**31 for token in ids):

@@ -16,7 +16,7 @@ from paged_bench._workload import Job, Run
 
 CHILDREN = Path(__file__).parent / "_children"
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")  # environment variables
-LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # only bound a hang
+LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # bounds of a hang only
 
 
 class ChildError(RuntimeError):
@@ -66,7 +66,7 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_SECONDS)
         self._signal(signal.SIGKILL)
-        self._process.kill()  # in case it has not created its group yet
+        self._process.kill()  # needed if it has not created its group yet
         self._process.wait()
         self._process.stdout.close()
 

@@ -19,7 +19,7 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 SHAPE = LayerShape(8, 128)
-HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # with SHAPE, the sizes of Llama-3.1-8B
+HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # the sizes of Llama-3.1-8B, with SHAPE
 BLOCK = 16
 
 Line = Callable[[torch.device, torch.dtype, int], tuple[Call, int, int]]  # the last argument: tokens in a step

@@ -79,7 +79,7 @@ def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
 @contextmanager
 def _timed() -> Iterator[list[Step]]:
     steps: list[Step] = []
-    inner: list[float] = []  # for each open call, the seconds of nested parts
+    inner: list[float] = []  # seconds of nested parts, for each open call
     changed: list[tuple[Any, str, Any]] = []
 
     def timed(part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

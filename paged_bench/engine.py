@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
     options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # leaves as much for the peers
-    if not on_gpu and "long" not in names:  # where one prompt may be longer than all others together
+    if not on_gpu and "long" not in names:  # one prompt of "long" may be longer than all others together
         options["num_gpu_blocks_override"] = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
     records, peer = [], None
     for caching in sorted({name in CACHED for name in names}):

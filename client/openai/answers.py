@@ -21,7 +21,7 @@ from client.types import Completion, Delta, Logprobs, PromptInfo
 class ResponseBuilder(ABC):
     """Builds the response to one request: a whole body, or the chunks of a stream, which share an id."""
 
-    prefix: str  # of the response id
+    prefix: str  # prefix of the response id
     whole_object: str  # value of `object` in a whole response
     chunk_object: str  # value of `object` in a chunk
 
@@ -173,7 +173,7 @@ def _choice(
     index: int, part: Completion | Delta, finish_reason: str | None, logprobs: dict[str, Any] | None, **output: Any
 ) -> dict[str, Any]:
     choice = {"index": index, **output, "logprobs": logprobs, "finish_reason": finish_reason}
-    if finish_reason == "timeout":  # not a finish reason of OpenAI's API
+    if finish_reason == "timeout":  # OpenAI's API has no such finish reason
         choice |= {"finish_reason": "length", "stop_reason": "timeout"}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
 

@@ -31,7 +31,7 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None
-    name: str | None = None  # for the chat template
+    name: str | None = None  # name of the author, passed to the chat template
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     # Fields of assistant messages in responses, which clients send back as history.

@@ -7,7 +7,7 @@ from typing import Any
 
 from client.types import Completion, Logprobs, TokenLogprob
 
-REPLACEMENT_CHARACTER = "\ufffd"  # in the text of a token that has a part of a character's bytes
+REPLACEMENT_CHARACTER = "\ufffd"  # text of a token that has a part of a character's bytes
 
 
 def completion_logprobs(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def choose_ports(**wanted: int) -> list[int]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(("", port))
-                listener.listen()  # with SO_REUSEADDR, only listening reserves the port
+                listener.listen()  # reserves the port, which binding alone does not with SO_REUSEADDR
             except (OSError, OverflowError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "must be 0..65535"
                 problems.append(f"{name}={port}: {reason}")

@@ -30,7 +30,7 @@ class ServerFiles:
 
     binary: Path
     backend_directory: Path | None = None  # None is the server's default
-    library_path: tuple[Path, ...] = ()  # to prepend to LD_LIBRARY_PATH
+    library_path: tuple[Path, ...] = ()  # directories to prepend to LD_LIBRARY_PATH
 
 
 def cache_directory() -> Path:

@@ -187,7 +187,7 @@ class Responder:
             with log_errors():
                 self._updates.update(now)
         for stream in updated:
-            try:  # not OpenStreams.guarded, because this runs for every stream and step
+            try:  # faster than OpenStreams.guarded: this runs for every stream and step
                 self.streams.send(stream)
             except Exception as error:
                 self.streams.give_up(stream, error)

@@ -37,7 +37,7 @@ class Job:
     rows: list[Row] = field(default_factory=list)
     stopping: bool = False  # whether the client asked to end it with the output so far
     lock: threading.Lock = field(default_factory=threading.Lock)
-    scheduled_at: float | None = None  # not known here, so the poller treats the request as waiting
+    scheduled_at: float | None = None  # unknown to the relay, so the poller treats the request as waiting
 
     def respond(self, row: Row, outputs: list[Mapping[str, np.ndarray]], *, last: bool) -> None:
         """Send the responses of a row. The last one of the last row is final."""
