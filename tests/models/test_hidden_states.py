@@ -26,7 +26,7 @@ def test_model_without_a_head_has_no_hidden_size(tiny):
 def test_model_with_other_hidden_states_has_no_hidden_size(tiny, monkeypatch):
     """Its decoder returns two states per token."""
     decoder = tiny[1].base_model
-    hook = decoder.register_forward_hook(lambda module, inputs, output: (output[0].repeat(1, 2, 1),))
+    hook = decoder.register_forward_hook(lambda module, inputs, output: type(output)(output[0].repeat(1, 2, 1)))
     try:
         assert hidden_size(tiny[1]) is None
     finally:
