@@ -77,10 +77,10 @@ TESTED_ELSEWHERE = {
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",
     "(--max-open-requests)": "client/openai/test_servers.test_max_open_requests",
     "(--max-request-bytes)": "client/openai/test_app.test_oversized_body_is_rejected",
-    "(--max-prompts)": "client/openai/test_app.test_too_many_prompts_are_rejected",
+    "(--max-prompts)": "client/openai/test_engine_calls.test_too_many_prompts_are_rejected",
     "(--max-inputs)": "client/openai/test_embeddings.test_invalid_requests_are_rejected",
     "(--body-timeout)": "client/openai/test_servers.test_body_timeout_frees_the_slot",
-    "(--chat-template-timeout)": "client/openai/test_app.test_template_timeout",
+    "(--chat-template-timeout)": "client/openai/test_chat_template.test_template_timeout",
 }
 # Options with such names that bound no client input.
 NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}

@@ -9,7 +9,7 @@ import pytest
 from client.cli import main
 from client.serving import install
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

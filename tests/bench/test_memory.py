@@ -1,0 +1,17 @@
+"""The benchmark of wasted slots."""
+
+from client.cli import main
+from tests.support.records import records_of
+
+
+def test_memory_benchmark(tiny, tmp_path):
+    file = tmp_path / "figures.json"
+    assert main(["bench", "memory", "--model", str(tiny[0]), "--quick", "--json", str(file)]) == 0
+    records = records_of(file)
+    waste = [records[f"waste ShareGPT block_size={size}"]["value"] for size in (1, 4, 16, 64, 256)]
+    assert waste[0] == 0
+    assert waste == sorted(waste)
+    assert records["waste ShareGPT block_size=16"]["peers"]["contiguous, oracle"] > waste[2]
+    for n in (2, 4):
+        saved = records[f"saved by sharing ShareGPT n={n}"]
+        assert abs(saved["value"] - saved["peers"]["by arithmetic"]) < 1

@@ -1,0 +1,35 @@
+"""Workloads, and models without weights."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paged_bench._workload import MODELS, WORKLOADS, model_names, workload
+
+
+def test_even_workload_token_counts():
+    jobs = workload("even", 32, vocab_size=100, limit=4096)
+    assert (sum(len(job.prompt) for job in jobs), sum(job.output for job in jobs)) == (4609, 3260)
+
+
+def test_nano_vllm_workload_has_its_token_counts():
+    jobs = workload("nano", 256, vocab_size=100, limit=4096)
+    assert (sum(len(job.prompt) for job in jobs), sum(job.output for job in jobs)) == (142_827, 133_966)
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_workloads_fit_the_model_and_are_deterministic(name):
+    jobs = workload(name, 32, vocab_size=50, limit=300, rate=10.0)
+    assert jobs == workload(name, 32, vocab_size=50, limit=300, rate=10.0)
+    assert all(len(job.prompt) >= 1 and len(job.prompt) + job.output <= 300 and job.output >= 1 for job in jobs)
+    assert all(0 <= token < 50 for job in jobs for token in job.prompt)
+    assert [job.arrival for job in jobs] == sorted(job.arrival for job in jobs)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_models_without_weights_have_valid_configurations(name):
+    config = AutoConfig.from_pretrained(MODELS / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert billions == pytest.approx({"Qwen3-0.6B": 0.596, "Llama-3.1-8B": 8.03}[name], rel=0.01)

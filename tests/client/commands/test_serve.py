@@ -1,0 +1,76 @@
+"""`paged serve`: arguments and options."""
+
+import pytest
+
+from client.cli import main
+from client.serving import launch
+
+
+@pytest.fixture
+def serve_calls(monkeypatch):
+    """The calls of launch.serve, which is replaced."""
+    calls = []
+    monkeypatch.setattr(launch, "serve", lambda *args, **kwargs: calls.append((args, kwargs)) or 7)
+    return calls
+
+
+def test_arguments_are_passed_to_the_launcher(serve_calls):
+    options = [
+        "-o",
+        "dtype=float32",
+        "-o",
+        "max_num_seqs=8",
+        "-o",
+        "enable_prefix_caching=false",
+        "-o",
+        'tokenizer="a=b"',
+    ]
+    ports = ["--http-port", "1", "--grpc-port", "2", "--metrics-port", "65535"]
+    assert main(["serve", "demo", *options, *ports, "--", "--log-verbose=1", "--", "-o"]) == 7
+    expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "tokenizer": "a=b"}
+    ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 65535}
+    flags = ["--log-verbose=1", "--", "-o"]
+    assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, "multi_lora": None})]
+
+
+def test_invalid_option_is_rejected_before_the_server_starts(serve_calls, capsys):
+    assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
+    assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
+    assert serve_calls == []
+
+
+def test_installed_package_without_a_model_repository(serve_calls, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("client.serving.repository.REPOSITORY_ROOT", tmp_path)
+    assert main(["serve", "/models/x"]) == 2
+    assert "needs a checkout of the repository" in capsys.readouterr().err
+    assert not serve_calls
+
+
+def test_model_may_be_given_as_an_option(serve_calls):
+    assert main(["serve", "-o", "model=/m"]) == 7
+    ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
+    assert serve_calls == [(("/m", {}), {**ports, "server_args": [], "multi_lora": None})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "MODEL or -o model="),
+        (["a", "-o", "model=b"], "MODEL or -o model="),
+        (["-o", "model=3"], "-o model=3"),
+        (["a", "-o", "dtype"], "-o dtype: must be KEY=VALUE"),
+        (["a", "-o", "=1"], "-o =1: must be KEY=VALUE"),
+        (["a", "-o", "k=1", "-o", "k=2"], "-o k=2: k is given twice"),
+    ],
+)
+def test_invalid_options_are_rejected(serve_calls, capsys, arguments, named):
+    assert main(["serve", *arguments]) == 2
+    assert named in capsys.readouterr().err
+    assert serve_calls == []
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x", "-1", "²"])
+def test_port_out_of_range_is_rejected(serve_calls, capsys, port):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "a", f"--http-port={port}"])
+    assert "must be 1..65535" in capsys.readouterr().err

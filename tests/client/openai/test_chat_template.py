@@ -1,0 +1,72 @@
+"""The chat template of a tokenizer in the gateway."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from client import cli
+from tests.support.gateway import CHAT, WAIT, error_of, gateway
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
+ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+def write_tokenizer(directory, template=TEMPLATE):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "<user>": 3, "<assistant>": 4}, "<unk>"))
+    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+    made.chat_template = template
+    made.save_pretrained(directory)
+    return directory
+
+
+def test_prompt_is_rendered_in_the_gateway(tmp_path, fake):
+    directory = write_tokenizer(tmp_path / "tokenizer")
+    with (
+        (tmp_path / "log").open("w") as errors,
+        gateway(fake.url, "--tokenizer", str(directory), errors=errors) as front,
+    ):
+        assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 3})[0] == 200
+    assert (tmp_path / "log").read_text().startswith(f"loading the tokenizer {directory} ...\n")
+    assert fake.requests[-1]["text_input"] == "<s><user> x <assistant>"
+    assert fake.sampling[-1] == {"max_tokens": 3, "add_special_tokens": False}
+    assert "messages" not in fake.requests[-1]
+
+
+def test_tools_are_passed_to_the_template(tmp_path, fake):
+    template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, template))) as front:
+        assert front.ask("/v1/chat/completions", CHAT | {"tools": tools})[0] == 200
+    assert fake.requests[-1]["text_input"] == "[now]"
+    assert "tools" not in fake.requests[-1]
+
+
+def test_template_errors_are_invalid_requests(tmp_path, fake):
+    picky = TEMPLATE + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, picky))) as front:
+        status, body = front.ask("/v1/chat/completions", CHAT)
+    error = error_of(status, body)
+    assert (status, error["param"]) == (400, "messages")
+    assert "no x" in error["message"]
+
+
+def test_template_timeout(tmp_path, fake):
+    """Other requests are answered in the meantime."""
+    slow = "{% if messages[0].content == 'y' %}" + ENDLESS + "{% endif %}" + TEMPLATE
+    flags = ("--tokenizer", str(write_tokenizer(tmp_path, slow)), "--chat-template-timeout", "2")
+    endless = CHAT | {"messages": [{"role": "user", "content": "y"}]}
+    with gateway(fake.url, *flags) as front, ThreadPoolExecutor() as pool:
+        asked = [pool.submit(front.ask, "/v1/chat/completions", endless) for _ in range(3)]
+        assert front.ask("/v1/chat/completions", CHAT)[0] == 200
+        for status, body in (one.result(WAIT) for one in asked):
+            error = error_of(status, body)
+            assert (status, error["param"]) == (400, "messages")
+            reason = "messages: the chat template does not end within 2 s on them (--chat-template-timeout)"
+            assert error["message"] == reason
+
+
+def test_tokenizer_without_template_is_rejected(tmp_path, capsys):
+    directory = write_tokenizer(tmp_path, None)
+    assert cli.main(["openai", "--tokenizer", str(directory)]) == 2
+    assert "no chat template" in capsys.readouterr().err

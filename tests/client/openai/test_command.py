@@ -1,0 +1,59 @@
+"""The command `paged openai`."""
+
+import signal
+import socket
+
+import openai
+import pytest
+
+from client import cli
+from client.openai import command
+from tests.support.gateway import PROMPT, WAIT, error_of, gateway
+from tests.support.triton import until
+
+
+def test_ctrl_c_finishes_open_streams_and_rejects_new_ones(fake, says):
+    fake.left.clear()
+    with gateway(fake.url) as front, says(say=["a"], hold=True):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            front.process.send_signal(signal.SIGINT)
+            until(lambda: refused(front.port), "the end of new connections")
+            assert not fake.left.is_set()
+            fake.left.set()  # the fake server ends the stream
+            with pytest.raises(openai.APIError, match="the stream ended"):
+                next(stream)
+        assert front.process.wait(WAIT) == 130
+
+
+def refused(port):
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_model_option(fake):
+    with gateway(fake.url, "--model", "other") as front:
+        for answer in (front.ask("/v1/completions", PROMPT | {"model": "other"}), front.ask("/v1/models")):
+            assert answer[0] == 503, "the fake server has no such model"
+            assert "unknown model: 'other'" in error_of(*answer)["message"]
+
+
+class TestCommand:
+    def test_connections_use_tcp_nodelay(self):
+        with command.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), WAIT):
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    def test_port_in_use_is_rejected(self, front, capsys):
+        assert cli.main(["openai", "--port", str(front.port)]) == 2
+        assert f"--port {front.port}" in capsys.readouterr().err
+
+    def test_url_with_scheme_is_rejected(self, capsys):
+        assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
+        assert "HOST:PORT" in capsys.readouterr().err
+
+    def test_directory_without_tokenizer_is_rejected(self, tmp_path, capsys):
+        assert cli.main(["openai", "--tokenizer", str(tmp_path)]) == 2
+        assert f"--tokenizer {tmp_path}" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""Fields of requests, and the cost of rejecting them."""
+
+import json
+import math
+import tracemalloc
+from dataclasses import fields
+
+import pytest
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from client.openai.chat_schema import ChatRequest
+from client.openai.embeddings import EmbeddingRequest
+from client.openai.errors import ApiError
+from client.openai.schema import CompletionRequest, SamplingFields, parse
+from paged_backend.api.sampling_params import SamplingParams
+from tests.support.gateway import BODIES, CHAT, PROMPT, error_of
+
+# Sampling parameters that have a word of OpenAI's.
+OTHERWISE = {"logprobs", "echo", "lora_name"}  # echo is for completions only
+
+
+def test_sampling_fields_match_the_engine():
+    """The client does not depend on the engine, so it has its own list of fields."""
+    engines = {spec.name for spec in fields(SamplingParams)}
+    assert SamplingFields.model_fields.keys() == engines - OTHERWISE
+
+
+REQUESTS = {
+    "/v1/completions": (CompletionRequest, PROMPT),
+    "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/embeddings": (EmbeddingRequest, {"model": "paged_llm", "input": "x"}),
+}
+CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+# Each field at the top, and what is in the fields of models; of the latter the place is a key or an index.
+PLACES = [
+    (path, (name,)) for path, (kind, _) in REQUESTS.items() for name in [*kind.model_fields, *kind.unsupported_fields]
+]
+PLACES += [("/v1/completions", ())]
+PLACES += [
+    ("/v1/chat/completions", place)
+    for place in [
+        ("messages", 0), ("messages", 0, "content"), ("messages", 0, "content", 0), ("messages", 0, "name"),
+        ("messages", 0, "tool_calls"), ("messages", 0, "tool_calls", 0), ("messages", 0, "tool_calls", 0, "function"),
+        ("tools", 0), ("tools", 0, "function"), ("tool_choice", "function"), ("stream_options", "include_usage"),
+        ("response_format", "json_schema"),
+    ]
+]  # fmt: skip
+FULL = CHAT | {
+    "messages": [{"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [CALL]}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream_options": {},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x"}},
+}
+
+
+class TestCostOfRefusals:
+    """A body of megabytes may have millions of invalid elements, of which one is reported."""
+
+    @pytest.mark.parametrize(("path", "place"), PLACES, ids=str)
+    def test_number_of_validation_errors_is_bounded(self, path, place):
+        for wrong in (0, None, "x", [], [0], ["x"], {}, {"x": 0}):
+            for sent in ([wrong] * 1000, ["x"] * 999 + [wrong], [0] * 999 + [wrong], entries(wrong)):
+                kind, body = REQUESTS[path]
+                rejection = refused_body(kind, put(FULL if len(place) > 1 else body, place, sent))
+                assert rejection is None or len(rejection.message) < 500
+                found = rejection and rejection.__context__
+                assert not isinstance(found, ValidationError) or found.error_count() < 100
+
+    @pytest.mark.parametrize("value", [["x"] * 10**5, [[]] * 10**5, {str(i): i for i in range(10**5)}], ids=type)
+    def test_long_values_are_not_encoded_fully(self, value):
+        body = json.dumps(PROMPT | {"max_tokens": value}).encode()
+        tracemalloc.start()
+        try:
+            from_json(body)
+            needed = tracemalloc.get_traced_memory()[1]
+            tracemalloc.reset_peak()
+            with pytest.raises(ApiError) as caught:
+                parse(CompletionRequest, body)
+            assert tracemalloc.get_traced_memory()[1] < needed + len(body) / 2
+        finally:
+            tracemalloc.stop()
+        assert caught.value.message == f"max_tokens={json.dumps(value)[:77]}...: Input should be a valid integer"
+
+
+def refused_body(kind, body):
+    """Return the error of a body, or None if it is valid."""
+    try:
+        parse(kind, json.dumps(body).encode())
+    except ApiError as error:
+        return error
+
+
+def entries(value):
+    return {str(index): value for index in range(1000)}
+
+
+def put(body, place, value):
+    """Return a copy of a body with a value at a place or, without a place, with the fields of the value."""
+    if not place:
+        return {**value, **body} if isinstance(value, dict) else value
+    key, *rest = place
+    changed = body[key] if rest else None
+    copied = list(body) if isinstance(body, list) else dict(body)
+    copied[key] = put(changed, rest, value) if rest else value
+    return copied
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        ("path", "field", "value"),
+        [
+            ("/v1/completions", "suffix", ""),
+            ("/v1/chat/completions", "functions", [{"name": "f"}]),
+            ("/v1/chat/completions", "function_call", "auto"),
+            ("/v1/chat/completions", "reasoning_effort", "none"),
+        ],
+    )
+    def test_unsupported_fields_are_rejected(self, front, path, field, value):
+        status, body = front.ask(path, BODIES[path] | {field: value})
+        error = error_of(status, body)
+        assert (status, error["param"]) == (400, field)
+        assert error["message"] == f"{field}={json.dumps(value)}: not supported; leave it out"
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "named"),
+        [
+            ("/v1/completions", {"temprature": 1}, "temprature"),
+            ("/v1/completions", {"x" * 3000: 1}, "x" * 77 + "..."),
+            ("/v1/completions", {"messages": []}, "messages"),
+            ("/v1/completions", {"max_completion_tokens": 1}, "max_completion_tokens"),
+            ("/v1/completions", {"prompt": None}, "prompt"),
+            ("/v1/completions", {"prompt": ["a", 1]}, "prompt"),
+            ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
+            ("/v1/completions", {"prompt": [2**31]}, "prompt"),
+            ("/v1/completions", {"logit_bias": [1]}, "logit_bias"),
+            ("/v1/completions", {"max_tokens": "3"}, "max_tokens"),
+            ("/v1/completions", {"max_tokens": 1.5}, "max_tokens"),
+            ("/v1/completions", {"temperature": True}, "temperature"),
+            ("/v1/completions", {"temperature": math.inf}, "temperature"),
+            ("/v1/completions", {"stop": [1]}, "stop"),
+            ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+            ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+            (
+                "/v1/completions",
+                {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+                "stream_options.continuous_usage_stats",
+            ),
+            ("/v1/completions", {"lora_name": "fr"}, "lora_name"),
+            ("/v1/completions", {"logprobs": True}, "logprobs"),
+            ("/v1/completions", {"logprobs": 1, "echo": True, "stream": True}, "echo"),
+            ("/v1/completions", {"logprobs": 1, "echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+            ("/v1/chat/completions", {"echo": True}, "echo"),
+            ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
+            ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+            ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+            ("/v1/chat/completions", {"messages": "x"}, "messages"),
+            ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
+            ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "x": "y"}]}, "messages.0.x"),
+            ("/v1/completions", {"store": True}, "store"),
+            ("/v1/completions", {"service_tier": "flex"}, "service_tier"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+                "messages.0.content",
+            ),
+        ],
+    )
+    def test_unknown_fields_and_wrong_types_are_rejected(self, front, path, fields, named):
+        sent = json.dumps(BODIES[path] | fields).replace("Infinity", "1e999")
+        status, body = front.ask(path, sent.encode())
+        error = error_of(status, body)
+        assert (status, error["param"]) == (400, named)
+        assert error["message"].startswith(named)
+
+    def test_missing_field_is_named(self, front):
+        status, body = front.ask("/v1/completions", {"model": "paged_llm"})
+        assert (status, error_of(status, body)["message"]) == (400, "prompt: is missing")
+
+    @pytest.mark.parametrize(
+        "body", [b"", b"{", b"[1]", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 4000]
+    )
+    def test_body_must_be_a_json_object(self, front, body):
+        status, answer = front.ask("/v1/completions", body)
+        assert status == 400
+        assert "JSON" in error_of(status, answer)["message"]

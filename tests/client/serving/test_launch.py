@@ -1,0 +1,185 @@
+"""`paged serve`, with a real tritonserver and a model that echoes its options."""
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+from client.serving.launch import Console
+from client.serving.ports import choose_ports
+from tests.support.processes import children, is_running, needs_server
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def launch(repository, tmp_path):
+    """Yield a function that runs serve() in a subprocess. All of them are killed at the end."""
+    script = (
+        "import sys, json; from pathlib import Path; from client.serving import launch, tritonserver\n"
+        "tritonserver.TritonServer.__init__.__kwdefaults__['repository'] = Path(sys.argv[1])\n"
+        "sys.exit(launch.serve(sys.argv[2], **json.loads(sys.argv[3])))"
+    )
+    started = []
+
+    def start(model=tmp_path, **arguments):
+        command = [sys.executable, "-c", script, str(repository), str(model), json.dumps(arguments)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition) -> None:
+    """Poll until a condition holds. The time limit is that of the test."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.05)
+
+
+def test_console_hides_info_lines(capsys):
+    console = Console(verbose=False)
+    console.log_line("E1121 while loading\n")
+    console.log_line("2026-11-21 10:00:00,000 ERROR paged_llm: disk_cache_dir: cannot be used\n")
+    console.ready("Ready.")
+    console.log_line("I1121 information\n")
+    console.log_line("W1121 warning\n")
+    console.log_line("Traceback\n")
+    shown = capsys.readouterr()
+    assert shown.out == "Ready.\n"
+    ours, *rest = shown.err.splitlines()
+    assert ours.endswith("ERROR paged_llm: disk_cache_dir: cannot be used")
+    assert rest == ["W1121 warning", "Traceback"]
+
+
+def test_verbose_console_shows_all_lines(capsys):
+    Console(verbose=True).log_line("I1121 information\n")
+    assert capsys.readouterr().err == "I1121 information\n"
+
+
+def launch_anywhere(launch, **options):
+    """Return (process, its ports for HTTP, gRPC and metrics)."""
+    http, grpc, metrics = choose_ports(a=0, b=0, c=0)
+    return launch(http_port=http, grpc_port=grpc, metrics_port=metrics, **options), http, grpc, metrics
+
+
+def stop_by_ctrl_c(process):
+    """Stop a process with Ctrl-C, check its exit, and return its standard error."""
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 0
+    assert errors.endswith("Stopped.\n")
+    return errors
+
+
+@needs_server
+def test_serve_prints_endpoints_and_stops_on_ctrl_c(launch):
+    process, http, grpc, metrics = launch_anywhere(launch)
+    shown = [process.stdout.readline() for _ in range(4)]
+    assert shown[0].split() == [
+        *("Ready.", "HTTP", f"localhost:{http}", "gRPC", f"localhost:{grpc}"),
+        *("metrics", f"localhost:{metrics}/metrics"),
+    ]
+    assert f"curl -N localhost:{http}/v2/models/paged_llm/generate_stream -d '" in shown[2]
+    assert "paged generate" in shown[3]
+    assert f"--url localhost:{grpc}" in shown[3]
+    stop_by_ctrl_c(process)
+
+
+@needs_server
+def test_ctrl_c_does_not_wait_for_an_idle_grpc_stream(launch):
+    """tritonserver itself waits until the client closes its stream."""
+    process, _, grpc, _ = launch_anywhere(launch, verbose=True)
+    assert process.stdout.readline().startswith("Ready.")
+    answers = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"localhost:{grpc}") as stays:
+        stays.start_stream(lambda result, error: answers.put(error))
+        text = grpcclient.InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"x"], dtype=np.object_))
+        stays.async_stream_infer("paged_llm", [text])
+        assert answers.get() is None
+        errors = stop_by_ctrl_c(process)
+    assert "exit timeout" not in errors.lower()
+
+
+@needs_server
+def test_ctrl_c_does_not_wait_for_an_idle_http_connection(launch):
+    """tritonserver itself waits for the connection, or for its exit timeout, before it unloads models."""
+    process, http, _, _ = launch_anywhere(launch, verbose=True)
+    assert process.stdout.readline().startswith("Ready.")
+    stays = HTTPConnection("localhost", http)
+    stays.request("GET", "/v2/health/ready")
+    assert stays.getresponse().read() == b""
+    errors = stop_by_ctrl_c(process)
+    stays.close()
+    assert "Found 1 HTTP service connections" in errors
+    assert "exit timeout" not in errors.lower()
+
+
+@needs_server
+def test_ctrl_c_works_with_closed_standard_error(launch):
+    process, *_ = launch_anywhere(launch, verbose=True)
+    assert process.stdout.readline().startswith("Ready.")
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+@needs_server
+def test_second_signal_kills_a_loading_server(launch):
+    process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"load_seconds": 3600})
+    assert process.stderr.readline().startswith("Loading the model")
+    (server,) = children(process.pid)
+    wait_until(lambda: children(server))
+    (stub,) = children(server)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline().startswith("Stopping")
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
+    assert not is_running(server)
+    assert not is_running(stub)
+
+
+@needs_server
+def test_serve_reports_a_failed_load_in_one_message(launch):
+    process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"wrong": 1})
+    shown, errors = process.communicate()
+    assert process.returncode == 1
+    assert shown == ""
+    assert errors.splitlines()[-1] == "error: the model did not load: ValueError: wrong=1: unknown option"
+
+
+@needs_server
+def test_serve_reports_a_port_in_use(launch):
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        process = launch(http_port=0, grpc_port=holder.getsockname()[1], metrics_port=0)
+        _, errors = process.communicate()
+        assert process.returncode == 1
+        assert errors == f"error: grpc_port={holder.getsockname()[1]}: Address already in use\n"
+
+
+@needs_server
+def test_server_exits_when_the_launcher_is_killed(launch):
+    process = launch(http_port=0, grpc_port=0, metrics_port=0)
+    assert process.stdout.readline().startswith("Ready.")
+    (server,) = children(process.pid)
+    stubs = children(server)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in [server, *stubs]))

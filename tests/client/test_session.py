@@ -1,0 +1,101 @@
+"""Conversations at the terminal."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+from client import session
+from client.cli import main
+from client.types import Completion
+from tests.support.client_calls import SAY, standard_input
+from tests.support.fake_servers import WAIT
+
+
+def test_piped_input_is_a_single_turn(command_fake, monkeypatch, capsys):
+    standard_input(monkeypatch, "What is it?\n")
+    assert main(["chat", *command_fake.flags, "--system", "Be brief.", "-p", SAY]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+    (request,) = command_fake.seen.requests
+    assert json.loads(request["messages"]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is it?"},
+    ]
+    assert "text_input" not in request
+
+
+def converse(command_fake, monkeypatch, lines, *flags):
+    """Enter `lines` at a terminal, then Ctrl-D. A line that is an exception is raised instead."""
+    standard_input(monkeypatch, "", terminal=True)
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace())
+    left = iter([*lines, EOFError()])
+
+    def read(prompt):
+        line = next(left)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat", *command_fake.flags, *flags]) == 0
+    return [json.loads(request["messages"]) for request in command_fake.seen.requests]
+
+
+def test_conversation_keeps_its_history(command_fake, monkeypatch):
+    sent = converse(command_fake, monkeypatch, ["one", " ", KeyboardInterrupt(), "two"], "-p", SAY)
+    first, second = sent
+    assert [message["content"] for message in first] == ["one"]
+    assert [(message["role"], message["content"]) for message in second] == [
+        ("user", "one"),
+        ("assistant", "Hello there"),
+        ("user", "two"),
+    ]
+
+
+def test_failed_turn_is_not_in_the_history(command_fake, monkeypatch, capsys):
+    sent = converse(command_fake, monkeypatch, ["one", "two"], "-p", "say=[]", "-p", "fail=UNAVAILABLE: full")
+    assert [[message["content"] for message in messages] for messages in sent] == [["one"], ["two"]]
+    assert capsys.readouterr().err == "paged: UNAVAILABLE: full\n" * 2
+
+
+def test_ctrl_c_keeps_the_partial_reply(grpc_fake, monkeypatch, capsys):
+    interrupted = iter([True])
+
+    def print_deltas(self, stream, whole):
+        next(stream)
+        next(stream)
+        if next(interrupted, False):
+            raise KeyboardInterrupt
+        stream.cancel()
+
+    monkeypatch.setattr(session.TerminalSession, "_print_deltas", print_deltas)
+    sent = converse(grpc_fake, monkeypatch, ["one", "two"], "-p", SAY, "-p", "hold=true")
+    assert grpc_fake.seen.left.wait(WAIT)
+    assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"]
+
+
+def test_no_stream_prints_once(grpc_fake, capsys, monkeypatch):
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda *args, **kwargs: printed.append(args))
+    assert main(["generate", "x", *grpc_fake.flags, "--no-stream", "-p", SAY]) == 0
+    assert printed == [("Hello there",)]
+
+
+def test_stats_are_printed_to_standard_error(grpc_fake, capsys):
+    assert main(["generate", "x", *grpc_fake.flags, "--stats", "-p", SAY]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello there\n"
+    assert captured.err.startswith("7 prompt tokens, 4 output tokens (stop); first text after ")
+    assert "tokens/s" in captured.err
+
+
+def test_stats_count_every_sample():
+    others = (Completion("b", "length", 7, 5), Completion("c", "stop", 7, 1))
+    report = session.Timing(0.0).report(Completion("a", "stop", 7, 4, others))
+    assert report.startswith("7 prompt tokens, 10 output tokens (stop, length); ")
+
+
+def test_standard_input_must_be_utf8(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
+    assert main(["generate"]) == 2
+    assert "standard input: not UTF-8" in capsys.readouterr().err
