@@ -79,13 +79,14 @@ class _Load:
             grpc.insecure_channel(url, (*grpc_wire.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
             for _ in range(min(NUM_CALLS, len(items)))
         ]
-        self._calls = [_Call(service_pb2_grpc.GRPCInferenceServiceStub(one), self) for one in self._channels]
         self._lock = threading.Lock()
         self._next = 0
         self._num_unfinished = len(items)
         self._refill = False
         self._error: Exception | None = None
         self._done = threading.Event()
+        # Created last: a call starts its reader thread, which may report an error at once.
+        self._calls = [_Call(service_pb2_grpc.GRPCInferenceServiceStub(one), self) for one in self._channels]
 
     def closed_loop(self, concurrency: int) -> None:
         """Keep `concurrency` requests open: send the next one whenever one finishes."""

@@ -42,7 +42,6 @@ TESTED_THROUGH = {
     "paged_backend.server.arrival": "tests/server/test_admission.py",
     "paged_backend.server.messages": "tests/server/test_message_handler.py",
     "client.__main__": "tests/client/test_cli.py",
-    "client.load": "tests/e2e/test_load.py",
     "paged_bench._environments": "tests/bench/test_cpu.py",
     "paged_bench._gguf": "tests/bench/test_cpu.py",
     "paged_bench._http_load": "tests/e2e/test_load.py",
