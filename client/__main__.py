@@ -1,7 +1,5 @@
 """`python -m client`: the `paged` command line."""
 
-import sys
+from client.cli import run
 
-from client.cli import main
-
-sys.exit(main())
+run()

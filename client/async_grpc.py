@@ -18,7 +18,7 @@ class GrpcTransport:
     must_stream = False
 
     def __init__(self, url: str, model: str) -> None:
-        self._target = grpc_wire.check_target(url)
+        self.target = grpc_wire.check_target(url)
         self._model = model
         self._channel: Any = None
         self._stub: Any = None
@@ -33,7 +33,7 @@ class GrpcTransport:
     def _connect(self) -> None:
         # Not in __init__: a channel belongs to the event loop that it is created in.
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self.target, grpc_wire.CHANNEL_OPTIONS)
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -58,7 +58,7 @@ class GrpcResponses:
         try:
             response = await self._call.read()
         except grpc.RpcError as error:
-            raise grpc_wire.rpc_error(error) from None
+            raise grpc_wire.rpc_error(error, self._transport.target) from None
         if response is grpc.aio.EOF:
             return None
         if response.error_message:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from client import http_wire
+from client.connection_errors import unreachable
 from client.types import PagedError
 from client.wire import Fields, Values
 
@@ -88,4 +89,4 @@ def _transport_errors(responses: HttpResponses) -> Iterator[None]:
         raise PagedError("DEADLINE_EXCEEDED", "the request timed out") from None
     except (OSError, aiohttp.ClientError) as error:
         responses.cancel()
-        raise PagedError("UNAVAILABLE", f"{responses.url}: {type(error).__name__}: {error}") from None
+        raise unreachable(http_wire.server_of(responses.url), "http", f"{type(error).__name__}: {error}") from None

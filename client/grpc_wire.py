@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from client.connection_errors import unreachable
 from client.types import PagedError
 from client.wire import INPUTS, SEQUENCE, Fields, Value, Values
 
@@ -24,6 +25,7 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+_NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
 _UNKNOWN_MODEL = "Request for unknown model"
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
 
@@ -99,6 +101,12 @@ def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
     return texts  # type: ignore[return-value]
 
 
-def rpc_error(error: grpc.RpcError) -> PagedError:
-    """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status."""
-    return PagedError.parse(error.details() or "", error.code().name)
+def rpc_error(error: grpc.RpcError, target: str) -> PagedError:
+    """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status.
+
+    An `UnreachableError` that names `target`, if no connection could be made.
+    """
+    details = error.details() or ""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and any(text in details for text in _NOT_CONNECTED):
+        return unreachable(target, "grpc", details)
+    return PagedError.parse(details, error.code().name)

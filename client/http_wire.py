@@ -27,6 +27,11 @@ def generate_url(url: str, model: str) -> str:
     return f"{base.rstrip('/')}/v2/models/{quote(model, safe='')}/generate_stream"
 
 
+def server_of(url: str) -> str:
+    """Return the address in a URL of `generate_url`, without its path."""
+    return url.partition("/v2/")[0].removeprefix("http://")
+
+
 def encode_body(values: Values, request_id: str) -> bytes:
     identity = {"id": request_id} if request_id else {}
     return json.dumps({**identity, **values}).encode()

@@ -63,7 +63,7 @@ class _Call:
                 if inner.parameters["triton_final_response"].bool_param:
                     self._load.request_finished(self)
         except grpc.RpcError as error:
-            self._load.fail(grpc_wire.rpc_error(error))
+            self._load.fail(grpc_wire.rpc_error(error, self._load.url))
         except Exception as error:
             self._load.fail(error)
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from client.discovery import find_model
 from client.session import UsageError
 from client.sync_client import DEFAULT_URLS, Client
 from client.wire import check_timeout
@@ -51,11 +52,12 @@ def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, object]:
             raise UsageError(f"{flag} {text}: must be KEY=VALUE")
         if key in pairs:
             raise UsageError(f"{flag} {text}: {key} is given twice")
-        pairs[key] = _json_or_text(value)
+        pairs[key] = json_or_text(value)
     return pairs
 
 
-def _json_or_text(text: str) -> object:
+def json_or_text(text: str) -> object:
+    """Parse JSON; text that is not valid JSON is returned as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -68,7 +70,7 @@ def add_server_options(parser: argparse.ArgumentParser, *, timeout: float | None
     defaults = ", ".join(f"{url} for {protocol}" for protocol, url in DEFAULT_URLS.items())
     add("--url", metavar="HOST:PORT", help=f"server address (default: {defaults})")
     add("--protocol", choices=list(DEFAULT_URLS), default="grpc", help="protocol to use (default: grpc)")
-    add("--model", default="paged_llm", metavar="NAME", help="name of the served model (default: paged_llm)")
+    add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
     limit = "no limit" if timeout is None else f"{timeout:g}"
     add(
         "--timeout",
@@ -80,9 +82,13 @@ def add_server_options(parser: argparse.ArgumentParser, *, timeout: float | None
 
 
 def make_client(args: argparse.Namespace) -> Client:
-    """Return a client for the options of `add_server_options`. Raises UsageError for an invalid one."""
+    """Return a client for the options of `add_server_options`, and set `args.model` if it was not given.
+
+    Raises UsageError for an invalid option, and PagedError if the server has to be asked for its model and cannot.
+    """
     try:
         check_timeout(args.timeout)
+        args.model = args.model or find_model(args.url or DEFAULT_URLS[args.protocol], args.protocol, args.timeout)
         return Client(args.url, args.model, args.protocol)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -12,7 +12,7 @@ from client.session import UsageError
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("serve", help="serve a model with Triton Inference Server")
-    parser.usage = "paged serve MODEL [-o KEY=VALUE ...] [options] [-- tritonserver options]"
+    parser.usage = "paged serve MODEL [--ENGINE-OPTION VALUE ...] [options] [-- tritonserver options]"
     add = parser.add_argument
     add("model", nargs="?", help="Hugging Face model directory or hub name, GGUF file, or 'demo'")
     add(
@@ -21,8 +21,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="set an engine option; may be repeated",
+        help="set an engine option, as --key=value does; may be repeated",
     )
+    add("--name", metavar="NAME", help="name under which clients request the model (default: paged_llm)")
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
@@ -39,20 +40,31 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def serve(args: argparse.Namespace) -> int:
     options = parse_pairs("-o", args.option)
+    for name, value in args.engine_options.items():
+        if options.setdefault(name, value) != value:
+            raise UsageError(f"--{name.replace('_', '-')}: -o {name}=… is given too")
     named = options.pop("model", None)
     if (args.model is None) == (named is None):
         raise UsageError("name the model once: MODEL or -o model=…")
     model = args.model if named is None else named
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a string")
+    if args.name is not None and (other := options.setdefault("served_model_name", args.name)) != args.name:
+        raise UsageError(f"--name {args.name}: served_model_name={other} is given too")
     from client.serving import launch
     from client.serving.repository import check_options
     from paged_backend.api.errors import ConfigError
 
+    if args.multi_lora and not args.multi_lora.is_file():
+        raise UsageError(
+            f"--multi-lora {args.multi_lora}: no such file; create it with {{}} in it to add adapters later"
+        )
     try:
         check_options({**options, "model": model})
     except ConfigError as error:
-        raise UsageError(f"-o {error}") from None
+        name = str(error).partition("=")[0].partition(":")[0]
+        flag = f"--{name.replace('_', '-')}" if name in args.engine_options else f"-o {name}"
+        raise UsageError(f"{flag}{str(error)[len(name) :]}") from None
     except FileNotFoundError as error:
         raise UsageError(str(error)) from None
     return launch.serve(

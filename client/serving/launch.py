@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from client.serving.repository import MODEL_NAME
 from client.serving.server_files import ServerNotFoundError
 from client.serving.tritonserver import ServerError, TritonServer
 
@@ -113,7 +112,7 @@ def ready_message(server: TritonServer) -> str:
         [
             f"Ready.  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics",
             "Try:",
-            f"  curl -N {server.http_url}/v2/models/{MODEL_NAME}/generate_stream -d '{body}'",
+            f"  curl -N {server.http_url}/v2/models/{server.model_name}/generate_stream -d '{body}'",
             f"  {_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
             "Press Ctrl-C to stop the server.",
         ]

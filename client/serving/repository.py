@@ -1,6 +1,7 @@
 """The model repository of a server: its engine options and its files."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.option_parsing import merge_options
 
-MODEL_NAME = "paged_llm"
+MODEL_NAME = "paged_llm"  # of the engine's model in the project's model repository
+_VALID_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
@@ -42,18 +44,44 @@ def write_repository(source: Path, target: Path, options: Mapping[str, object], 
     """Copy the model repository `source` to `target`.
 
     Args:
-        options: engine options, which override those in model.json.
+        options: engine options, which override those in model.json. `served_model_name` renames the engine's model in
+            the copy.
         multi_lora: file that lists LoRA adapters. The copy gets a link to it or, without one, to the list in `source`,
             which may be created later.
+
+    Raises ValueError if `source` has no such model, or another one that has the served name.
     """
     if not (source / MODEL_NAME).is_dir():
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    settings = target / MODEL_NAME / "1" / "model.json"
+    name = served_name(options)
+    if name != MODEL_NAME:
+        _rename_model(target, name)
+    settings = target / name / "1" / "model.json"
     settings.write_text(json.dumps(merge_options(json.loads(settings.read_text()), options), indent=2))
     listing = settings.with_name("multi_lora.json")
     listing.unlink(missing_ok=True)
     listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
+
+
+def served_name(options: Mapping[str, object]) -> str:
+    """Return the name of the engine's model for these options. Raises ConfigError if Triton could not use it."""
+    name = options.get("served_model_name") or MODEL_NAME
+    if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"served_model_name={name!r}: must be letters, digits, '.', '_' and '-', because it is the name of a"
+            " directory"
+        )
+    return name
+
+
+def _rename_model(repository: Path, name: str) -> None:
+    """Rename the engine's model in a model repository, and in the configuration of models that forward to it."""
+    if (repository / name).exists():
+        raise ConfigError(f"served_model_name={name!r}: the model repository has another model of this name")
+    (repository / MODEL_NAME).rename(repository / name)
+    for file in repository.glob("*/config.pbtxt"):
+        file.write_text(file.read_text().replace(f'"{MODEL_NAME}"', f'"{name}"'))
 
 
 def check_options(options: Mapping[str, object]) -> None:
@@ -67,4 +95,5 @@ def check_options(options: Mapping[str, object]) -> None:
             f"{settings}: not found; `paged serve` needs a checkout of the repository. An installed package"
             " serves through `paged install-backend`"
         )
+    served_name(options)
     EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from client.serving.ports import choose_ports
-from client.serving.repository import MODEL_NAME, resolve_models, write_repository
+from client.serving.repository import resolve_models, served_name, write_repository
 from client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from client.serving.server_log import ServerLog
 
@@ -53,6 +53,7 @@ class TritonServer:
         model: Hugging Face directory, GGUF file, name on the hub, or "demo" for the demo model, which is downloaded if
             it is missing.
         options: engine options, which override those in the repository's model.json.
+            `served_model_name` is also the attribute `model_name`.
         http_port, grpc_port, metrics_port: 0 chooses a free port. The attributes have the chosen ports.
         server_args: further options for tritonserver.
         echo: called with each line of the server's log.
@@ -81,6 +82,7 @@ class TritonServer:
         self._multi_lora = multi_lora
         options = {**({"enable_lora": True} if multi_lora else {}), **(options or {})}
         self._options = resolve_models({**options, "model": model})
+        self.model_name = served_name(self._options)
         check_server_args(server_args)
         self._server_args = list(server_args)
         self._repository = repository
@@ -186,7 +188,7 @@ class TritonServer:
 
     def _is_ready(self) -> bool:
         """Return whether the model is ready. Another server on the port does not have the model and is not ready."""
-        reply = _get(self.http_port, f"/v2/models/{MODEL_NAME}/ready")
+        reply = _get(self.http_port, f"/v2/models/{self.model_name}/ready")
         return reply is not None and reply[0] == 200
 
     def wait(self, timeout: float | None = None) -> int:

@@ -55,6 +55,13 @@ class EngineConfig:
         " directory of this project, then in the server's working directory.",
         section="Model",
     )
+    served_model_name: str | None = option(
+        text,
+        "Name under which clients request the model; also `paged serve --name`. In a model repository it must be the"
+        " name of the model's directory, because Triton serves the model under that name.",
+        None,
+        optional=True,
+    )
     tokenizer: str | None = option(
         text, "Tokenizer directory or name on the hub. Default: the model's.", None, optional=True
     )

@@ -55,10 +55,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         },
     ),
     (
-        "a model is served under the name of its directory in the model repository; leave it out",
-        {"served_model_name": _EMPTY},
-    ),
-    (
         "weights are safetensors or GGUF files, which transformers reads one after the other; leave it out",
         {
             "max_parallel_loading_workers": (),

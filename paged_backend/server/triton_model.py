@@ -45,6 +45,7 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         try:
             config = EngineConfig.from_file(version / "model.json")
+            _check_name(config.served_model_name, args["model_name"])
             _pin(args, parameters, config)
             if _parameter(parameters, "REPORT_CUSTOM_METRICS").lower() == "false":
                 config = replace(config, disable_log_stats=True)
@@ -72,6 +73,14 @@ class TritonPythonModel:
 def _parameter(parameters: Mapping[str, Any], name: str) -> str:
     """Return a parameter of config.pbtxt; "" if it is not set."""
     return parameters.get(name, {}).get("string_value", "")
+
+
+def _check_name(name: str | None, directory: str) -> None:
+    if name and name != directory:
+        raise ConfigError(
+            f"served_model_name={name!r}: Triton serves this model as {directory!r}, the name of its directory in the"
+            " model repository; rename the directory, or leave the option out"
+        )
 
 
 def _pin(args: Mapping[str, str], parameters: Mapping[str, Any], config: EngineConfig) -> None:
