@@ -62,7 +62,7 @@ reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
 
 demo-model: setup
-	@$(BIN)/python -m client.serving.demo_model
+	@$(BIN)/python -m paged_client.serving.demo_model
 
 setup: $(STAMP) $(COMPILED)
 
@@ -74,7 +74,7 @@ $(STAMP): | $(BIN)/python
 	@echo "Installing packages into $(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
 	  -e '.[client,server,test,bench]'
-	@$(BIN)/python -m client.serving.server_files
+	@$(BIN)/python -m paged_client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # python3 comes first, because distributions are most likely to have its libpython. Each name is tried, because one

@@ -1,5 +1,5 @@
-"""`python -m client`: the `paged` command line."""
+"""`python -m client`, the former name of `python -m paged_client`."""
 
-from client.cli import run
+from paged_client.cli import run
 
 run()

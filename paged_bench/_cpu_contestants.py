@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from client.serving.environments import PackageEnvironment
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly
 from paged_backend.scheduling.scheduler import Scheduler
@@ -31,6 +30,7 @@ from paged_bench._environments import LLAMA_CPP, VLLM
 from paged_bench._gguf import AS_PACKAGED, demo_gguf
 from paged_bench._workload import Contestant, Job, model_options
 from paged_bench.engine import OURS, run_paged
+from paged_client.serving.environments import PackageEnvironment
 
 KV_GIB = 4  # size of each contestant's KV cache
 

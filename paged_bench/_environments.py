@@ -1,6 +1,6 @@
 """Other engines, each in its own environment, because their packages conflict with this project's."""
 
-from client.serving.environments import PackageEnvironment
+from paged_client.serving.environments import PackageEnvironment
 
 # The wheel requires a build of torch that is only in PyTorch's own index, and companion packages that are not used
 # here. So we install the torch release that it was built for first, and leave these requirements out.

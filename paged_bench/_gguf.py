@@ -6,8 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from client.serving import demo_model
-from client.serving.server_files import cache_directory
+from paged_client.serving import demo_model
+from paged_client.serving.server_files import cache_directory
 
 AS_PACKAGED = "Q4_1"
 KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}

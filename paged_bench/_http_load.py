@@ -1,4 +1,4 @@
-"""A lightweight load generator for the gateway, as client/load.py is for gRPC.
+"""A lightweight load generator for the gateway, as client/paged_client/load.py is for gRPC.
 
 It keeps connections open and records the time of each event, of which it parses only the length.
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from client.load import ResponseTimes
+from paged_client.load import ResponseTimes
 
 
 def closed_loop(port: int, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[ResponseTimes]:

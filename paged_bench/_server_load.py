@@ -1,4 +1,4 @@
-"""Generates load for a served model, with our load generator (client/load.py) and with perf_analyzer."""
+"""Generates load for a served model, with our load generator (client/paged_client/load.py) and with perf_analyzer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from client import load
-from client.serving.repository import MODEL_NAME
-from client.serving.server_files import perf_analyzer
-from client.serving.tritonserver import TritonServer
-from client.wire import Values
 from paged_bench._report import Record, percentile
 from paged_bench._workload import Job
+from paged_client import load
+from paged_client.serving.repository import MODEL_NAME
+from paged_client.serving.server_files import perf_analyzer
+from paged_client.serving.tritonserver import TritonServer
+from paged_client.wire import Values
 
 MAX_ATTEMPTS = 6  # exports of perf_analyzer 2.51 are sometimes empty or truncated
 WORDS = (

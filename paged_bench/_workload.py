@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from client.serving.repository import resolve_model
+from paged_client.serving.repository import resolve_model
 
 MODELS = Path(__file__).parent / "models"  # configurations without weights
 NULL = "null"  # the model that computes nothing

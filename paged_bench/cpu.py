@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from client.serving.tritonserver import TritonServer
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.memory.kv_cache import GIB, bytes_per_block
@@ -68,6 +67,7 @@ from paged_bench._workload import Job, Run, model_options, workload
 from paged_bench.engine import OURS, latencies, run_paged
 from paged_bench.kernels import measure_machine
 from paged_bench.server import compare
+from paged_client.serving.tritonserver import TritonServer
 
 
 def contest(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:

@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from client import load
-from client.serving.ports import choose_ports
-from client.serving.repository import MODEL_NAME
-from client.serving.tritonserver import TritonServer
-from client.wire import request_values
 from paged_bench import _http_load
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio
 from paged_bench._server_load import WORDS, LoadResult, cpu_seconds
 from paged_bench._workload import NULL, model_names, model_options
+from paged_client import load
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import MODEL_NAME
+from paged_client.serving.tritonserver import TritonServer
+from paged_client.wire import request_values
 
 GRPC, GATEWAY = "gRPC", "gateway"
 PATH = "/v1/completions"
@@ -69,7 +69,7 @@ def started(options: dict[str, Any]) -> Iterator[Setup]:
     """Start a server and a gateway."""
     (port,) = choose_ports(port=0)
     with TritonServer(options.pop("model"), options) as server:
-        command = [sys.executable, "-m", "client", "openai", "--url", server.grpc_url, "--port", str(port)]
+        command = [sys.executable, "-m", "paged_client", "openai", "--url", server.grpc_url, "--port", str(port)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
             try:
                 if not process.stdout or not process.stdout.readline():

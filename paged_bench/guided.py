@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from client.serving.repository import resolve_model
 from paged_bench._guided_cases import EXPRESSIONS, GRAMMARS, HARD, SCHEMAS, SPEED, Case
 from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_client.serving.repository import resolve_model
 
 OURS, PEER = "llguidance", "xgrammar"
 MAX_BYTES = 6 << 30  # address space of a process that runs a hard case

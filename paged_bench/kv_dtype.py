@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from client.serving.repository import resolve_model
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
@@ -32,6 +31,7 @@ from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish
+from paged_client.serving.repository import resolve_model
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 
@@ -64,7 +64,7 @@ class Score:
 
 
 def texts() -> Iterator[str]:
-    for pattern in ("*.md", "kernels/*.md", "kernels/**/*.py", "paged_backend/**/*.py", "client/*.py"):
+    for pattern in ("*.md", "kernels/*.md", "kernels/**/*.py", "paged_backend/**/*.py", "client/paged_client/*.py"):
         yield from (file.read_text() for file in sorted(ROOT.glob(pattern)))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from client.serving.repository import resolve_model
 from paged_backend.api.config import DTYPES, EngineConfig
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
@@ -23,6 +22,7 @@ from paged_backend.models.peft_files import Factors
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_client.serving.repository import resolve_model
 
 BLOCK_SIZE = 16
 

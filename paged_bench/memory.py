@@ -157,10 +157,10 @@ def system_prompt(model: str, count: int) -> list[Record]:
 
     The system prompt has 512 tokens, or half of the model's maximum length. Requests run one after the other.
     """
-    from client.serving.repository import resolve_model
     from paged_backend.api.config import EngineConfig
     from paged_backend.engine.assembly import assemble
     from paged_bench._engine import serve
+    from paged_client.serving.repository import resolve_model
 
     rng = random.Random(0)
     options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 512}

@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels/bench/results"
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,utilization.gpu"
-PAGED = "import sys; from client.cli import main; sys.exit(main(sys.argv[1:]))"
+PAGED = "import sys; from paged_client.cli import main; sys.exit(main(sys.argv[1:]))"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from client.serving.repository import resolve_model
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
@@ -25,6 +24,7 @@ from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_bench._report import Record, alternate, arguments, count, parser, publish
 from paged_bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
+from paged_client.serving.repository import resolve_model
 
 WEIGHTS = {  # the first one is the reference
     "float32": {"dtype": "float32"},

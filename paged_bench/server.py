@@ -1,10 +1,10 @@
 """Measure the engine behind a tritonserver: its throughput relative to the engine alone, and latencies under load.
 
 Load comes from perf_analyzer, with figures computed from the timestamps that it exports, and from our own load
-generator (client/load.py), which uses less CPU time. If the two differ, perf_analyzer was the bottleneck. Tokens that
-accumulate for a stream are sent as one response, so the time between responses is at least that between tokens. The
-null model is an engine whose forward pass computes nothing; scheduler, sampler, detokenizer, responder and server are
-the real ones.
+generator (client/paged_client/load.py), which uses less CPU time. If the two differ, perf_analyzer was the bottleneck.
+Tokens that accumulate for a stream are sent as one response, so the time between responses is at least that between
+tokens. The null model is an engine whose forward pass computes nothing; scheduler, sampler, detokenizer, responder and
+server are the real ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from pathlib import Path
 
 import torch
 
-from client.serving.server_files import perf_analyzer
-from client.serving.tritonserver import TritonServer
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_bench._report import (
@@ -47,6 +45,8 @@ from paged_bench._server_load import (
 )
 from paged_bench._workload import NULL, WORKLOADS, Job, model_names, model_options, workload
 from paged_bench.engine import run_paged
+from paged_client.serving.server_files import perf_analyzer
+from paged_client.serving.tritonserver import TritonServer
 
 IN_PROCESS, LEAN, ANALYZER = "in process", "server, lean client", "server, perf_analyzer"
 NO_ANALYZER = "perf_analyzer cannot run here"

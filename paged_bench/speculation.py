@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from client.serving.repository import resolve_model
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
@@ -24,6 +23,7 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_bench._engine import serve
 from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
 from paged_bench.kv_dtype import windows
+from paged_client.serving.repository import resolve_model
 
 REPEAT, GO_ON = "repeating a text", "going on with one"
 

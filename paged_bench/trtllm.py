@@ -18,14 +18,14 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from client import grpc_wire, load
-from client.serving.repository import MODEL_NAME
-from client.serving.tritonserver import TritonServer
-from client.wire import Values
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
 from paged_bench._server_load import WORDS, LoadResult
 from paged_bench._workload import NULL, model_names, model_options
+from paged_client import grpc_wire, load
+from paged_client.serving.repository import MODEL_NAME
+from paged_client.serving.tritonserver import TritonServer
+from paged_client.wire import Values
 
 MODELS = (MODEL_NAME, ENSEMBLE, BLS)
 TARGET_MS = 1.0

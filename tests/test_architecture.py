@@ -15,9 +15,11 @@ JUSTIFICATION = re.compile(r"^# Over \d+ lines: \S+", re.M)  # a comment in a lo
 DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
+    "client": {"client", "import_name"},
     "kernels": {"decoder_layer", "import_name", "linear", "quantization", "splits"},
 }
-TEST_FOLDERS = {"paged_kernels": "kernels", "paged_bench": "bench"}  # of packages whose tests are in another folder
+# Of packages whose tests are in another folder.
+TEST_FOLDERS = {"paged_kernels": "kernels", "paged_client": "client", "paged_bench": "bench"}
 NOT_TESTED = {  # source modules that no test runs, and why not
     "paged_bench._children.llama_cpp_child": "needs llama.cpp",
     "paged_bench._children.vllm_child": "needs vLLM",
@@ -41,7 +43,7 @@ TESTED_THROUGH = {
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",
     "paged_backend.server.arrival": "tests/server/test_admission.py",
     "paged_backend.server.messages": "tests/server/test_message_handler.py",
-    "client.__main__": "tests/client/test_cli.py",
+    "paged_client.__main__": "tests/client/test_cli.py",
     "paged_bench._environments": "tests/bench/test_cpu.py",
     "paged_bench._gguf": "tests/bench/test_cpu.py",
     "paged_bench._http_load": "tests/e2e/test_load.py",
@@ -113,7 +115,7 @@ def test_test_modules_do_not_import_each_other():
 
 def test_test_modules_are_named_after_source_modules():
     """tests/<package>/test_<module>.py tests one module; tests of several modules are in tests/integration and e2e."""
-    packages = {"client": "client", **{folder: package for package, folder in TEST_FOLDERS.items()}}
+    packages = {folder: package for package, folder in TEST_FOLDERS.items()}
     for folder in sorted(file for file in (ROOT / "tests").iterdir() if (file / "__init__.py").exists()):
         if folder.name in ACROSS_MODULES:
             continue
@@ -135,7 +137,7 @@ def test_every_source_module_has_a_test_module():
 
 
 def own_tests(module: str) -> Path:
-    """The test module named after a source module: tests/client/openai/test_keys.py for client.openai.keys."""
+    """The test module named after a source module: tests/client/openai/test_keys.py for paged_client.openai.keys."""
     package, *parts = module.removeprefix("paged_backend.").split(".")
     *folders, name = (part.lstrip("_") for part in [TEST_FOLDERS.get(package, package), *parts])
     return ROOT.joinpath("tests", *folders, f"test_{name}.py")

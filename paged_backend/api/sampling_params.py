@@ -2,8 +2,8 @@
 
 To add a parameter, declare a field of SamplingParams: its parser, which validates it, its default and its description.
 It is then accepted in `sampling_parameters` and as a request parameter. The OpenAI gateway has a list of its own,
-`SamplingFields` in client/openai/schema.py, which a test compares with this one. `make reference` adds the parameter
-to docs/reference/sampling_parameters.md. The code that applies it reads it from `GenerateRequest.sampling`.
+`SamplingFields` in client/paged_client/openai/schema.py, which a test compares with this one. `make reference` adds the
+parameter to docs/reference/sampling_parameters.md. The code that applies it reads it from `GenerateRequest.sampling`.
 """
 
 from __future__ import annotations

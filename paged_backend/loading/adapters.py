@@ -33,7 +33,14 @@ class AdapterListFile:
     """The contents of multi_lora.json. Thread-safe."""
 
     def __init__(self, file: Path | None) -> None:
-        """Read the file. A missing file lists no adapters. Raises ConfigError if it is invalid."""
+        """Read the file. Raises ConfigError if it is missing or invalid.
+
+        If the file is removed later, no adapters are listed until it is there again.
+        """
+        if file is not None and not file.exists():
+            raise ConfigError(
+                f"enable_lora=true: {file}: no such file; create it with {{}} in it to add adapters later"
+            )
         self._file = file
         self._lock = threading.Lock()
         self._file_state: Any = None  # identifies the version that was read

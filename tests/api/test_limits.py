@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import build_parser
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.wire.read import read_call
 from paged_backend.trtllm.limits import RelayLimits
+from paged_client.cli import build_parser
 from tests.support.callers import Caller, serving
 from tests.support.wire_requests import text
 
@@ -99,7 +99,7 @@ def test_every_limit_is_tested():
     relays = {spec.name for spec in fields(RelayLimits)}
     flags = {
         f"({name})"
-        for action in build_parser()._subparsers._group_actions[0].choices["openai"]._actions
+        for action in build_parser()[1]["openai"]._actions
         for name in action.option_strings
         if re.match("--max-|.*-timeout$", name)
     }

@@ -146,7 +146,6 @@ REJECTED = {
     "scheduler_cls": "module.Scheduler",
     "scheduler_delay_factor": 0.5,
     "scheduling_policy": "lifo",
-    "served_model_name": "llama",
     "show_hidden_metrics_for_version": "0.7",
     "skip_mm_profiling": "sometimes",
     "skip_tokenizer_init": True,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from client.cli import main
 from paged_bench._cpu_contestants import Contestants
 from paged_bench._cpu_scenarios import DECODE, PADDED, VLLM_NAME, Scenario, output_rate, step_ms
 from paged_bench._workload import Job
 from paged_bench.cpu import agreement, measure
 from paged_bench.engine import OURS
+from paged_client.cli import main
 from tests.support.benchmark_runs import run_of
 
 

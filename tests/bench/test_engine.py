@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.in_process import save_tiny
 from tests.support.records import records_of
 

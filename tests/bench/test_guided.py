@@ -2,7 +2,7 @@
 
 import sys
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.records import records_of
 
 

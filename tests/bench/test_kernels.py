@@ -2,8 +2,8 @@
 
 import torch
 
-from client.cli import main
 from paged_bench._lines import LINES
+from paged_client.cli import main
 from paged_kernels.cpu import native
 from tests.support.records import records_of
 

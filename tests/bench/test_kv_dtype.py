@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.records import records_of
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.records import records_of
 
 

@@ -1,6 +1,6 @@
 """The benchmark of speculative decoding."""
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.records import records_of
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from client import Client
+from paged_client import Client
 from tests.support.fake_servers import SERVERS
 from tests.support.map_views import pool_of, sent
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from client import AsyncClient, Completion, Embedding, PagedError, PoolMap
+from paged_client import AsyncClient, Completion, Embedding, PagedError, PoolMap
 from tests.support.client_calls import left, pool_of, run
 from tests.support.fake_servers import WAIT
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from client import async_conversation
-from client.async_conversation import AsyncConversation
-from client.conversation import SESSION_BUSY, SESSION_NOT_FOUND
-from client.types import Completion, PagedError
+from paged_client import async_conversation
+from paged_client.async_conversation import AsyncConversation
+from paged_client.conversation import SESSION_BUSY, SESSION_NOT_FOUND
+from paged_client.types import Completion, PagedError
 
 BUSY = PagedError("INVALID_ARGUMENT", f"sequence_id=5: {SESSION_BUSY}")
 EXPIRED = PagedError("INVALID_ARGUMENT", f"sequence_id=5: {SESSION_NOT_FOUND}")

@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from client.async_http import HttpResponses
+from paged_client.async_http import HttpResponses
 from tests.support.fake_servers import WAIT
 
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from client import Completion, Delta
+from paged_client import Completion, Delta
 from tests.support.client_calls import arrived, left, run
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from client import conversation
-from client.conversation import SESSION_BUSY, SESSION_NOT_FOUND, Conversation
-from client.types import Completion, PagedError
+from paged_client import conversation
+from paged_client.conversation import SESSION_BUSY, SESSION_NOT_FOUND, Conversation
+from paged_client.types import Completion, PagedError
 
 BUSY = PagedError("INVALID_ARGUMENT", f"sequence_id=5: {SESSION_BUSY}")
 EXPIRED = PagedError("INVALID_ARGUMENT", f"sequence_id=5: {SESSION_NOT_FOUND}")

@@ -5,8 +5,8 @@ import json
 import pytest
 from tritonclient.grpc import service_pb2
 
-from client import grpc_wire, http_wire
-from client.wire import request_values
+from paged_client import grpc_wire, http_wire
+from paged_client.wire import request_values
 from tests.support.fake_servers import grpc_inputs, grpc_response
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client import PagedError, http_wire
+from paged_client import PagedError, http_wire
 
 EVENTS = 'data: {"a": 1}\n\ndata: {"b": "é"}\n\n'.encode()
 

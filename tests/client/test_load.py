@@ -2,9 +2,9 @@
 
 import pytest
 
-from client.load import closed_loop, open_loop
-from client.types import PagedError
-from client.wire import request_values
+from paged_client.load import closed_loop, open_loop
+from paged_client.types import PagedError
+from paged_client.wire import request_values
 from tests.support.fake_servers import SERVERS
 
 VALUES = [request_values("x", None, {"say": []}, stream=True)] * 9

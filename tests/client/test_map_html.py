@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from client import map_html
-from client.map_view import KINDS, Recording, colour_of, kind_of
+from paged_client import map_html
+from paged_client.map_view import KINDS, Recording, colour_of, kind_of
 from tests.support.map_views import EVERY, counts_in, over_time, pool_of
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from client import map_png
-from client.map_view import colour_of
+from paged_client import map_png
+from paged_client.map_view import colour_of
 from tests.support.map_views import EVERY, over_time
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from client import map_terminal
-from client.map_terminal import Style, frame
-from client.map_view import KINDS
+from paged_client import map_terminal
+from paged_client.map_terminal import Style, frame
+from paged_client.map_view import KINDS
 from tests.support.fake_servers import WAIT
 from tests.support.map_views import EVERY, SGR, counts_in, over_time
 
@@ -131,7 +131,7 @@ class Terminal:
         self.resize(columns, lines)
         # A shell's background jobs ignore SIGINT, and so would our child.
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        code += "from client.cli import main; sys.exit(main())"
+        code += "from paged_client.cli import main; sys.exit(main())"
         names = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "map", *arguments],

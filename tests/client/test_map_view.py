@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.map_view import KINDS, SHARED_COLOURS, Recording, colour_of, columns_for, kind_of
+from paged_client.map_view import KINDS, SHARED_COLOURS, Recording, colour_of, columns_for, kind_of
 from tests.support.map_views import EVERY, pool_of
 
 

@@ -5,9 +5,9 @@ import json
 import sys
 from types import SimpleNamespace
 
-from client import session
-from client.cli import main
-from client.types import Completion
+from paged_client import session
+from paged_client.cli import main
+from paged_client.types import Completion
 from tests.support.client_calls import SAY, standard_input
 from tests.support.fake_servers import WAIT
 

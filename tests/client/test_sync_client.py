@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from client import Adapter, AsyncClient, Client, Completion, Embedding, PagedError, PoolMap, sync_client
+from paged_client import Adapter, AsyncClient, Client, Completion, Embedding, PagedError, PoolMap, sync_client
 from tests.support.client_calls import pool_of
 from tests.support.fake_servers import WAIT
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from client.sync_grpc import GrpcTransport
-from client.types import PagedError
-from client.wire import request_values
+from paged_client.sync_grpc import GrpcTransport
+from paged_client.types import PagedError
+from paged_client.wire import request_values
 from tests.support.fake_servers import SERVERS, WAIT
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from client import Client, PagedError
+from paged_client import Client, PagedError
 from tests.support.client_calls import texts
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from client import Completion, Delta, PagedError
+from paged_client import Completion, Delta, PagedError
 from tests.support.client_calls import texts
 from tests.support.fake_servers import WAIT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client import PagedError, PoolMap
+from paged_client import PagedError, PoolMap
 from tests.support.client_calls import pool_of
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from client import Completion, Delta, TokenLogprob
-from client.wire import Transcript, request_values
+from paged_client import Completion, Delta, TokenLogprob
+from paged_client.wire import Transcript, request_values
 
 NINE = {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
 

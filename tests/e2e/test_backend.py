@@ -11,8 +11,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from client.cli import main
 from paged_backend.server.tensors import INPUTS, OUTPUTS
+from paged_client.cli import main
 from tests.support.triton import plain_server, post, until
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client import AsyncClient, Client, PagedError
+from paged_client import AsyncClient, Client, PagedError
 from tests.support.triton import WAIT, idle
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_asyncio_concurrent_streams_and_cancellation(url, protocol, server):
 
 
 def test_the_command_line(url, protocol, client):
-    command = [sys.executable, "-m", "client", "generate", "--url", url, "--protocol", protocol]
+    command = [sys.executable, "-m", "paged_client", "generate", "--url", url, "--protocol", protocol]
     flags = ["--max-tokens", "8", "--temperature", "0", "--stats"]
     done = subprocess.run(
         [*command, *flags], cwd=ROOT, input="The sea is\n", capture_output=True, text=True, timeout=WAIT

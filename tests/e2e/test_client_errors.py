@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from client.cli import main
-from client.serving.tritonserver import TritonServer
+from paged_client.cli import main
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.faults import faulty_repository
 from tests.support.triton import MODEL, idle, metrics, post, raw_stream, raw_streams, until
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from client import Client
-from client.serving import server_files
-from client.serving.environments import EnvironmentSetupError
+from paged_client import Client
+from paged_client.serving import server_files
+from paged_client.serving.environments import EnvironmentSetupError
 from tests.support.gateway import gateway
 from tests.support.locked_environment import LockedEnvironment
 from tests.support.triton import MODEL, WAIT, idle

@@ -9,7 +9,7 @@ import pytest
 import torch
 import tritonclient.grpc as grpcclient
 
-from client import AsyncClient, Client, PagedError
+from paged_client import AsyncClient, Client, PagedError
 from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer
 from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors, until

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from client.serving.tritonserver import TritonServer
+from paged_client.serving.tritonserver import TritonServer
 from tests.support import faults
 from tests.support.stress.models import Models
 from tests.support.stress.server import engine_alone

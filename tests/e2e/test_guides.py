@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from client.serving.tritonserver import choose_ports
+from paged_client.serving.tritonserver import choose_ports
 from tests.support.triton import listens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ class Place:
     def environment(self) -> dict[str, str]:
         """Environment variables: `paged` is on the PATH, and curl fails if the server responds with an error."""
         (self.scratch / ".curlrc").write_text("fail\nmax-time = 120\n")
-        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]
         return os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),

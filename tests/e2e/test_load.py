@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from client import load
-from client.cli import main
-from client.types import PagedError
 from paged_bench import _server_load as bench
 from paged_bench._server_load import AnalyzerError, LoadResult, TextWorkload, read_export, run_perf_analyzer
 from paged_bench._workload import Job
+from paged_client import load
+from paged_client.cli import main
+from paged_client.types import PagedError
 from tests.support.records import records_of
 from tests.support.triton import MODEL, idle
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from client.serving import tritonserver
-from client.serving.tritonserver import ServerError, TritonServer
+from paged_client.serving import tritonserver
+from paged_client.serving.tritonserver import ServerError, TritonServer
 from tests.support.triton import WAIT, idle, metrics, plain_server, post, raw_stream
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from client import Client
+from paged_client import Client
 from tests.support.in_process import byte_tokenizer
 from tests.support.triton import idle, raw_stream
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from client import Client, PagedError
-from client.serving.tritonserver import TritonServer
+from paged_client import Client, PagedError
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.adapters import generate_with, make_adapter, write_adapter_list
 from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer, generate_with_transformers

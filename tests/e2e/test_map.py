@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from client import Client, PagedError
+from paged_client import Client, PagedError
 from tests.support.triton import idle, metrics, post, raw_stream, until
 
 PROMPT = "The ships that came into the old harbour carried " + "salt and iron, " * 12

@@ -6,7 +6,7 @@ import socket
 import openai
 import pytest
 
-from client import Client
+from paged_client import Client
 from tests.support.gateway import gateway
 from tests.support.triton import WAIT, idle, metrics, until
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.cli import main
-from client.serving.tritonserver import TritonServer
+from paged_client.cli import main
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.triton import raw_stream, until
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from client.serving.server_files import perf_analyzer
+from paged_client.serving.server_files import perf_analyzer
 from tests.support.triton import MODEL, idle
 
 ATTEMPTS = 6
@@ -20,7 +20,7 @@ def profile(server, directory):
     nothing is written, and perf_analyzer exits with 0 and an empty file although no request failed. This happened in 2
     of 136 runs, and with fixed addresses (`setarch -R`) in 6 of 6; another process has other addresses.
     """
-    command = [sys.executable, "-m", "client", "perf_analyzer", "-m", MODEL, "-u", server.grpc_url]
+    command = [sys.executable, "-m", "paged_client", "perf_analyzer", "-m", MODEL, "-u", server.grpc_url]
     command += ["-i", "grpc", "--async", "--streaming"]
     command += ["--input-data", directory / "in.json", "--concurrency-range", "4", "--request-count", "16"]
     for attempt in range(ATTEMPTS):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from client import AsyncClient, Client, PagedError
-from client.serving.tritonserver import TritonServer
+from paged_client import AsyncClient, Client, PagedError
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.triton import MODEL, WAIT, idle, metrics, post, raw_stream, tensors, until
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from client.serving.tritonserver import TritonServer
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.stress.checker import check
 from tests.support.stress.footprint import resident
 from tests.support.stress.plans import Plan, to_json

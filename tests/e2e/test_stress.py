@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from client.serving.tritonserver import TritonServer
+from paged_client.serving.tritonserver import TritonServer
 from tests.support import faults
 from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.stress import table

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from client import Client, PagedError
+from paged_client import Client, PagedError
 from tests.support.grammars import SLOW
 from tests.support.triton import idle, post, raw_stream
 

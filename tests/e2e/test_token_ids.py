@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from client import Client
+from paged_client import Client
 from tests.support.in_process import byte_tokenizer
 from tests.support.triton import post, raw_stream
 

@@ -16,8 +16,8 @@ import tritonclient.http as httpclient
 from transformers import GenerationConfig
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from client.serving.tritonserver import TritonServer
 from paged_backend.trtllm.tensors import INPUTS, OUTPUTS
+from paged_client.serving.tritonserver import TritonServer
 from tests.support.triton import idle, metrics, plain_server, post, raw_stream, until
 from tests.support.trtllm_streams import ASKED, TEXT_MODELS, WIRE, inputs, opened
 

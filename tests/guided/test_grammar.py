@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from client.serving.demo_model import default_directory
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.guide import GuideError
 from paged_backend.guided.compiler import GrammarCompiler
+from paged_client.serving.demo_model import default_directory
 from tests.support.grammars import DEEP, accepts, allowed_tokens, compile_guides, create_compiler, token
 from tests.support.in_process import WAIT
 

@@ -62,7 +62,8 @@ def device() -> str:
 def compiled_environment() -> dict[str, str]:
     """The environment of a subprocess in which Triton compiles."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), kept.get("PYTHONPATH", "")])}
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "client"), kept.get("PYTHONPATH", "")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture

@@ -16,7 +16,13 @@ from tests.support.adapters import LORA, MAX_TOKENS, generate_and_count_hits, wr
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 
+def test_missing_adapter_list_stops_the_load(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"multi_lora\.json: no such file; create it with \{\} in it"):
+        tiny_assembly(tiny[0], adapters=tmp_path / "multi_lora.json", **LORA)
+
+
 def test_changed_adapter_list_is_read_again(tiny, tmp_path, adapter_files, lora_prompts, lora_outputs):
+    write_adapter_list(tmp_path, {})
     with running(tiny_assembly(tiny[0], adapters=tmp_path / "multi_lora.json", **LORA)) as engine:
         assert error_of(engine, lora_prompts[1], "all") == ("LoRA all is not supported, we currently support []")
         write_adapter_list(tmp_path, {"all": adapter_files["all"]})

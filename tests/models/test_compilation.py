@@ -49,7 +49,7 @@ def processes(tiny, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     environment = inherited | {
         "XDG_CACHE_HOME": str(cache),
-        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client",
         "OMP_NUM_THREADS": "1",
     }
     reports = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from client.cli import build_parser
+from paged_client.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 

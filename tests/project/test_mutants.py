@@ -76,7 +76,8 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
         modules = ["memory/test_block_file", "engine/test_prefix_disk"]
     options += [f"tests/{module}.py" for module in modules]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/kernels", "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = f"{tmp_path}:{tmp_path}/kernels:{tmp_path}/client"
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     with contextlib.suppress(*([subprocess.TimeoutExpired] if mutant in ENDLESS else [])):
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from client import wire as client_wire
 from paged_backend.server.tensors import INPUTS, OUTPUTS
+from paged_client import wire as client_wire
 
 CONFIG = Path(__file__).parents[2] / "model_repository/paged_llm/config.pbtxt"
 

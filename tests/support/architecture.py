@@ -14,7 +14,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = {"paged_kernels": ROOT / "kernels", "paged_backend": ROOT, "client": ROOT, "paged_bench": ROOT}
+SOURCE_ROOTS = {
+    "paged_kernels": ROOT / "kernels",
+    "paged_backend": ROOT,
+    "paged_client": ROOT / "client",
+    "paged_bench": ROOT,
+}
 MARKERS = ("<!-- layers: begin -->", "<!-- layers: end -->")
 
 
@@ -46,7 +51,7 @@ LAYERS = (
     Layer("paged_backend.server", "Triton requests and responses, admission, sessions, metrics"),
     Layer("paged_backend.trtllm", "the interface of tensorrtllm_backend"),
     Layer(
-        "client",
+        "paged_client",
         "client library, command line, OpenAI gateway, server launcher",
         ("paged_backend.utils", "paged_backend.api", "paged_backend.text"),
     ),

@@ -5,7 +5,7 @@ import io
 import json
 import sys
 
-from client import AsyncClient
+from paged_client import AsyncClient
 from tests.support.fake_servers import WAIT
 
 SAY = 'say=["Hello", " there"]'  # the parameter that scripts the fake server's output

@@ -36,6 +36,7 @@ class FakeServerState:
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one is repeated
     adapters: str = "[]"
+    models: dict[str, list[str]] = field(default_factory=lambda: {"paged_llm": ["text_input", "pool_map"]})  # inputs
     scripted_response: Any = field(default_factory=dict)  # script of a recording server (gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # sampling parameters of its requests
 
@@ -79,7 +80,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(self, request_iterator, context):
         request = next(request_iterator)
-        if request.model_name != "paged_llm":
+        if request.model_name not in self.seen.models:
             yield rejection(f"Request for unknown model: '{request.model_name}' is not found")
             return
         script = self.seen.script(grpc_inputs(request), request.id)
@@ -94,6 +95,14 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.seen.left.wait(WAIT)
         if "vanish" in script:
             self.server.stop(grace=0).wait(WAIT)
+
+    def RepositoryIndex(self, request, context):
+        models = [service_pb2.RepositoryIndexResponse.ModelIndex(name=name) for name in self.seen.models]
+        return service_pb2.RepositoryIndexResponse(models=models)
+
+    def ModelMetadata(self, request, context):
+        tensors = [service_pb2.ModelMetadataResponse.TensorMetadata(name=one) for one in self.seen.models[request.name]]
+        return service_pb2.ModelMetadataResponse(name=request.name, inputs=tensors)
 
 
 def rejection(message: str) -> Any:
@@ -134,7 +143,10 @@ class HttpHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v2/models/paged_llm/generate_stream":
+        if self.path == "/v2/repository/index":
+            index = [{"name": name, "version": "1", "state": "READY"} for name in self.seen.models]
+            return self.whole(200, "application/json", json.dumps(index))
+        if self.path.removeprefix("/v2/models/").removesuffix("/generate_stream") not in self.seen.models:
             return self.whole(404, "application/json", '{"error":"Request for unknown model: is not found"}')
         script = self.seen.script(inputs, inputs.pop("id", ""))
         if "fail" in script and not script.get("say", ["ok"]):
@@ -144,6 +156,10 @@ class HttpHandler(BaseHTTPRequestHandler):
         except ConnectionError:
             self.close_connection = True
             self.seen.left.set()
+
+    def do_GET(self) -> None:
+        inputs = [{"name": name} for name in self.seen.models[self.path.removeprefix("/v2/models/")]]
+        self.whole(200, "application/json", json.dumps({"inputs": inputs}))
 
     def whole(self, status: int, kind: str, body: str) -> None:
         self.send_response(status)
@@ -191,8 +207,10 @@ def grpc_server() -> Iterator[FakeServerState]:
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
     seen.url = f"localhost:{server.add_insecure_port('localhost:0')}"
     server.start()
-    yield seen
-    server.stop(grace=0).wait(WAIT)
+    try:
+        yield seen
+    finally:
+        server.stop(grace=0).wait(WAIT)
 
 
 @contextmanager
@@ -202,10 +220,12 @@ def http_server() -> Iterator[FakeServerState]:
     seen.url = f"localhost:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    yield seen
-    server.shutdown()
-    thread.join(WAIT)
-    server.server_close()
+    try:
+        yield seen
+    finally:
+        server.shutdown()
+        thread.join(WAIT)
+        server.server_close()
 
 
 SERVERS = {"grpc": grpc_server, "http": http_server}

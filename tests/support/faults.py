@@ -37,7 +37,7 @@ MODEL = f'''"""The model with injected faults: see tests/support/faults.py."""
 
 import sys
 
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "kernels")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "kernels")!r}, {str(ROOT / "client")!r}]
 
 from tests.support.faulty_model import FaultyModel as TritonPythonModel
 '''

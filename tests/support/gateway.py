@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from client.serving.ports import choose_ports
+from paged_client.serving.ports import choose_ports
 from tests.support.fake_servers import SERVERS, FakeServerState
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ class Gateway:
 def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
     """Start a gateway. `errors` receives its standard error."""
     (port,) = choose_ports(port=0)
-    command = [sys.executable, "-m", "client", "openai", "--url", server_url, "--port", str(port), *flags]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
+    command = [sys.executable, "-m", "paged_client", "openai", "--url", server_url, "--port", str(port), *flags]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
     ) as process:

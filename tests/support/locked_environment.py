@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.serving.environments import Environment
-from client.serving.server_files import cache_directory
+from paged_client.serving.environments import Environment
+from paged_client.serving.server_files import cache_directory
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import json
 import re
 
-from client.map_view import KINDS, Recording
-from client.types import PoolMap
+from paged_client.map_view import KINDS, Recording
+from paged_client.types import PoolMap
 
 EVERY = ".c123456789+p"
 SGR = re.compile(r"\x1b\[[\d;]*m")

@@ -1,6 +1,6 @@
 """Tools, and an output that calls them."""
 
-from client.openai.tool_calls import ArgumentsDelta, CallStart, Content
+from paged_client.openai.tool_calls import ArgumentsDelta, CallStart, Content
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": CITY}}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from client.serving.server_files import ServerNotFoundError, find_server
+from paged_client.serving.server_files import ServerNotFoundError, find_server
 
 
 def _server_is_there() -> bool:

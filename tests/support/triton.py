@@ -24,10 +24,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from client.serving.ports import choose_ports
-from client.serving.repository import resolve_model
-from client.serving.server_files import find_server
-from client.serving.tritonserver import TritonServer, server_environment
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import resolve_model
+from paged_client.serving.server_files import find_server
+from paged_client.serving.tritonserver import TritonServer, server_environment
 
 MODEL = "paged_llm"
 START_SECONDS = 300  # after which a server that has not started is killed

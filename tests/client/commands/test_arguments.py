@@ -1,6 +1,6 @@
 """Arguments that several commands share."""
 
-from client.commands.arguments import parse_pairs
+from paged_client.commands.arguments import parse_pairs
 
 
 def test_pairs_are_parsed_as_json_or_text():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from client import cli
-from client.openai import command
+from paged_client import cli
+from paged_client.openai import command
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x"])

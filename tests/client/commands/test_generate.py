@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import main
-from client.commands import generate
-from client.types import PagedError
+from paged_client.cli import main
+from paged_client.commands import generate
+from paged_client.types import PagedError
 from tests.support.client_calls import SAY, sampling, standard_input
 from tests.support.fake_servers import SERVERS, WAIT
 
@@ -37,12 +37,12 @@ def test_probe_has_highest_priority_and_its_own_cache_salt(command_fake):
     ],
     ids=str,
 )
-def test_full_queue_counts_as_healthy(error, code, monkeypatch):
+def test_full_queue_counts_as_healthy(error, code, monkeypatch, grpc_fake):
     def fails(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(generate.Client, "generate", fails)
-    assert main(["probe"]) == code
+    assert main(["probe", *grpc_fake.flags]) == code
 
 
 def test_output_is_printed_and_flags_are_sent(command_fake, capsys):
@@ -121,7 +121,7 @@ def test_ctrl_c_cancels_the_request(command_fake):
     """Runs in a subprocess, to test the signal, the exit code and the cancellation on the server."""
     # The background jobs of a shell ignore SIGINT, and so would our child.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    code += "from client.cli import main; sys.exit(main())"
+    code += "from paged_client.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "generate", "x", *command_fake.flags, "-p", SAY, "-p", "hold=true"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(11) == b"Hello there"
@@ -132,7 +132,7 @@ def test_ctrl_c_cancels_the_request(command_fake):
 
 
 def test_closed_output_pipe_has_no_traceback(grpc_fake):
-    command = [sys.executable, "-m", "client", "generate", "x", *grpc_fake.flags]
+    command = [sys.executable, "-m", "paged_client", "generate", "x", *grpc_fake.flags]
     # More than the buffer of a pipe, so that the command is still writing when its reader closes it.
     many = json.dumps(["x" * 1000] * 100)
     with subprocess.Popen(

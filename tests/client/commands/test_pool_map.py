@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import main
+from paged_client.cli import main
 from tests.support.fake_servers import WAIT
 from tests.support.map_views import counts_in
 
@@ -55,7 +55,7 @@ def test_html_is_written_without_matplotlib(map_fake, capsys, tmp_path, monkeypa
 
 
 def test_an_ascii_only_terminal(map_fake):
-    command = [sys.executable, "-m", "client", "map", *map_fake.flags]
+    command = [sys.executable, "-m", "paged_client", "map", *map_fake.flags]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=WAIT)
     assert b" 0 c..............." in done.stdout

@@ -2,8 +2,8 @@
 
 import pytest
 
-from client.cli import main
-from client.serving import launch
+from paged_client.cli import main
+from paged_client.serving import launch
 
 
 @pytest.fixture
@@ -40,10 +40,34 @@ def test_invalid_option_is_rejected_before_the_server_starts(serve_calls, capsys
 
 
 def test_installed_package_without_a_model_repository(serve_calls, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("client.serving.repository.REPOSITORY_ROOT", tmp_path)
+    monkeypatch.setattr("paged_client.serving.repository.REPOSITORY_ROOT", tmp_path)
     assert main(["serve", "/models/x"]) == 2
     assert "needs a checkout of the repository" in capsys.readouterr().err
     assert not serve_calls
+
+
+def test_engine_options_are_flags(serve_calls, capsys):
+    assert main(["serve", "demo", "--max-model-len", "512", "--enforce-eager", "--name", "foo", "-o", "seed=3"]) == 7
+    ((_, options),) = [call[0] for call in serve_calls]
+    assert options == {"max_model_len": 512, "enforce_eager": True, "served_model_name": "foo", "seed": 3}
+    assert main(["serve", "demo", "--dtype", "flot"]) == 2
+    assert '--dtype="flot": must be "auto"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-model-le", "5"], "did you mean --max-model-len?"),
+        (["--seed", "1", "-o", "seed=2"], "--seed: -o seed=… is given too"),
+        (["--name", "a", "-o", "served_model_name=b"], "--name a: served_model_name=b is given too"),
+        (["--name", "a/b"], "served_model_name='a/b': must be letters, digits"),
+        (["--multi-lora", "missing.json"], "--multi-lora missing.json: no such file; create it with {} in it"),
+    ],
+)
+def test_invalid_flags_are_rejected(serve_calls, capsys, arguments, named):
+    assert main(["serve", "demo", *arguments]) == 2
+    assert named in capsys.readouterr().err
+    assert serve_calls == []
 
 
 def test_model_may_be_given_as_an_option(serve_calls):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from client.cli import main
+from paged_client.cli import main
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from client import cli
+from paged_client import cli
 from tests.support.gateway import CHAT, WAIT, error_of, gateway
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"

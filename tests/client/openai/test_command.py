@@ -6,8 +6,8 @@ import socket
 import openai
 import pytest
 
-from client import cli
-from client.openai import command
+from paged_client import cli
+from paged_client.openai import command
 from tests.support.gateway import PROMPT, WAIT, error_of, gateway
 from tests.support.triton import until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.openai.json_scanner import MAX_STRING, Scanner
+from paged_client.openai.json_scanner import MAX_STRING, Scanner
 
 
 def scan(method, parts):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.openai import keys
+from paged_client.openai import keys
 from tests.support.gateway import BODIES, error_of, gateway
 
 

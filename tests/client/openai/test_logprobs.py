@@ -1,7 +1,7 @@
 """Tests of log probabilities in the formats of OpenAI's API."""
 
-from client.openai import logprobs
-from client.types import Completion, TokenLogprob
+from paged_client.openai import logprobs
+from paged_client.types import Completion, TokenLogprob
 
 
 def entry(text, logprob, token_id=0):

@@ -1,6 +1,6 @@
 """Metrics of the gateway."""
 
-from client.openai.metrics import SECONDS, Histogram
+from paged_client.openai.metrics import SECONDS, Histogram
 from tests.support.gateway import PROMPT, gateway
 
 

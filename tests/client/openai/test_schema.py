@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from client.openai.chat_schema import ChatRequest
-from client.openai.embeddings import EmbeddingRequest
-from client.openai.errors import ApiError
-from client.openai.schema import CompletionRequest, SamplingFields, parse
 from paged_backend.api.sampling_params import SamplingParams
+from paged_client.openai.chat_schema import ChatRequest
+from paged_client.openai.embeddings import EmbeddingRequest
+from paged_client.openai.errors import ApiError
+from paged_client.openai.schema import CompletionRequest, SamplingFields, parse
 from tests.support.gateway import BODIES, CHAT, PROMPT, error_of
 
 # Sampling parameters that have a word of OpenAI's.

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from client.openai.tool_call_parser import ToolCallParser
-from client.openai.tool_calls import ANY, FORMATS, JSON, ArgumentsDelta, CallStart
+from paged_client.openai.tool_call_parser import ToolCallParser
+from paged_client.openai.tool_calls import ANY, FORMATS, JSON, ArgumentsDelta, CallStart
 from tests.support.openai_tools import joined
 
 NAMES = ("weather", "search", "now")

@@ -1,6 +1,6 @@
 """Arguments of a call to a named tool."""
 
-from client.openai.tool_calls import ArgumentsParser
+from paged_client.openai.tool_calls import ArgumentsParser
 from tests.support.openai_tools import joined
 
 

@@ -5,9 +5,9 @@ import json
 import jsonschema
 import pytest
 
-from client.openai.chat_schema import ChatRequest
-from client.openai.tool_calls import ANY, FORMATS
-from client.openai.tools import detect_format, tool_use
+from paged_client.openai.chat_schema import ChatRequest
+from paged_client.openai.tool_calls import ANY, FORMATS
+from paged_client.openai.tools import detect_format, tool_use
 from tests.support.gateway import BODIES, CHAT, PROMPT, error_of, gateway
 from tests.support.openai_tools import ARGUMENTS, CALLS, CITY, PATH, TOOLS
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from client.serving import demo_model
+from paged_client.serving import demo_model
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from client.serving.environments import EnvironmentSetupError, PackageEnvironment
+from paged_client.serving.environments import EnvironmentSetupError, PackageEnvironment
 from tests.support.locked_environment import LockedEnvironment
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import main
-from client.serving import install
+from paged_client.cli import main
+from paged_client.serving import install
 
 ROOT = Path(__file__).parents[3]
 
@@ -83,6 +83,6 @@ def test_missing_python_backend_is_reported(tmp_path, monkeypatch):
 
 
 def install_server(backend_directory):
-    from client.serving.server_files import ServerFiles
+    from paged_client.serving.server_files import ServerFiles
 
     return ServerFiles(Path("/opt/tritonserver/bin/tritonserver"), backend_directory)

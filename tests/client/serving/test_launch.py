@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from client.serving.launch import Console
-from client.serving.ports import choose_ports
+from paged_client.serving.launch import Console
+from paged_client.serving.ports import choose_ports
 from tests.support.processes import children, is_running, needs_server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def launch(repository, tmp_path):
     """Yield a function that runs serve() in a subprocess. All of them are killed at the end."""
     script = (
-        "import sys, json; from pathlib import Path; from client.serving import launch, tritonserver\n"
+        "import sys, json; from pathlib import Path; from paged_client.serving import launch, tritonserver\n"
         "tritonserver.TritonServer.__init__.__kwdefaults__['repository'] = Path(sys.argv[1])\n"
         "sys.exit(launch.serve(sys.argv[2], **json.loads(sys.argv[3])))"
     )

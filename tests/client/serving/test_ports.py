@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from client.serving.ports import choose_ports
+from paged_client.serving.ports import choose_ports
 
 
 def test_all_ports_in_use_are_reported():

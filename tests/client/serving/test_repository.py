@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from client.commands.arguments import parse_pairs
-from client.serving import demo_model
-from client.serving.repository import check_options, resolve_model, resolve_models, write_repository
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
+from paged_client.commands.arguments import parse_pairs
+from paged_client.serving import demo_model
+from paged_client.serving.repository import check_options, resolve_model, resolve_models, write_repository
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from client.serving.server_files import perf_analyzer
+from paged_client.serving.server_files import perf_analyzer
 
 
 def test_perf_analyzer_runs_in_its_environment():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.serving.server_log import load_failure
+from paged_client.serving.server_log import load_failure
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client.serving.tritonserver import ServerError, TritonServer
+from paged_client.serving.tritonserver import ServerError, TritonServer
 from tests.support.processes import children, is_running, needs_server
 
 

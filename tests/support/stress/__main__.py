@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from client.serving.tritonserver import TritonServer
+from paged_client.serving.tritonserver import TritonServer
 from tests.support import faults
 from tests.support.stress import table
 from tests.support.stress.campaign import StressTest

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from transformers import LlamaConfig, PreTrainedModel
 
-from client.serving.server_files import REPOSITORY_ROOT
+from paged_client.serving.server_files import REPOSITORY_ROOT
 from tests.support.in_process import save_tiny
 from tests.support.stress.footprint import footprint
 from tests.support.stress.requests import LETTERS, MODEL

@@ -1,0 +1,21 @@
+"""Python client of the paged LLM backend: `Client`, `AsyncClient`, and their result and exception types."""
+
+from paged_client.async_client import AsyncClient
+from paged_client.async_stream import AsyncStream
+from paged_client.sync_client import Client
+from paged_client.sync_stream import Stream
+from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
+
+__all__ = [
+    "Adapter",
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Completion",
+    "Delta",
+    "Embedding",
+    "PagedError",
+    "PoolMap",
+    "Stream",
+    "TokenLogprob",
+]

@@ -1,0 +1,114 @@
+"""The `paged` command line: parses the arguments, runs a command and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+
+from paged_client.commands import gateway, generate, pool_map, serve, tools
+from paged_client.commands.arguments import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
+from paged_client.commands.engine_flags import split_engine_flags
+from paged_client.connection_errors import UnreachableError
+from paged_client.session import UsageError
+from paged_client.types import PagedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = parse(given)
+        command: Callable[[argparse.Namespace], int] = args.run
+        return command(args)
+    except UsageError as error:
+        return _fail(f"paged {given[0]}: {error}", EXIT_USAGE)
+    except PagedError as error:
+        return _fail(f"paged: {error}{_hint(error)}", EXIT_ERROR)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has exited. Python would report the error again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def run() -> None:
+    """Run the command in `sys.argv` and end the process, as the program `paged`.
+
+    A failed command ends without the interpreter's own shutdown, which waits for threads: those of gRPC can keep a
+    process from exiting.
+    """
+    code = main()
+    if code in (EXIT_ERROR, EXIT_USAGE) and sys.argv[1:2] != ["bench"]:
+        with suppress(OSError):
+            sys.stdout.flush()
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse a command line. `rest` has the arguments of another program, `engine_options` the engine's flags.
+
+    Raises UsageError for an unknown argument, which suggests a similar one. Exits if the usage is wrong otherwise.
+    """
+    own, rest = split_passthrough(argv)
+    parser, commands = build_parser()
+    engine_options: dict[str, object] = {}
+    if own[:1] == ["serve"]:
+        own, engine_options = split_engine_flags(own, commands["serve"]._option_string_actions)
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        raise UsageError(_unrecognized(unknown[0], commands[args.command]))
+    args.rest, args.engine_options = rest, engine_options
+    return args
+
+
+def _unrecognized(argument: str, command: argparse.ArgumentParser) -> str:
+    flag = argument.partition("=")[0]
+    near = get_close_matches(flag, command._option_string_actions, 1) if flag.startswith("-") else []
+    hint = f"did you mean {near[0]}?" if near else f"see {command.prog} --help"
+    return f"{argument}: unknown argument; {hint}"
+
+
+def _hint(error: PagedError) -> str:
+    hint = error.hint if isinstance(error, UnreachableError) else ""
+    if error.code == "NOT_FOUND" and "unknown model" in error.message:
+        hint = "leave --model out to use the model that the server has"
+    return f"\n{hint[0].upper()}{hint[1:]}." if hint else ""
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def split_passthrough(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split off the arguments that belong to another program.
+
+    These are tritonserver's options after `serve ... --`, and everything after `bench NAME` and `perf_analyzer`.
+    """
+    if argv[:1] == ["serve"] and "--" in argv:
+        cut = argv.index("--")
+        return argv[:cut], argv[cut + 1 :]
+    if argv[:1] == ["bench"]:
+        return argv[:2], argv[2:]
+    if argv[:1] == ["perf_analyzer"]:
+        return argv[:1], argv[1:]
+    return argv, []
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and those of its commands by name."""
+    parser = argparse.ArgumentParser(
+        prog="paged", description="Serve language models with paged attention on NVIDIA Triton Inference Server."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for group in (serve, generate, gateway, pool_map, tools):
+        group.add_parsers(commands)
+    return parser, commands.choices

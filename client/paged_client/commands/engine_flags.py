@@ -1,0 +1,76 @@
+"""Engine options as flags of `paged serve`, in vLLM's spelling: `--max-model-len 512` is `-o max_model_len=512`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+
+from paged_client.commands.arguments import json_or_text
+from paged_client.session import UsageError
+
+_FALSE_PREFIX = "no-"  # --no-enable-prefix-caching
+
+
+def split_engine_flags(argv: Sequence[str], own_flags: Collection[str]) -> tuple[list[str], dict[str, object]]:
+    """Split the arguments of `paged serve` into those of the command itself, and engine options by name.
+
+    A flag of a boolean option has no value, or `true` or `false` as its value. Raises UsageError for an unknown flag,
+    a repeated one, and one without its value.
+    """
+    rest: list[str] = []
+    options: dict[str, object] = {}
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        flag, _, _ = token.partition("=")
+        if not token.startswith("--") or flag in own_flags:
+            rest.append(token)
+            continue
+        name, value = _parse(token, tokens, own_flags)
+        if name in options:
+            raise UsageError(f"{flag}: given twice")
+        options[name] = value
+    return rest, options
+
+
+def _parse(token: str, following: list[str], own_flags: Collection[str]) -> tuple[str, object]:
+    """Return name and value of the option in `token`. Removes its value from `following` if it is there."""
+    flag, equals, text = token.partition("=")
+    types = _option_types()
+    name = flag[2:].replace("-", "_")
+    positive = flag[2:].removeprefix(_FALSE_PREFIX).replace("-", "_")
+    if name not in types and flag[2:].startswith(_FALSE_PREFIX) and types.get(positive) == "bool" and not equals:
+        return positive, False
+    if name not in types:
+        raise UsageError(_unknown(flag, own_flags, types))
+    if equals:
+        return name, json_or_text(text)
+    if types[name] == "bool":
+        given = bool(following) and following[0] in ("true", "false")
+        return name, following.pop(0) == "true" if given else True
+    if not following or following[0].startswith("--"):
+        raise UsageError(f"{flag}: needs a value")
+    return name, json_or_text(following.pop(0))
+
+
+def _option_types() -> dict[str, str]:
+    """Return the type annotation of each engine option; of limits and of vLLM's further options, "any"."""
+    from paged_backend.api import vllm_options
+    from paged_backend.api.config import EngineConfig
+    from paged_backend.api.option_parsing import LIMIT_NAMES
+
+    known = dict.fromkeys((*vllm_options.UNSUPPORTED, *LIMIT_NAMES), "any")
+    known |= {option: "bool" for option, one in vllm_options.UNSUPPORTED.items() if False in one.accepted}
+    return known | {spec.name: str(spec.type) for spec in fields(EngineConfig)}
+
+
+def _unknown(flag: str, own_flags: Collection[str], types: Collection[str]) -> str:
+    from paged_backend.api.errors import closest_match
+
+    flags = [*own_flags, *("--" + name.replace("_", "-") for name in types)]
+    near = closest_match(flag, flags, cutoff=0.7)
+    hint = f"did you mean {near}? " if near else ""
+    return (
+        f"{flag}: unknown option; {hint}`paged serve --help` lists the options of the command and"
+        f" docs/reference/options.md those of the engine. Options of tritonserver follow after --: -- {flag}=…"
+    )

@@ -1,0 +1,113 @@
+"""`paged openai`: run the OpenAI-compatible gateway."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from paged_backend.text.chat_templates import RENDER_SECONDS
+from paged_client.commands.arguments import port, positive_int, seconds
+from paged_client.sync_client import DEFAULT_URLS
+
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("openai", help="run an OpenAI-compatible HTTP server in front of running servers")
+    add = parser.add_argument
+    add(
+        "--url",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help=f"gRPC endpoint of a server (default: {DEFAULT_URLS['grpc']}); repeat it to balance requests round-robin",
+    )
+    add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="apply the chat template of this tokenizer in the gateway (default: the server applies the model's)",
+    )
+    add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=port, default=9000, metavar="N", help="port to listen on (default: 9000)")
+    add("--api-key", action="append", default=[], metavar="KEY", help="require this API key; may be repeated")
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with one API key per line; PAGED_API_KEYS may hold more, separated by commas",
+    )
+    add(
+        "--chat-template-timeout",
+        type=seconds,
+        default=RENDER_SECONDS,
+        metavar="SECONDS",
+        help=f"time limit for rendering the chat template of --tokenizer (default: {RENDER_SECONDS:g})",
+    )
+    add(
+        "--max-open-requests",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="maximum number of concurrent requests of all clients (default: 4096)",
+    )
+    add(
+        "--max-request-bytes",
+        type=positive_int,
+        default=10 << 20,
+        metavar="N",
+        help="maximum size of a request body (default: 10 MiB)",
+    )
+    add(
+        "--max-prompts",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="maximum number of prompts in a completion request (default: 128)",
+    )
+    add(
+        "--max-inputs",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="maximum number of inputs in an embedding request (default: 2048)",
+    )
+    add(
+        "--body-timeout",
+        type=seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="time within which a request body must be fully received (default: 30)",
+    )
+    add(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="format of the model's tool calls (default: auto, detected from the template of --tokenizer;"
+        " without one every format is accepted)",
+    )
+    add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
+    parser.set_defaults(run=openai)
+
+
+def openai(args: argparse.Namespace) -> int:
+    from paged_client.openai import command
+
+    return command.run(
+        urls=args.url,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        host=args.host,
+        port=args.port,
+        api_keys=args.api_key,
+        chat_template_timeout=args.chat_template_timeout,
+        max_open_requests=args.max_open_requests,
+        max_request_bytes=args.max_request_bytes,
+        max_prompts=args.max_prompts,
+        max_inputs=args.max_inputs,
+        body_timeout=args.body_timeout,
+        api_key_file=args.api_key_file,
+        tool_parser=args.tool_parser,
+        access_log=args.access_log,
+    )

@@ -1,0 +1,127 @@
+"""`paged generate`, `paged chat` and `paged probe`: send requests to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import uuid
+
+from paged_client.commands.arguments import add_server_options, make_client, parse_pairs
+from paged_client.session import TerminalSession, UsageError, read_stdin
+from paged_client.sync_client import Client
+from paged_client.types import PagedError
+
+DEFAULT_MAX_TOKENS = 256
+PROBE_SECONDS = 10.0
+HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
+_SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+_NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("generate", help="generate a completion from a running server")
+    parser.add_argument("prompt", nargs="?", help="prompt text; read from standard input if omitted or '-'")
+    _add_request_options(parser)
+    parser.add_argument("--no-stream", action="store_true", help="print the output once it is complete")
+    parser.set_defaults(run=generate)
+
+    parser = commands.add_parser("chat", help="chat with a running server")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    _add_request_options(parser)
+    parser.set_defaults(run=chat)
+
+    parser = commands.add_parser("probe", help="check that a running server generates a token (health check)")
+    add_server_options(parser, timeout=PROBE_SECONDS)
+    parser.set_defaults(run=probe)
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    add_server_options(parser)
+    add = parser.add_argument
+    add("--stats", action="store_true", help="print token counts and throughput to standard error")
+    add("--max-tokens", type=int, metavar="N", help=f"maximum number of output tokens (default: {DEFAULT_MAX_TOKENS})")
+    add("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy")
+    add("--top-p", type=float, metavar="X", help="cumulative probability of the tokens to sample from")
+    add("--top-k", type=int, metavar="N", help="number of most likely tokens to sample from")
+    add("--min-p", type=float, metavar="X", help="minimum probability, relative to the most likely token's")
+    add("--seed", type=int, metavar="N", help="random seed")
+    add("--stop", action="append", metavar="TEXT", help="stop string; may be repeated")
+    add(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set any sampling parameter; may be repeated",
+    )
+
+
+def sampling_params_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return the sampling parameters that the flags and -p set. Raises UsageError if both set the same one."""
+    flags = {key: value for key in _SAMPLING_FLAGS if (value := getattr(args, key)) is not None}
+    others = parse_pairs("-p", args.parameter)
+    for key in flags.keys() & others.keys():
+        raise UsageError(f"-p {key}=…: --{key.replace('_', '-')} is given too")
+    for key in others.keys() & set(_NOT_SAMPLING):
+        raise UsageError(f"-p {key}=…: is not a sampling parameter")
+    return {"max_tokens": DEFAULT_MAX_TOKENS, **flags, **others}
+
+
+def generate(args: argparse.Namespace) -> int:
+    sampling = sampling_params_of(args)
+    prompt = read_stdin() if args.prompt in (None, "-") else args.prompt
+    _session(args, sampling).generate(prompt, stream=not args.no_stream)
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    session = _session(args, sampling_params_of(args))
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  gives input() editing and history
+
+        session.chat(history)
+    else:
+        session.chat_once(history, read_stdin())
+    return 0
+
+
+def _session(args: argparse.Namespace, sampling: dict[str, object]) -> TerminalSession:
+    return TerminalSession(make_client(args), sampling, timeout=args.timeout, stats=args.stats)
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Return 0 if the server generates a token in time, or if its waiting queue is full, which means that it works.
+
+    The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
+    behind other requests nor counts against another tenant.
+    """
+    with make_client(args) as client:
+        try:
+            _generate_token(client, args.timeout)
+        except PagedError as error:
+            if error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
+                raise
+    return 0
+
+
+def _generate_token(client: Client, timeout: float | None) -> None:
+    def generate_at(priority: int) -> None:
+        client.generate(
+            "ok",
+            timeout=timeout,
+            max_tokens=1,
+            temperature=0,
+            ignore_eos=True,
+            priority=priority,
+            cache_salt=f"probe-{uuid.uuid4()}",
+        )
+
+    try:
+        generate_at(HIGHEST_PRIORITY)
+    except PagedError as error:
+        lowest_number = re.search(r"priority=\S+ must be (-?\d+)\.\.\d+ \(min_priority\)", str(error))
+        if not lowest_number:
+            raise
+        generate_at(int(lowest_number[1]))

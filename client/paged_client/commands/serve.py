@@ -1,0 +1,91 @@
+"""`paged serve` and `paged install-backend`: run a Triton server with the engine, or add the engine to one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port
+from paged_client.session import UsageError
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="serve a model with Triton Inference Server")
+    parser.usage = "paged serve MODEL [--ENGINE-OPTION VALUE ...] [options] [-- tritonserver options]"
+    add = parser.add_argument
+    add("model", nargs="?", help="Hugging Face model directory or hub name, GGUF file, or 'demo'")
+    add(
+        "-o",
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set an engine option, as --key=value does; may be repeated",
+    )
+    add("--name", metavar="NAME", help="name under which clients request the model (default: paged_llm)")
+    add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
+    add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
+    add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
+    add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
+    parser.set_defaults(run=serve)
+
+    parser = commands.add_parser("install-backend", help="install the engine as a backend of a tritonserver")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the server's backend directory, e.g. /opt/tritonserver/backends"
+    )
+    parser.add_argument("--name", default="paged", help="backend name for config.pbtxt (default: paged; or vllm)")
+    parser.set_defaults(run=install_backend)
+
+
+def serve(args: argparse.Namespace) -> int:
+    options = parse_pairs("-o", args.option)
+    for name, value in args.engine_options.items():
+        if options.setdefault(name, value) != value:
+            raise UsageError(f"--{name.replace('_', '-')}: -o {name}=… is given too")
+    named = options.pop("model", None)
+    if (args.model is None) == (named is None):
+        raise UsageError("name the model once: MODEL or -o model=…")
+    model = args.model if named is None else named
+    if not isinstance(model, str):
+        raise UsageError(f"-o model={model!r}: must be a string")
+    if args.name is not None and (other := options.setdefault("served_model_name", args.name)) != args.name:
+        raise UsageError(f"--name {args.name}: served_model_name={other} is given too")
+    from paged_backend.api.errors import ConfigError
+    from paged_client.serving import launch
+    from paged_client.serving.repository import check_options
+
+    if args.multi_lora and not args.multi_lora.is_file():
+        raise UsageError(
+            f"--multi-lora {args.multi_lora}: no such file; create it with {{}} in it to add adapters later"
+        )
+    try:
+        check_options({**options, "model": model})
+    except ConfigError as error:
+        name = str(error).partition("=")[0].partition(":")[0]
+        flag = f"--{name.replace('_', '-')}" if name in args.engine_options else f"-o {name}"
+        raise UsageError(f"{flag}{str(error)[len(name) :]}") from None
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from None
+    return launch.serve(
+        model,
+        options,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        server_args=args.rest,
+        multi_lora=args.multi_lora,
+    )
+
+
+def install_backend(args: argparse.Namespace) -> int:
+    from paged_client.serving.install import install
+    from paged_client.serving.server_files import ServerNotFoundError
+
+    try:
+        written = install(args.directory, args.name)
+    except (ValueError, OSError, ServerNotFoundError) as error:
+        print(f"paged install-backend: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    print(*written, sep="\n")
+    return 0

@@ -1,0 +1,127 @@
+"""Finds the name under which a server serves the engine, for commands that were not given one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from paged_client.connection_errors import unreachable
+from paged_client.types import PagedError
+
+DEFAULT_MODEL = "paged_llm"
+DISCOVERY_SECONDS = 10.0
+_OWN_TENSOR = "pool_map"  # an input that only the engine's model has
+_LISTED = 20  # model names in an error message
+
+
+class _Server(Protocol):
+    def ready_models(self) -> list[str]: ...
+
+    def inputs(self, model: str) -> set[str]: ...
+
+    def close(self) -> None: ...
+
+
+def find_model(url: str, protocol: str, timeout: float | None = None) -> str:
+    """Return the name of the model of a server that is served by this engine.
+
+    It is `paged_llm` if the server has a model of that name, or the only model with this engine's tensors.
+
+    Args:
+        url: address for `protocol`, as for `Client`.
+        timeout: time limit of each call to the server, in seconds; None is 10 seconds.
+
+    Raises PagedError with code NOT_FOUND if there is no such model or several, UnreachableError without a connection.
+    """
+    limit = min(timeout or DISCOVERY_SECONDS, DISCOVERY_SECONDS)
+    with closing(_HttpServer(url, limit) if protocol == "http" else _GrpcServer(url, limit)) as server:
+        return _choose(server, url)
+
+
+def _choose(server: _Server, url: str) -> str:
+    models = server.ready_models()
+    if DEFAULT_MODEL in models:
+        return DEFAULT_MODEL
+    found = [model for model in models if _OWN_TENSOR in server.inputs(model)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {_listed(found)}")
+    others = f"; its models: {_listed(models)}" if models else "; it has no model that is ready"
+    raise PagedError("NOT_FOUND", f"{url} does not serve this engine{others}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(sorted(names)[:_LISTED]) + more
+
+
+class _GrpcServer:
+    def __init__(self, url: str, timeout: float) -> None:
+        import grpc  # takes longer to import than the rest of the client
+        from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+        from paged_client import grpc_wire
+
+        self._messages: Any = service_pb2
+        self._target, self._timeout = grpc_wire.check_target(url), timeout
+        self._channel = grpc.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._rpc_errors, self._convert = grpc.RpcError, grpc_wire.rpc_error
+
+    def ready_models(self) -> list[str]:
+        reply = self._call(self._stub.RepositoryIndex, self._messages.RepositoryIndexRequest(ready=True))
+        return [model.name for model in reply.models]
+
+    def inputs(self, model: str) -> set[str]:
+        reply = self._call(self._stub.ModelMetadata, self._messages.ModelMetadataRequest(name=model))
+        return {tensor.name for tensor in reply.inputs}
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout)
+        except self._rpc_errors as error:
+            raise self._convert(error, self._target) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _HttpServer:
+    def __init__(self, url: str, timeout: float) -> None:
+        from paged_client.http_wire import generate_url, server_of
+
+        self._url = server_of(generate_url(url, DEFAULT_MODEL))
+        self._timeout = timeout
+
+    def ready_models(self) -> list[str]:
+        reply = self._call("POST", "/v2/repository/index", {"ready": True})
+        return [model["name"] for model in reply]
+
+    def inputs(self, model: str) -> set[str]:
+        return {tensor["name"] for tensor in self._call("GET", f"/v2/models/{quote(model, safe='')}")["inputs"]}
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept between calls."""
+
+    def _call(self, method: str, path: str, body: object = None) -> Any:
+        parts = urlsplit(self._url if "//" in self._url else f"http://{self._url}")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.netloc, timeout=self._timeout)
+        try:
+            connection.request(method, parts.path.rstrip("/") + path, json.dumps(body) if body else None)
+            reply = connection.getresponse()
+            text = reply.read()
+        except TimeoutError:
+            raise PagedError("DEADLINE_EXCEEDED", f"{self._url} did not answer in {self._timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._url, "http", f"{type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        if reply.status != 200:
+            raise PagedError("UNAVAILABLE", f"{self._url}{path}: HTTP {reply.status} {reply.reason}")
+        return json.loads(text)

@@ -1,0 +1,112 @@
+"""The gRPC encoding of requests, responses and errors: `ModelStreamInfer` of the stubs in tritonclient.
+
+We use the stubs because `InferenceServerClient` has one stream at a time with a thread for each, and keeps its reader
+waiting if the server ends a stream without an error. Here each request is one call. Its sending side is closed after
+the request, so that the server ends the call after the last response.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from paged_client.connection_errors import unreachable
+from paged_client.types import PagedError
+from paged_client.wire import INPUTS, SEQUENCE, Fields, Value, Values
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # The default backoff grows to two minutes, in which a client does not notice that its server has restarted.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
+_UNKNOWN_MODEL = "Request for unknown model"
+_DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
+
+
+def check_target(url: str) -> str:
+    """Return `url`. Raises ValueError if it has a scheme, which gRPC would take for a part of the host name."""
+    if "//" in url:
+        raise ValueError(f"url={url!r}: gRPC takes HOST:PORT")
+    return url
+
+
+def infer_request(model: str, values: Values, request_id: str) -> Any:
+    """Return the ModelInferRequest of a call."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in values.items():
+        if name in SEQUENCE:
+            _set_parameter(request.parameters[name], value)
+            continue
+        count = len(value) if isinstance(value, list) else 1
+        request.inputs.add(name=name, datatype=_DATATYPES[INPUTS[name][0]], shape=[count])
+        request.raw_input_contents.append(_elements(value))
+    return request
+
+
+def _set_parameter(parameter: Any, value: Value) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    else:
+        parameter.string_param = value
+
+
+def _elements(value: Value) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("?", value)
+    if isinstance(value, list):
+        return struct.pack(f"<{len(value)}i", *value)
+    assert isinstance(value, str), value
+    data = value.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def read_fields(response: Any) -> Fields:
+    """Return the outputs of a ModelStreamInferResponse by name. Raises PagedError if it is an error.
+
+    The error class is parsed from the message. Triton can add a gRPC status (`triton_grpc_error` in the metadata), but
+    server 2.51 then logs an internal error whenever such a client disconnects, and has crashed after one. After an
+    error, read the call to its end: cancelling or dropping it earlier can keep that server from exiting.
+    """
+    if response.error_message:
+        code = "NOT_FOUND" if response.error_message.startswith(_UNKNOWN_MODEL) else "UNKNOWN"
+        raise PagedError.parse(response.error_message, code)
+    answer = response.infer_response
+    return {
+        tensor.name: _read_elements(tensor.datatype, raw)
+        for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+    }
+
+
+_NUMBERS = {"UINT32": "I", "INT32": "i", "FP32": "f"}
+
+
+def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
+    """Decode a tensor with `struct`: for a few elements NumPy takes longer than the rest of a response."""
+    if datatype != "BYTES":
+        return list(struct.unpack(f"<{len(raw) // 4}{_NUMBERS[datatype]}", raw))
+    texts, place = [], 0
+    while place < len(raw):
+        start = place + 4
+        place = start + int.from_bytes(raw[place:start], "little")
+        texts.append(raw[start:place].decode())
+    return texts  # type: ignore[return-value]
+
+
+def rpc_error(error: grpc.RpcError, target: str) -> PagedError:
+    """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status.
+
+    An `UnreachableError` that names `target`, if no connection could be made.
+    """
+    details = error.details() or ""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and any(text in details for text in _NOT_CONNECTED):
+        return unreachable(target, "grpc", details)
+    return PagedError.parse(details, error.code().name)

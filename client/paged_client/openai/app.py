@@ -1,0 +1,285 @@
+"""The routes of the OpenAI-compatible gateway. It keeps counters and connections to servers, but no request state."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paged_client.openai import embeddings, keys, metrics, schema, translation
+from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from paged_client.openai.chat_schema import ChatRequest
+from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.concurrency import ClientDisconnected, run_while_connected
+from paged_client.openai.engine_calls import MergedStream, generate_all
+from paged_client.openai.errors import ApiError, from_engine, no_such_model
+from paged_client.openai.servers import Servers
+from paged_client.openai.streaming import EventStream
+from paged_client.openai.tool_calls import ToolCallFormat
+from paged_client.openai.tools import tool_use
+from paged_client.openai.translation import EngineRequest
+from paged_client.types import PagedError
+
+HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
+READ = ["GET", "HEAD"]  # some load balancers use HEAD
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # headers of errors, by status
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class GatewayLimits:
+    """Limits of requests. Each field is an option of `paged openai` with the same name."""
+
+    max_open_requests: int  # concurrent requests of all clients
+    max_request_bytes: int  # size of a body
+    max_prompts: int  # prompts of a completion request
+    max_inputs: int  # inputs of an embedding request
+    body_timeout: float  # seconds within which a body must be fully received
+
+    def check(self, option: str, field: str, count: int, what: str) -> None:
+        """Raises ApiError if `count` exceeds the option."""
+        limit = getattr(self, option)
+        if count > limit:
+            raise ApiError(400, f"{field}: has {count} {what}; must be at most {limit} ({flag(option)})", param=field)
+
+
+def flag(option: str) -> str:
+    """Return the command-line flag of an option."""
+    return "--" + option.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a gateway.
+
+    Args:
+        urls: gRPC endpoints of the servers; None is the default one.
+        model: name of the served model, which is also its name in the gateway.
+        template: chat template to apply in the gateway; None if the server applies the model's.
+        api_keys: accepted API keys; if empty, no key is required.
+        limits: limits of requests.
+        tool_format: format of the model's tool calls.
+        access_log: called with a line for each request; None disables the log.
+    """
+
+    urls: Sequence[str | None]
+    model: str
+    template: ChatTemplate | None
+    api_keys: Sequence[str]
+    limits: GatewayLimits
+    tool_format: ToolCallFormat
+    access_log: Callable[[str], object] | None
+
+
+class Gateway:
+    """The route handlers. Raises ValueError for an invalid server URL."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._servers = Servers(settings.urls, settings.model)
+        self._started = int(time.time())
+        self.metrics = metrics.Metrics()
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        async with self._servers:
+            yield
+
+    async def completions(self, request: Request) -> Response:
+        body = schema.parse(schema.CompletionRequest, await self._read(request))
+        self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
+        engine_requests = translation.from_completion(body, self._adapter(body))
+        builder = CompletionResponseBuilder(body, _request_id(request))
+        return await self._respond(request, body, engine_requests, builder)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = schema.parse(ChatRequest, await self._read(request))
+        settings = self._settings
+        use = tool_use(body, settings.tool_format)
+        engine_request = await translation.from_chat(
+            body, self._adapter(body), use, settings.tool_format, settings.template
+        )
+        builder = ChatResponseBuilder(body, _request_id(request), use)
+        return await self._respond(request, body, [engine_request], builder)
+
+    async def _respond(
+        self,
+        request: Request,
+        body: schema.GenerateBody,
+        engine_requests: Sequence[EngineRequest],
+        builder: ResponseBuilder,
+    ) -> Response:
+        if not body.stream:
+            work = generate_all(self._servers, engine_requests, builder.id)
+            completions = await run_while_connected(request.receive, work)
+            self.metrics.count_tokens(request.url.path, completions)
+            return JSONResponse(builder.whole(completions), headers={"X-Request-Id": builder.id})
+        stream = MergedStream(self._servers, engine_requests, builder.id, samples=body.n or 1)
+        try:
+            first = await run_while_connected(request.receive, stream.first())
+        except BaseException:
+            stream.cancel()
+            raise
+        options = body.stream_options or schema.StreamOptions()
+        return EventStream(first, stream, builder, options=options, route=request.url.path, metrics=self.metrics)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
+        self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
+        work = embeddings.embed_all(self._servers, body, self._adapter(body))
+        computed = await run_while_connected(request.receive, work)
+        self.metrics.count_embeddings(request.url.path, computed)
+        return JSONResponse(embeddings.response(body, computed))
+
+    def _adapter(self, body: schema.Body) -> str | None:
+        """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
+        return None if body.model == self._settings.model else body.model
+
+    async def models(self) -> dict[str, Any]:
+        """Return the model and its adapters. Raises ApiError if no server can be reached."""
+        try:
+            adapters = await self._servers.adapters(timeout=HEALTH_TIMEOUT)
+        except PagedError as error:
+            raise from_engine(error, {}) from None
+        model = self._settings.model
+        adapter_cards = [self._card(one.name) | {"parent": model} for one in adapters if one.error is None]
+        return {"object": "list", "data": [self._card(model), *adapter_cards]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        for card in (await self.models())["data"]:
+            if card["id"] == name:
+                return dict(card)
+        raise no_such_model(name)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "paged"}
+
+    async def health(self) -> dict[str, str]:
+        """Check that a server is ready. The engine loop itself answers this request, so that it must be running."""
+        try:
+            await self._servers.pool_map(timeout=HEALTH_TIMEOUT)
+        except PagedError as error:
+            raise ApiError(503, f"the model is not ready: {error}", code="unavailable") from None
+        return {"status": "ok"}
+
+    async def live(self) -> dict[str, str]:
+        """Check that the gateway runs, independent of the servers."""
+        return {"status": "ok"}
+
+    async def show_metrics(self) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    async def check_key(self, request: Request) -> None:
+        if not self._settings.api_keys:
+            return
+        if not keys.is_authorized(request.headers.get("Authorization", ""), self._settings.api_keys):
+            raise ApiError(401, "Authorization: must be 'Bearer' and a valid API key", code="invalid_api_key")
+
+    async def _read(self, request: Request) -> bytes:
+        """Read the body. A body that its headers show to be invalid is rejected without reading it."""
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"Content-Encoding: {encoding[:80]}: not supported; send uncompressed JSON")
+        self._check_size(int(request.headers.get("Content-Length", 0)))
+        seconds = self._settings.limits.body_timeout
+        try:
+            return await asyncio.wait_for(self._read_chunks(request), seconds)
+        except asyncio.TimeoutError:
+            message = f"the body was not fully received within the limit of {seconds:g} s ({flag('body_timeout')})"
+            raise ApiError(408, message, code="request_timeout") from None
+        except ClientDisconnect:
+            raise ClientDisconnected from None
+
+    async def _read_chunks(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            self._check_size(len(body))
+        return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        limit = self._settings.limits.max_request_bytes
+        if size > limit:
+            message = f"the body exceeds the limit of {limit} bytes ({flag('max_request_bytes')})"
+            raise ApiError(413, message, code="request_too_large")
+
+
+class ConcurrencyLimiter:
+    """ASGI middleware that limits concurrent POST requests, and with them the memory for request bodies."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in READ:
+            return await self._app(scope, receive, send)
+        if self._num_open >= self._limit:
+            message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
+            error = ApiError(503, message, code="unavailable")
+            return await JSONResponse(error.body, error.status)(scope, receive, send)
+        self._num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+
+def _request_id(request: Request) -> str:
+    """Return the id in the request's headers, or a new one."""
+    given = request.headers.get("X-Request-Id")
+    if given is not None and not _REQUEST_ID.fullmatch(given):
+        raise ApiError(400, "X-Request-Id: must be 1..128 letters, digits or any of -_.:")
+    return given or uuid.uuid4().hex
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Return the gateway as an ASGI application. Raises ValueError for an invalid server URL."""
+    gateway = Gateway(settings)
+    # No OpenAPI schema of our own: the API is specified by OpenAI.
+    app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
+    app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
+    _add_error_handlers(app)
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
+    v1.add_api_route("/models", gateway.models, methods=READ)
+    v1.add_api_route("/models/{name:path}", gateway.model, methods=READ)
+    v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
+    v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
+    v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)
+    app.include_router(v1)
+    app.add_api_route("/health", gateway.health, methods=READ)
+    app.add_api_route("/live", gateway.live, methods=READ)
+    app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnected)
+    async def client_disconnected(request: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=metrics.CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)

@@ -1,0 +1,139 @@
+"""Runs the OpenAI-compatible gateway until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from paged_client.discovery import DEFAULT_MODEL, find_model
+from paged_client.openai import keys
+from paged_client.openai.app import GatewayLimits, Settings, create_app
+from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.tool_calls import FORMATS
+from paged_client.openai.tools import detect_format
+from paged_client.session import UsageError
+from paged_client.sync_client import DEFAULT_URLS
+from paged_client.types import PagedError
+
+REACH_SECONDS = 3.0  # for a server to answer when the gateway starts
+SHUTDOWN_SECONDS = 30  # time for open streams to finish, as with `paged serve`
+
+
+def run(
+    *,
+    urls: Sequence[str],
+    model: str | None,
+    tokenizer: Path | None,
+    host: str,
+    port: int,
+    api_keys: Sequence[str],
+    api_key_file: Path | None,
+    chat_template_timeout: float,
+    max_open_requests: int,
+    max_request_bytes: int,
+    max_prompts: int,
+    max_inputs: int,
+    body_timeout: float,
+    tool_parser: str,
+    access_log: bool,
+) -> int:
+    """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
+    if tokenizer:  # loading takes several seconds, including the import of transformers
+        _log_line(f"loading the tokenizer {tokenizer} ...")
+    try:
+        template = ChatTemplate(tokenizer, chat_template_timeout) if tokenizer else None
+    except ValueError as error:
+        raise UsageError(f"--tokenizer {error}") from None
+    try:
+        all_keys = keys.collect(api_keys, api_key_file, os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
+    try:
+        found = find_models(urls or [DEFAULT_URLS["grpc"]])
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    settings = Settings(
+        urls=urls or (None,),
+        model=model or found or DEFAULT_MODEL,
+        template=template,
+        api_keys=all_keys,
+        limits=GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout),
+        tool_format=tool_format,
+        access_log=_log_line if access_log else None,
+    )
+    try:
+        app = create_app(settings)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # one descriptor for each connection
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
+    print(
+        f"OpenAI-compatible API of {settings.model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
+        flush=True,
+    )
+    config = uvicorn.Config(
+        app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+    )
+    server = _Server(config)
+    with listener:
+        server.run(sockets=[listener])
+    if server.interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def find_models(urls: Sequence[str]) -> str | None:
+    """Return the name of the model on the first of these servers that can be reached; None without one.
+
+    Raises ValueError for an invalid URL. Writes a warning for each server that cannot be reached or does not serve this
+    engine.
+    """
+    names = []
+    for url in urls:
+        try:
+            names.append(find_model(url, "grpc", REACH_SECONDS))
+        except PagedError as error:
+            _log_line(f"warning: {error.message}; requests for this server fail until this has changed")
+    return names[0] if names else None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket with TCP_NODELAY, which its connections inherit. Raises OSError.
+
+    Without TCP_NODELAY the body of a response waits 40 ms for the client to acknowledge its headers. asyncio sets it
+    only for sockets that were created with a protocol number, which is not the case here.
+    """
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _log_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Server(uvicorn.Server):
+    """A server that exits on a signal without raising it again.
+
+    uvicorn raises the signal again, which a background process of a shell ignores.
+    """
+
+    interrupted = False  # whether Ctrl-C was pressed
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+        self.interrupted |= sig == signal.SIGINT

@@ -1,0 +1,61 @@
+"""Errors in the format of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paged_client.types import PagedError
+
+# HTTP status by the error class of PagedError; 500 for all others.
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 503,  # the server does not have the gateway's own model
+    "UNAVAILABLE": 503,
+    "CANCELLED": 499,  # cancelled by a `stop_request`; OpenAI's clients do not retry this status
+    "RESOURCE_EXHAUSTED": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_FIELD = re.compile(r"\w+(?=[=:\[])")
+
+
+class ApiError(Exception):
+    """An error response. `param` is the invalid field, `code` the error code of OpenAI's API."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def no_such_model(name: str, reason: str = "") -> ApiError:
+    message = f"model={name[:80]!r}: neither the model's name nor that of one of its adapters" + f" ({reason})" * bool(
+        reason
+    )
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
+    """Return the error response for an error of the engine.
+
+    Args:
+        names: the request's field names by the engine's, where they differ; under `lora_name`, the name of the model
+            that the request gave.
+    """
+    status = _STATUS.get(error.code, 500)
+    message, param = error.message, None
+    field = _FIELD.match(message)
+    if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
+        return no_such_model(names["lora_name"], message)
+    if status == 400 and field:
+        param = names.get(field[0], field[0])
+        message = message if param == field[0] else f"{param}: {message}"
+    return ApiError(status, message, param=param, code=error.code.lower())

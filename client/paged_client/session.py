@@ -1,0 +1,161 @@
+"""Terminal sessions: `paged generate` and `paged chat` send requests to a server and print its output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_client.sync_client import Client
+from paged_client.sync_stream import Stream
+from paged_client.types import Completion, PagedError
+from paged_client.wire import Message
+
+
+class UsageError(Exception):
+    """Invalid command-line arguments or input. The message names the argument."""
+
+
+@dataclass
+class Timing:
+    """Times of one request, in seconds of time.perf_counter()."""
+
+    started: float
+    first: float | None = None  # time of the first text
+
+    def report(self, completion: Completion) -> str:
+        """Return a line with token counts, time to first text and throughput."""
+        now = time.perf_counter()
+        seconds = now - self.started
+        first = "no text" if self.first is None else f"first text after {self.first - self.started:.3f} s"
+        samples = (completion, *completion.others)
+        num_output_tokens = sum(sample.num_output_tokens for sample in samples)
+        reasons = ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
+        cached = f" ({completion.receipt['cached_tokens']} cached)" if completion.receipt else ""
+        return (
+            f"{completion.num_input_tokens} prompt tokens{cached}, {num_output_tokens} output tokens"
+            f" ({reasons}); {first},"
+            f" {num_output_tokens / seconds:.1f} tokens/s over {seconds:.3f} s"
+        )
+
+
+class TerminalSession:
+    """Sends the requests of one command and prints their output.
+
+    Args:
+        client: client of the server.
+        sampling: sampling parameters of every request.
+        timeout: time limit of each request in seconds; None is no limit.
+        stats: print token counts and throughput to standard error.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sampling: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        stats: bool = False,
+    ) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._timeout = timeout
+        self._stats = stats
+        self._timing = Timing(time.perf_counter())  # times of the current request
+
+    def generate(self, prompt: str, *, stream: bool = True) -> None:
+        """Print the completion of `prompt`, as it arrives or, without `stream`, once it is complete."""
+        with self._send(prompt=prompt) as responses:
+            self._print(responses, stream=stream)
+
+    def chat_once(self, history: Sequence[Message], text: str) -> None:
+        """Print the reply to one user message."""
+        with self._send(messages=[*history, _message("user", text)]) as responses:
+            self._print(responses)
+
+    def chat(self, history: Sequence[Message]) -> None:
+        """Run a conversation on the terminal. Ctrl-C cancels the current reply, Ctrl-D ends the conversation."""
+        conversation = list(history)
+        while (text := _read_line()) is not None:
+            if text.strip():
+                conversation += self._turn(conversation, text)
+
+    def _turn(self, conversation: Sequence[Message], text: str) -> list[Message]:
+        """Run one turn. Return its two messages, or none if there is no reply to continue from."""
+        question = _message("user", text)
+        try:
+            with self._send(messages=[*conversation, question]) as responses:
+                reply = self._print_until_interrupted(responses)
+        except PagedError as error:
+            print(f"paged: {error}", file=sys.stderr)
+            return []
+        return [question, _message("assistant", reply)] if reply else []
+
+    def _send(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
+        self._timing = Timing(time.perf_counter())
+        try:
+            return self._client.stream(prompt, messages=messages, timeout=self._timeout, **self._sampling)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def _print_until_interrupted(self, responses: Stream) -> str:
+        try:
+            return self._print(responses)
+        except KeyboardInterrupt:
+            responses.cancel()
+            print()
+            return self._finish(responses)
+
+    def _print(self, responses: Stream, *, stream: bool = True) -> str:
+        try:
+            self._print_deltas(responses, stream)
+        except PagedError:
+            if self._timing.first and stream:
+                print(flush=True)  # the error message starts on a new line
+            raise
+        completion = responses.completion
+        print(completion.text if completion and not stream else "", flush=True)
+        for number, other in enumerate(completion.others if completion else (), 2):
+            print(f"--- sample {number} ---\n{other.text}", flush=True)
+        return self._finish(responses)
+
+    def _print_deltas(self, responses: Stream, stream: bool) -> None:
+        for delta in responses:
+            self._timing.first = self._timing.first or time.perf_counter()
+            if stream and delta.index == 0:  # the other samples are printed at the end
+                print(delta.text, end="", flush=True)
+
+    def _finish(self, responses: Stream) -> str:
+        completion = responses.completion
+        assert completion is not None  # a stream that failed has raised
+        if self._stats:
+            print(self._timing.report(completion), file=sys.stderr)
+        return completion.text
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _read_line() -> str | None:
+    """Read a line from the terminal: empty after Ctrl-C, None after Ctrl-D."""
+    try:
+        return input("> ")
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        print()
+        return None
+
+
+def read_stdin() -> str:
+    """Read standard input without its last newline, which `echo` adds. Raises UsageError if it is not UTF-8."""
+    if sys.stdin.isatty():
+        print("Type a prompt and end it with Ctrl-D on a line of its own.", file=sys.stderr)
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input: not UTF-8: {error.reason} at byte {error.start}") from None

@@ -1,0 +1,341 @@
+"""The tensors of requests and responses, for both protocols and for the synchronous and the asyncio client."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from paged_client.types import Adapter, Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
+
+# name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
+INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "text_input": ("TYPE_STRING", (1,)),
+    "messages": ("TYPE_STRING", (1,)),
+    "tools": ("TYPE_STRING", (1,)),
+    "input_ids": ("TYPE_INT32", (-1,)),
+    "image": ("TYPE_STRING", (-1,)),
+    "stream": ("TYPE_BOOL", (1,)),
+    "sampling_parameters": ("TYPE_STRING", (1,)),
+    "exclude_input_in_output": ("TYPE_BOOL", (1,)),
+    "return_finish_reason": ("TYPE_BOOL", (1,)),
+    "return_stop_reason": ("TYPE_BOOL", (1,)),
+    "return_cumulative_logprob": ("TYPE_BOOL", (1,)),
+    "return_logprobs": ("TYPE_BOOL", (1,)),
+    "return_num_input_tokens": ("TYPE_BOOL", (1,)),
+    "return_num_output_tokens": ("TYPE_BOOL", (1,)),
+    "return_token_ids": ("TYPE_BOOL", (1,)),
+    "return_text_offsets": ("TYPE_BOOL", (1,)),
+    "return_receipt": ("TYPE_BOOL", (1,)),
+    "pool_map": ("TYPE_BOOL", (1,)),
+    "adapters": ("TYPE_BOOL", (1,)),
+    "stop_request": ("TYPE_BOOL", (1,)),
+    "embedding_request": ("TYPE_STRING", (1,)),
+    "stop": ("TYPE_STRING", (-1,)),
+    "bad_words": ("TYPE_STRING", (-1,)),
+    "choice": ("TYPE_STRING", (-1,)),
+    "stop_token_ids": ("TYPE_INT32", (-1,)),
+    "allowed_token_ids": ("TYPE_INT32", (-1,)),
+    "json_schema": ("TYPE_STRING", (1,)),
+    "json_object": ("TYPE_BOOL", (1,)),
+    "regex": ("TYPE_STRING", (1,)),
+    "grammar": ("TYPE_STRING", (1,)),
+}
+OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "text_output": ("TYPE_STRING", (-1,)),
+    "finish_reason": ("TYPE_STRING", (-1,)),
+    "stop_reason": ("TYPE_STRING", (-1,)),
+    "cumulative_logprob": ("TYPE_FP32", (-1,)),
+    "logprobs": ("TYPE_STRING", (-1,)),
+    "num_input_tokens": ("TYPE_UINT32", (1,)),
+    "num_output_tokens": ("TYPE_UINT32", (-1,)),
+    "token_ids": ("TYPE_INT32", (-1,)),
+    "prompt_token_ids": ("TYPE_INT32", (-1,)),
+    "text_offsets": ("TYPE_INT32", (-1,)),
+    "prompt_text_offsets": ("TYPE_INT32", (-1,)),
+    "first_prompt_token": ("TYPE_STRING", (1,)),
+    "prompt_logprobs": ("TYPE_STRING", (1,)),
+    "receipt": ("TYPE_STRING", (1,)),
+    "pool_map": ("TYPE_STRING", (1,)),
+    "adapters": ("TYPE_STRING", (1,)),
+    "num_stopped": ("TYPE_UINT32", (1,)),
+}
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
+Prompt = str | Sequence[int]  # text, or token ids
+Value = str | bool | int | list[int]
+Values = dict[str, Value]  # input name -> its element or list; also Triton's sequence parameters
+SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+RETURN_FLAGS = ("return_token_ids", "return_text_offsets")  # inputs that callers pass as sampling parameters
+Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
+
+
+def request_values(
+    prompt: Prompt | None, messages: Sequence[Message] | None, sampling: Mapping[str, object], *, stream: bool
+) -> Values:
+    """Return the inputs of one request. The server validates the sampling parameters.
+
+    Raises:
+        ValueError: both or neither of `prompt` and `messages`; text that is not valid Unicode; invalid token ids; a
+            sampling parameter that cannot be encoded as JSON.
+    """
+    if (prompt is None) == (messages is None):
+        raise ValueError("give exactly one of prompt and messages")
+    inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in RETURN_FLAGS}
+    tools = sampling.get("tools")
+    sampling = {name: value for name, value in sampling.items() if name not in (*inputs, "tools")}
+    values: Values = {
+        "stream": stream,
+        "sampling_parameters": _json_object(sampling),
+        "exclude_input_in_output": True,
+        "return_finish_reason": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+        "return_receipt": True,
+    }
+    if sampling.get("logprobs") is not None:
+        values |= {"return_logprobs": True, "return_cumulative_logprob": True}
+    for name, value in inputs.items():
+        values[name] = _input_value(name, value)
+    if messages is not None:
+        values["messages"] = _json("messages", messages)
+    elif prompt is None or isinstance(prompt, str):
+        values["text_input"] = _check_text("prompt", prompt)
+    else:
+        values["input_ids"] = _token_ids(prompt)
+    if tools is not None:
+        values["tools"] = _json("tools", tools)
+    return values
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        ids = [operator.index(token) for token in prompt]  # accepts NumPy integers, too
+    except TypeError:
+        raise ValueError(f"prompt={prompt!r}: must be a string, or a list of token ids") from None
+    if not all(0 <= token < 2**31 for token in ids):
+        raise ValueError(f"prompt: token ids must be in 0..{2**31 - 1}")
+    return ids
+
+
+def _input_value(name: str, value: object) -> str | bool | int:
+    if name == "sequence_id":
+        if isinstance(value, bool) or not (isinstance(value, str) or (isinstance(value, int) and 0 < value < 2**63)):
+            raise ValueError(f"{name}={value!r}: must be a string, or a whole number in 1..{2**63 - 1}")
+    elif not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+    return value
+
+
+def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling: Mapping[str, object]) -> Values:
+    """Return the inputs of an embedding request. Raises ValueError as `request_values` does."""
+    prompt = _check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
+    pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
+    return {
+        "embedding_request": json.dumps({"input": prompt, "pooling_params": pooling}, ensure_ascii=False),
+        "sampling_parameters": _json_object(sampling),
+        "return_num_input_tokens": True,
+        "return_receipt": True,
+    }
+
+
+def _index(name: str, value: object) -> int:
+    """Return an integer, which may be a NumPy integer, as int. Raises ValueError that names the argument."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number") from None
+
+
+def read_embedding(response: Fields | None) -> Embedding:
+    """Parse the response of an embedding request. Raises PagedError if it is malformed."""
+    try:
+        fields = response or {}
+        values = tuple(map(float, json.loads(str(fields["text_output"][0]))))
+        receipts = [json.loads(str(one)) for one in fields.get("receipt", [])]
+        return Embedding(values, int(fields["num_input_tokens"][0]), *receipts)
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no embedding: {type(error).__name__}: {error}") from None
+
+
+POOL_MAP_REQUEST: Values = {"pool_map": True}
+ADAPTERS_REQUEST: Values = {"adapters": True}
+STOP_REQUEST: Values = {"stop_request": True}
+
+
+def read_pool_map(response: Fields | None) -> PoolMap:
+    """Parse the response of a pool map request. Raises PagedError if it is malformed."""
+    try:
+        values = json.loads(str((response or {})["pool_map"][0]))
+        return PoolMap(**{field.name: values[field.name] for field in fields(PoolMap)})
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
+
+
+def may_stream(sampling: Mapping[str, object]) -> bool:
+    """Return whether the output can be streamed. With best_of, the best samples are known only at the end."""
+    return sampling.get("best_of") is None
+
+
+def check_request_id(request_id: str) -> str:
+    if not request_id:
+        raise ValueError(f"request_id={request_id!r}: must be the id of the request to cancel")
+    return request_id
+
+
+def read_num_stopped(response: Fields | None) -> int:
+    """Parse the response of a stop request. Raises PagedError if it is malformed."""
+    try:
+        return int((response or {})["num_stopped"][0])
+    except (LookupError, TypeError, ValueError) as error:
+        raise PagedError("INTERNAL", f"the server sent no count: {type(error).__name__}: {error}") from None
+
+
+def read_adapters(response: Fields | None) -> tuple[Adapter, ...]:
+    """Parse the response of an adapter list request. Raises PagedError if it is malformed."""
+    names = [field.name for field in fields(Adapter)]
+    try:
+        found = json.loads(str((response or {})["adapters"][0]))
+        return tuple(Adapter(**{name: one[name] for name in names if name in one}) for one in found)
+    except (LookupError, TypeError, ValueError) as error:
+        reason = f"the server sent no list of its adapters: {type(error).__name__}: {error}"
+        raise PagedError("INTERNAL", reason) from None
+
+
+def _json_object(sampling: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f"{json.dumps(key)}: {_json(key, value)}" for key, value in sampling.items()) + "}"
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r}: {error}") from None
+    return _check_text(name, text)
+
+
+def _check_text(name: str, text: object) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name}={text!r}: must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} cannot be encoded as UTF-8") from None
+    return text
+
+
+class Transcript:
+    """The output of one request so far. Converts responses to deltas, and the deltas to a completion."""
+
+    def __init__(self) -> None:
+        self._samples: list[list[Delta]] = [[]]
+        self._num_input_tokens = 0
+        self._prompt: dict[str, Any] = {}  # the fields of PromptInfo, which may arrive in different responses
+        self._pending_prompt: dict[str, Any] = {}  # the part of _prompt that no delta has returned yet
+        self._receipt: Mapping[str, float] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if every sample has its last delta."""
+        return all(deltas and deltas[-1].finish_reason for deltas in self._samples)
+
+    def add(self, fields: Fields) -> list[Delta]:
+        """Add a response and return its deltas: one for each sample that has new output."""
+        texts = fields.get("text_output", [""])
+        reasons = fields.get("finish_reason", ["None"] * len(texts))
+        counts = fields.get("num_output_tokens", [0] * len(texts))
+        self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
+        logprobs = fields.get("logprobs", ["null"] * len(texts))
+        sums = fields.get("cumulative_logprob", [None] * len(texts))
+        ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
+        for receipt in fields.get("receipt", []):
+            self._receipt = json.loads(str(receipt))
+        self._samples += [[] for _ in range(len(texts) - len(self._samples))]
+        new = []
+        for index, (text, reason, count, tokens, total, own_ids, own_offsets) in enumerate(
+            zip(texts, reasons, counts, logprobs, sums, ids, offsets, strict=True)
+        ):
+            deltas = self._samples[index]
+            delta = Delta(
+                text=str(text),
+                num_output_tokens=int(count),
+                finish_reason=None if reason == "None" else str(reason),
+                num_input_tokens=self._num_input_tokens,
+                index=index,
+                logprobs=_read_logprobs(str(tokens)),
+                cumulative_logprob=None if total is None else float(total),
+                token_ids=own_ids,
+                text_offsets=own_offsets,
+            )
+            if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
+                deltas.append(delta)
+                new.append(delta)
+        prompt = _read_prompt(fields)
+        self._prompt |= prompt
+        self._pending_prompt |= prompt
+        if self._pending_prompt and new:
+            new[0], self._pending_prompt = replace(new[0], **self._pending_prompt), {}
+        return new
+
+    def completion(self) -> Completion:
+        first, *others = [
+            Completion(
+                text="".join(delta.text for delta in deltas),
+                finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
+                num_input_tokens=self._num_input_tokens,
+                num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+                logprobs=_concatenate([delta.logprobs for delta in deltas]),
+                cumulative_logprob=deltas[-1].cumulative_logprob if deltas else None,
+                token_ids=_concatenate([delta.token_ids for delta in deltas]),
+                text_offsets=_concatenate([delta.text_offsets for delta in deltas]),
+            )
+            for deltas in self._samples
+        ]
+        return replace(first, others=tuple(others), receipt=self._receipt, **self._prompt)
+
+
+def _read_prompt(fields: Fields) -> dict[str, Any]:
+    names = ("prompt_token_ids", "prompt_text_offsets")
+    prompt: dict[str, Any] = {name: tuple(map(int, fields[name])) for name in names if name in fields}
+    for text in fields.get("first_prompt_token", []):
+        prompt["first_prompt_token"] = str(text)
+    for text in fields.get("prompt_logprobs", []):
+        prompt["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
+    return prompt
+
+
+def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
+    tokens = json.loads(text)
+    if tokens is None:
+        return None
+    return tuple(map(_entries, tokens))
+
+
+def _entries(one: Mapping[str, Any]) -> Logprobs:
+    return tuple(TokenLogprob(int(token), **entry) for token, entry in one.items())
+
+
+def _split(values: Sequence[str | int | float] | None, counts: Sequence[str | int | float]) -> list[Any]:
+    """Split an output with one element for each token into the parts of each sample."""
+    if values is None:
+        return [None] * len(counts)
+    remaining = iter(map(int, values))
+    return [tuple(islice(remaining, int(count))) for count in counts]
+
+
+T = TypeVar("T")
+
+
+def _concatenate(parts: Sequence[tuple[T, ...] | None]) -> tuple[T, ...] | None:
+    present = [part for part in parts if part is not None]
+    return tuple(one for part in present for one in part) if present else None
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Return `timeout`. Raises ValueError unless it is None (no limit) or a positive number of seconds."""
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}: must be a positive number of seconds, or None")
+    return timeout
