@@ -2,7 +2,7 @@
 
     python -m paged_bench.on_gpu [--minutes 30] [--only checks kernels ...]
 
-The project must be installed, or PYTHONPATH must have the checkout and its folder kernels/. Results go to
+The project must be installed, or PYTHONPATH must have the checkout and its folders kernels/ and client/. Results go to
 kernels/bench/results/<date>-<gpu>/, with versions and the clocks before and after. A step that fails or exceeds its
 time is reported, and the next one runs.
 """
