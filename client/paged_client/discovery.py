@@ -50,12 +50,13 @@ def _choose(server: _Server, url: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {_listed(found)}")
-    others = f"; its models: {_listed(models)}" if models else "; it has no model that is ready"
+        raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {listed(found)}")
+    others = f"; its models: {listed(models)}" if models else "; it has no model that is ready"
     raise PagedError("NOT_FOUND", f"{url} does not serve this engine{others}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names as text, in alphabetical order."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(sorted(names)[:_LISTED]) + more
 

@@ -170,7 +170,7 @@ def read_pool_map(response: Fields | None) -> PoolMap:
     """Parse the response of a pool map request. Raises PagedError if it is malformed."""
     try:
         values = json.loads(str((response or {})["pool_map"][0]))
-        return PoolMap(**{field.name: values[field.name] for field in fields(PoolMap)})
+        return PoolMap(**{one.name: values[one.name] for one in fields(PoolMap) if one.name in values})
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
 

@@ -83,7 +83,7 @@ def internal_error(error: Exception) -> RequestError:
 
 def invalid_argument(field_name: str, value: Any, limit: str) -> RequestError:
     """Return the RequestError for an invalid value. Long names and values are cut."""
-    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{_cut(field_name)}={_cut(_format(value))}: {limit}")
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{cut(field_name)}={cut(_format(value))}: {limit}")
 
 
 def _format(value: Any) -> str:
@@ -94,7 +94,8 @@ def _format(value: Any) -> str:
         return f"({type(value).__name__})"
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Return a name or a value as an error message shows it."""
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 

@@ -20,7 +20,9 @@ class _Waiting:
 class PoolMapRequests:
     """Pool map requests in order of arrival; the engine's next map answers all of them."""
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(self, timeout_seconds: float, max_model_len: int | None = None):
+        """max_model_len: the context length, which the maps contain."""
+        self._max_model_len = max_model_len
         self._timeout_seconds = timeout_seconds
         self._waiting: list[_Waiting] = []
 
@@ -42,6 +44,7 @@ class PoolMapRequests:
                 "tokens": pool.tokens,
                 "cached_tokens_hit": pool.stats.cached_tokens,
                 "preemptions": pool.stats.preemptions,
+                "max_model_len": self._max_model_len,
             }
         )
         self._answer_all(lambda channel: channel.send(outputs, final=True))

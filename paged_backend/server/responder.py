@@ -64,11 +64,13 @@ class Responder:
         first_response: float | None = None,
         max_response_mib: int = 64,
         stall_seconds: float = 60.0,
+        max_model_len: int | None = None,
     ):
         """inbox: the queue that the engine emits to; by default a new one.
         first_response: seconds until a streaming request without a token gets an empty response; None: never.
         max_response_mib: the limit for all responses of one request together.
-        stall_seconds: maximum seconds of an engine step and of its answer to a pool map request."""
+        stall_seconds: maximum seconds of an engine step and of its answer to a pool map request.
+        max_model_len: the context length, which pool maps contain."""
         self._metrics = metrics
         self._sessions = sessions
         self._tenants = tenants
@@ -82,7 +84,7 @@ class Responder:
         self._cancellation = Cancellation(self.streams, engine)
         self._monitor = EngineMonitor(engine, self.streams, stall_seconds)
         self._first_responses = FirstResponses(self.streams, first_response)
-        self._pool_maps = PoolMapRequests(stall_seconds)
+        self._pool_maps = PoolMapRequests(stall_seconds, max_model_len)
         self._handler = ResponderMessageHandler(
             engine,
             self.streams,

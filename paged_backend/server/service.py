@@ -78,6 +78,7 @@ class Service:
             first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
             stall_seconds=config.stall_timeout,
+            max_model_len=limits.max_model_len,
         )
         self._health = Health(self._engine, self._responder, config.stall_timeout)
         self._admission = Admission(

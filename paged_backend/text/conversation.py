@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged_backend.api.errors import ErrorCode, RequestError, is_utf8_text
+from paged_backend.api.errors import ErrorCode, RequestError, cut, is_utf8_text
 from paged_backend.api.limits import InputLimits
+
+# What a content part holds, by a word in its type: "image_url", "input_image", "input_audio", "audio_url", ...
+_MEDIA = {"image": "images are", "audio": "audio is", "video": "video is", "file": "files are"}
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -22,12 +25,32 @@ def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
     check_count(messages, input_limits)
     for index, message in enumerate(messages):
         has_calls = _check_calls(f"messages[{index}].tool_calls", message.get("tool_calls"), input_limits)
+        _check_content(f"messages[{index}].content", message.get("content"))
         has_content = is_utf8_text(message.get("content")) or (has_calls and message.get("content") is None)
         if not is_utf8_text(message.get("role")) or not has_content:
             raise _invalid(f"messages[{index}]: must have a `role` and a `content` that are valid Unicode strings")
     if not is_utf8_text(json.dumps(messages, ensure_ascii=False)):
         raise _invalid("messages: contain a lone surrogate; send UTF-8 text")
     return messages
+
+
+def _check_content(name: str, content: Any) -> None:
+    """Raise RequestError for a list of content parts, which OpenAI's API has and chat templates do not."""
+    if not isinstance(content, list):
+        return
+    for index, part in enumerate(content):
+        if problem := media_problem(part):
+            raise _invalid(f"{name}[{index}]: {problem}")
+    raise _invalid(f"{name}: must be a string, not a list; join the text of its parts")
+
+
+def media_problem(part: Any) -> str | None:
+    """Return what is wrong with a content part that is an image, audio, a video or a file; None for all others."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type", next(iter(part), None))  # a part may have the only field "image_url"
+    media = next((media for word, media in _MEDIA.items() if isinstance(kind, str) and word in kind), None)
+    return media and f"{media} not supported (type {cut(json.dumps(kind))}); send text only"
 
 
 def check_count(messages: list[Message], input_limits: InputLimits) -> None:

@@ -113,10 +113,12 @@ def test_session_turns_can_use_different_adapters(client, texts):
 
 def test_openai_clients_select_adapters_as_models(lora_server, texts):
     with gateway(lora_server.grpc_url) as front:
-        assert [card["id"] for card in front.ask("/v1/models")[1]["data"]] == ["paged_llm", "a", "b"]
+        cards = front.ask("/v1/models")[1]["data"]
+        assert [(card["id"], card["max_model_len"]) for card in cards] == [(n, 256) for n in ("paged_llm", "a", "b")]
         for name, adapter in (("paged_llm", None), ("a", "a"), ("b", "b")):
             _, body = front.ask("/v1/completions", {"model": name, "prompt": PROMPT} | GREEDY)
             assert body["choices"][0]["text"].rstrip(CUT) == texts[adapter]
             assert body["model"] == name
         status, body = front.ask("/v1/completions", {"model": "nobody", "prompt": PROMPT})
         assert (status, body["error"]["code"]) == (404, "model_not_found")
+        assert body["error"]["message"].endswith("; choose a, b, paged_llm")

@@ -22,7 +22,7 @@ ENGINE = SimpleNamespace(busy_seconds=0.0)
 
 @pytest.fixture
 def responder():
-    made = Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    made = Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), max_model_len=256)
     made.start()
     yield made
     made.stop()
@@ -47,6 +47,7 @@ def test_every_caller_gets_next_pool_map_once(responder):
             "tokens": 20,
             "cached_tokens_hit": 5,
             "preemptions": 0,
+            "max_model_len": 256,
         }
     responder.request_pool_map(late.channel())
     responder.emit(POOL)

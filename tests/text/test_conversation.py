@@ -40,6 +40,27 @@ def test_invalid_tools_are_rejected(tools, reason):
     assert reason in rejection(**sent(TURNS, tools=tools))
 
 
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, 'images are not supported (type "image_url"); send text'),
+        ({"type": "image"}, "images are not supported"),
+        ({"image_url": "x"}, "images are not supported"),
+        ({"type": "input_audio"}, "audio is not supported"),
+        ({"type": "video_url"}, "video is not supported"),
+        ({"type": "file"}, "files are not supported"),
+    ],
+)
+def test_media_are_rejected_by_name(part, reason):
+    turn = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}
+    assert f"messages[0].content[1]: {reason}" in rejection(**sent([turn]))
+
+
+def test_list_of_texts_is_rejected():
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert "messages[0].content: must be a string, not a list" in rejection(**sent([turn]))
+
+
 def test_tools_without_messages_are_rejected():
     assert "tools: only supported together with messages" in rejection(text_input=text("x"), tools=text("[]"))
     assert "tools: not valid JSON" in rejection(**sent(TURNS) | {"tools": text("[")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,8 @@ from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.concurrency import ClientDisconnected, run_while_connected
 from paged_client.openai.engine_calls import MergedStream, generate_all
-from paged_client.openai.errors import ApiError, from_engine, no_such_model
+from paged_client.openai.errors import ApiError
+from paged_client.openai.models import ServedModels
 from paged_client.openai.servers import Servers
 from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
@@ -88,7 +88,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._servers = Servers(settings.urls, settings.model)
-        self._started = int(time.time())
+        self._models = ServedModels(self._servers, settings.model)
         self.metrics = metrics.Metrics()
 
     @asynccontextmanager
@@ -120,6 +120,18 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
+        try:
+            return await self._answer(request, body, engine_requests, builder)
+        except ApiError as error:
+            raise await self._models.with_names(error) from None
+
+    async def _answer(
+        self,
+        request: Request,
+        body: schema.GenerateBody,
+        engine_requests: Sequence[EngineRequest],
+        builder: ResponseBuilder,
+    ) -> Response:
         if not body.stream:
             work = generate_all(self._servers, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)
@@ -138,7 +150,10 @@ class Gateway:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
         self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
         work = embeddings.embed_all(self._servers, body, self._adapter(body))
-        computed = await run_while_connected(request.receive, work)
+        try:
+            computed = await run_while_connected(request.receive, work)
+        except ApiError as error:
+            raise await self._models.with_names(error) from None
         self.metrics.count_embeddings(request.url.path, computed)
         return JSONResponse(embeddings.response(body, computed))
 
@@ -148,22 +163,10 @@ class Gateway:
 
     async def models(self) -> dict[str, Any]:
         """Return the model and its adapters. Raises ApiError if no server can be reached."""
-        try:
-            adapters = await self._servers.adapters(timeout=HEALTH_TIMEOUT)
-        except PagedError as error:
-            raise from_engine(error, {}) from None
-        model = self._settings.model
-        adapter_cards = [self._card(one.name) | {"parent": model} for one in adapters if one.error is None]
-        return {"object": "list", "data": [self._card(model), *adapter_cards]}
+        return {"object": "list", "data": await self._models.cards()}
 
     async def model(self, name: str) -> dict[str, Any]:
-        for card in (await self.models())["data"]:
-            if card["id"] == name:
-                return dict(card)
-        raise no_such_model(name)
-
-    def _card(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "paged"}
+        return await self._models.card(name)
 
     async def health(self) -> dict[str, str]:
         """Check that a server is ready. The engine loop itself answers this request, so that it must be running."""

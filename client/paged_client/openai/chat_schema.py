@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from paged_backend.text.conversation import media_problem
 from paged_client.openai.errors import ApiError
 from paged_client.openai.schema import GenerateBody, ListOf, StrictModel
 
@@ -76,6 +77,8 @@ class ChatRequest(GenerateBody):
         "functions": (None, []),
         "function_call": (None, "none"),
         "reasoning_effort": (None,),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
     }
 
     messages: ListOf[ChatMessage]
@@ -89,6 +92,14 @@ class ChatRequest(GenerateBody):
     @property
     def may_call(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        for index, message in _entries(values.get("messages")):
+            content = message.get("content") if isinstance(message, dict) else None
+            for number, part in _entries(content):
+                if problem := media_problem(part):
+                    raise _wrong(f"messages.{index}.content.{number}", problem)
 
     def check(self) -> None:
         super().check()
@@ -116,6 +127,11 @@ class ChatRequest(GenerateBody):
             raise _wrong("tool_choice", f"{self.tool_choice.function.name[:80]!r} is not in tools")
         if self.may_call and self.response_format and self.response_format.type != "text":
             raise _wrong("response_format", "cannot be combined with tools; leave one of the two out")
+
+
+def _entries(value: Any) -> Iterable[tuple[int, Any]]:
+    """Return the numbered entries of a list, nothing for other values."""
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 def _wrong(field: str, reason: str) -> ApiError:

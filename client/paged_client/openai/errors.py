@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_client.discovery import listed
 from paged_client.types import PagedError
 
 # HTTP status by the error class of PagedError; 500 for all others.
@@ -17,6 +18,7 @@ _STATUS = {
     "RESOURCE_EXHAUSTED": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+NO_SUCH_MODEL = "model_not_found"  # error code of OpenAI's API
 _FIELD = re.compile(r"\w+(?=[=:\[])")
 
 
@@ -36,11 +38,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def no_such_model(name: str, reason: str = "") -> ApiError:
-    message = f"model={name[:80]!r}: neither the model's name nor that of one of its adapters" + f" ({reason})" * bool(
-        reason
-    )
-    return ApiError(404, message, param="model", code="model_not_found")
+def no_such_model(name: str, served: Sequence[str] = (), reason: str = "") -> ApiError:
+    """Return the error for an unknown model. `served` are the names of the models, if they are known."""
+    message = f"model={name[:80]!r}: neither the model's name nor that of one of its adapters"
+    message += f" ({reason})" if reason else ""
+    message += f"; choose {listed(served)}" if served else ""
+    return ApiError(404, message, param="model", code=NO_SUCH_MODEL)
 
 
 def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
@@ -54,7 +57,7 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
     message, param = error.message, None
     field = _FIELD.match(message)
     if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
-        return no_such_model(names["lora_name"], message)
+        return no_such_model(names["lora_name"], reason=message)
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"

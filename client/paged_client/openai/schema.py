@@ -66,6 +66,14 @@ class Body(StrictModel):
 
     model: str
 
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        """Raises ApiError for values that deserve a better message than that they do not fit the schema.
+
+        Args:
+            values: the fields, of any type.
+        """
+
     def check(self) -> None:
         """Raises ApiError for fields that cannot be combined."""
 
@@ -225,6 +233,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
         value = values.pop(name, None)
         if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
             raise ApiError(400, f"{name}={_shown(value)}: not supported; leave it out", param=name)
+    kind.check_values(values)
     try:
         request = kind.model_validate(values)
     except ValidationError as error:

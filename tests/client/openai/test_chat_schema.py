@@ -17,6 +17,29 @@ def asks_for(arguments):
 
 
 @pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, 'images are not supported (type "image_url"); send text'),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio is not supported"),
+        ({"type": "file", "file": {"file_id": "x"}}, "files are not supported"),
+        ({"type": "image" * 1000}, "images are not supported"),
+    ],
+)
+def test_media_are_rejected_by_name(front, part, reason):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    status, body = front.ask(PATH, CHAT | {"messages": messages})
+    error = error_of(status, body)
+    assert (status, error["param"]) == (400, "messages.1.content.1")
+    assert error["message"].startswith(f"messages.1.content.1: {reason}") and len(error["message"]) < 200
+
+
+def test_output_is_text(front):
+    assert front.ask(PATH, CHAT | {"modalities": ["text"], "audio": None})[0] == 200
+    status, body = front.ask(PATH, CHAT | {"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}})
+    assert (status, error_of(status, body)["param"]) == (400, "modalities")
+
+
+@pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"tools": [{"type": "function"}]}, "tools.0.function"),

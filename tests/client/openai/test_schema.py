@@ -164,7 +164,7 @@ class TestRequests:
             (
                 "/v1/chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-                "messages.0.content",
+                "messages.0.content.0",
             ),
         ],
     )

@@ -1,0 +1,80 @@
+"""The models that a gateway serves: the servers' model and its LoRA adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from paged_client.discovery import listed
+from paged_client.openai.errors import NO_SUCH_MODEL, ApiError, from_engine, no_such_model
+from paged_client.openai.servers import Servers
+from paged_client.types import PagedError
+
+_ANSWER_SECONDS = 10.0  # time limit for the adapters
+_LENGTH_SECONDS = 5.0  # time limit for the context length, which the engine returns between two steps
+_LENGTH_AGE = 60.0  # seconds after which the context length is read again: a server may have restarted
+
+
+class ServedModels:
+    """Describes the models of `servers`.
+
+    Args:
+        servers: the servers.
+        name: name of the model.
+    """
+
+    def __init__(self, servers: Servers, name: str) -> None:
+        self._servers = servers
+        self._name = name
+        self._created = int(time.time())
+        self._max_model_len: int | None = None
+        self._read_at: float | None = None  # time.monotonic() of the last context length
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """Return the model and its adapters, as OpenAI's API lists models. Raises ApiError without a server."""
+        try:
+            adapters, length = await asyncio.gather(
+                self._servers.adapters(timeout=_ANSWER_SECONDS), self._context_length()
+            )
+        except PagedError as error:
+            raise from_engine(error, {}) from None
+        names = [one.name for one in adapters if one.error is None]
+        return [self._card(self._name, length), *(self._card(one, length) | {"parent": self._name} for one in names)]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """Return one of `cards`. Raises ApiError for an unknown name."""
+        cards = await self.cards()
+        for card in cards:
+            if card["id"] == name:
+                return card
+        raise no_such_model(name, [card["id"] for card in cards])
+
+    async def with_names(self, error: ApiError) -> ApiError:
+        """Return the error. If it is that of an unknown model, its message lists the models."""
+        if error.code != NO_SUCH_MODEL:
+            return error
+        try:
+            names = [card["id"] for card in await self.cards()]
+        except ApiError:  # the server has just stopped
+            names = [self._name]
+        return ApiError(error.status, f"{error.message}; choose {listed(names)}", param=error.param, code=error.code)
+
+    async def _context_length(self) -> int | None:
+        """Return `max_model_len` of the servers; None as long as it is unknown."""
+        if self._read_at is None or time.monotonic() > self._read_at + _LENGTH_AGE:
+            try:
+                pool = await self._servers.pool_map(timeout=_LENGTH_SECONDS)
+            except PagedError:
+                return self._max_model_len
+            self._max_model_len, self._read_at = pool.max_model_len, time.monotonic()
+        return self._max_model_len
+
+    def _card(self, name: str, length: int | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "paged",
+            "max_model_len": length,
+        }
