@@ -15,6 +15,8 @@ from typing import Any
 
 from paged_backend.api.errors import RequestError, invalid_argument, is_utf8_text
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
+from paged_backend.api.numbers import to_flag, to_integer, to_number
+from paged_backend.api.parameter_names import OTHER_NAMES
 from paged_backend.api.structures import Structure, read_structure
 
 Parser = Callable[[str, Any, EngineLimits], Any]
@@ -49,7 +51,8 @@ def parameter(parser: Parser, default: Any, help: str, *, section: str | None = 
 def check_unsupported(name: str, value: Any) -> None:
     """Raise RequestError if an unsupported parameter has a value that would have an effect."""
     if value is not None and not any(value == one and type(value) is type(one) for one in UNSUPPORTED[name]):
-        raise invalid_argument(name, value, "not supported; leave it out")
+        instead = " or ".join(OTHER_NAMES.get(name, ()))
+        raise invalid_argument(name, value, f"not supported; {f'use {instead} instead' if instead else 'leave it out'}")
 
 
 def between(low: float, high: float, *, above: bool = False) -> Parser:
@@ -77,9 +80,8 @@ def tokens(low: int) -> Parser:
 
 def flag(name: str, value: Any, limits: EngineLimits) -> bool:
     """Parse true, false, 1, 0, or one of them as a string."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    parsed = values.get(str(value).lower()) if isinstance(value, str | int) else None
-    if parsed is None:
+    parsed = to_flag(value)
+    if not isinstance(parsed, bool):
         raise invalid_argument(name, value, "must be true or false")
     return parsed
 
@@ -212,26 +214,15 @@ def _token_ids(name: str, value: Any, max_count: str, limits: EngineLimits) -> f
 
 
 def _integer(name: str, value: Any, low: int, high: int, suffix: str = "") -> int:
-    problem = f"must be {low}..{high}{suffix}"
-    if isinstance(value, str):
-        try:
-            value = int(_plain_digits(value))
-        except ValueError:
-            raise invalid_argument(name, value, problem) from None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    value = to_integer(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid_argument(name, value, problem)
+        raise invalid_argument(name, value, f"must be {low}..{high}{suffix}")
     return value
 
 
 def _number(name: str, value: Any) -> float:
     """Parse a finite number."""
-    if isinstance(value, str):
-        try:
-            value = float(_plain_digits(value))
-        except ValueError:
-            raise invalid_argument(name, value, "must be a number") from None
+    value = to_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid_argument(name, value, "must be a number")
     try:
@@ -241,11 +232,3 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise invalid_argument(name, str(value), "must be a finite number")
     return number
-
-
-def _plain_digits(text: str) -> str:
-    """Raise ValueError for strings that are numbers in Python but not in JSON, such as `1_0` or digits of other
-    scripts."""
-    if "_" in text or not text.isascii():
-        raise ValueError(text)
-    return text

@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paged_backend.api import parameter_parsers as parsers
-from paged_backend.api.errors import ErrorCode, RequestError, closest_match, invalid_argument
+from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits
+from paged_backend.api.parameter_names import suggestion
 from paged_backend.api.parameter_parsers import UNSUPPORTED, check_unsupported, parameter
 from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
 
@@ -255,8 +256,7 @@ class SamplingParams:
             if name in UNSUPPORTED:
                 check_unsupported(name, value)
             elif name not in known:
-                near = closest_match(name, known)
-                hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+                hint = suggestion(name, known) or f"known are {', '.join(known)}"
                 raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
             elif value is not None or name in _NULL_IS_A_VALUE:
                 parsed[name] = known[name](name, value, limits)

@@ -115,6 +115,14 @@ def test_values_are_converted_to_their_type(name, value, read):
         ("logprobs", True, "must be 0..20"),
         ("temprature", 0.5, "did you mean temperature?"),
         ("frobnicate", 1, "known are"),
+        ("guided_json", "{}", "unknown sampling parameter; use json_schema instead"),
+        ("guided_regex", "a", "use regex instead"),
+        ("guided_choice", ["a"], "use choice instead"),
+        ("guided_grammar", "", "use grammar instead"),
+        ("max_new_tokens", 1, "use max_tokens instead"),
+        ("response_format", {}, "use json_schema or json_object instead"),
+        ("use_beam_search", True, "not supported; use beam_width instead"),
+        ("detokenize", False, "not supported; leave it out"),
     ],
 )
 def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, limit):

@@ -198,6 +198,28 @@ def test_errors_have_the_upstream_prefix(client, inputs, reason):
     assert client.error().message().startswith(f"Error generating stream: INVALID_ARGUMENT: {reason}")
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"text_input": "x", "guided_json": "{}"}, 'guided_json="{}": unknown parameter; use json_schema instead'),
+        ({"text_input": "x", "use_beam_search": True}, "use_beam_search=true: not supported; use beam_width instead"),
+        (
+            {"messages": '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'},
+            'messages[0].content[0]: images are not supported (type "image_url"); send text only',
+        ),
+    ],
+)
+def test_errors_say_what_to_use_instead(tiny_server, body, reason):
+    status, text = post(tiny_server, body)
+    assert (status, json.loads(text)["error"].endswith(f"INVALID_ARGUMENT: {reason}")) == (400, True), text
+
+
+def test_numbers_may_be_strings(tiny_server):
+    body = {"text_input": "x", "max_tokens": "3", "ignore_eos": "true", "return_num_output_tokens": True}
+    status, text = post(tiny_server, body)
+    assert (status, json.loads(text)["num_output_tokens"]) == (200, 3)
+
+
 def test_two_prompts_in_one_asyncio_stream(tiny_server):
     async def requests():
         for prompt in (PROMPT, "The future of AI is"):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from paged_backend.text.conversation import media_problem
 from paged_client.openai.errors import ApiError
-from paged_client.openai.schema import GenerateBody, ListOf, StrictModel
+from paged_client.openai.schema import ENGINE_UNSUPPORTED, GenerateBody, Integer, ListOf, StrictModel
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -74,6 +74,7 @@ class NamedTool(StrictModel):
 
 class ChatRequest(GenerateBody):
     unsupported_fields: ClassVar = {
+        **ENGINE_UNSUPPORTED,
         "functions": (None, []),
         "function_call": (None, "none"),
         "reasoning_effort": (None,),
@@ -82,9 +83,9 @@ class ChatRequest(GenerateBody):
     }
 
     messages: ListOf[ChatMessage]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

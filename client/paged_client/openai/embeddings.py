@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from paged_client.openai.concurrency import gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
-from paged_client.openai.schema import Body, IgnoredFields, ListOf, StrictModel, split_inputs
+from paged_client.openai.schema import Body, Flag, IgnoredFields, Integer, ListOf, StrictModel, split_inputs
 from paged_client.openai.servers import Servers
 from paged_client.types import Embedding, PagedError
 
@@ -24,17 +24,17 @@ class SamplingFields(StrictModel):
     None is the engine's default.
     """
 
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
-    timeout_ms: int | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
+    timeout_ms: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: Flag | None = None
 
 
 class EmbeddingRequest(SamplingFields, IgnoredFields, Body):
     input: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Integer | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
+from paged_backend.api.numbers import to_flag, to_integer, to_number
+from paged_backend.api.parameter_names import replacement, suggestion
+from paged_backend.api.parameter_parsers import UNSUPPORTED
 from paged_client.openai.errors import ApiError
 
 # How much of the path to a field is shown, by top-level field (default 1). Deeper parts are names of pydantic's own.
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 _MAX_SHOWN = 80  # characters of a value or a path in an error message
-_CHUNK = 64  # entries of an object that are validated at a time
+_CHUNK = 32  # entries of an object that are validated at a time
 
 T = TypeVar("T")
 
@@ -40,6 +43,13 @@ def _in_chunks(values: Any, check: Callable[[Any], Any]) -> Any:
 # pydantic creates an error of hundreds of bytes for each invalid element, but only the first one is reported.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 ObjectOf = Annotated[dict[str, T], WrapValidator(_in_chunks)]
+
+# Types of sampling parameters. Like in the engine, numbers and flags may be strings.
+Integer = Annotated[int, BeforeValidator(to_integer)]
+Number = Annotated[float, BeforeValidator(to_number)]
+Flag = Annotated[bool, BeforeValidator(to_flag)]
+TokenId = int | float | str  # elements of long lists are converted by the engine
+Bias = float | str
 
 
 class StrictModel(BaseModel):
@@ -84,40 +94,40 @@ class SamplingFields(StrictModel):
     A test compares them with the fields of SamplingParams.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    temperature: Number | None = None
+    top_k: Integer | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    seed: Integer | None = None
     stop: str | ListOf[str] | None = None
-    stop_token_ids: ListOf[int] | None = None
-    stop_words_token_ids: ListOf[ListOf[int]] | None = None
-    bad_words_token_ids: ListOf[ListOf[int]] | None = None
-    logit_bias: ObjectOf[float] | None = None
+    stop_token_ids: ListOf[TokenId] | None = None
+    stop_words_token_ids: ListOf[ListOf[TokenId]] | None = None
+    bad_words_token_ids: ListOf[ListOf[TokenId]] | None = None
+    logit_bias: ObjectOf[Bias] | None = None
     bad_words: ListOf[str] | None = None
-    allowed_token_ids: ListOf[int] | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    n: int | None = None
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    priority: int | None = None
+    allowed_token_ids: ListOf[TokenId] | None = None
+    ignore_eos: Flag | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    skip_special_tokens: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
+    n: Integer | None = None
+    best_of: Integer | None = None
+    beam_width: Integer | None = None
+    length_penalty: Number | None = None
+    early_stopping: Flag | Literal["never"] | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
-    timeout_ms: int | None = None
-    prompt_logprobs: int | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    word_bias: ObjectOf[float] | None = None
+    timeout_ms: Integer | None = None
+    prompt_logprobs: Integer | None = None
+    add_special_tokens: Flag | None = None
+    truncate_prompt_tokens: Integer | None = None
+    word_bias: ObjectOf[Bias] | None = None
     json_schema: dict[str, Any] | str | None = None
-    json_object: bool | None = None
+    json_object: Flag | None = None
     regex: str | None = None
     choice: ListOf[str] | None = None
     grammar: str | None = None
@@ -173,6 +183,10 @@ class IgnoredFields(StrictModel):
     service_tier: Literal["auto", "default"] | None = None
 
 
+# Sampling parameters that the engine accepts only with values that have no effect.
+ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: (None, *values) for name, values in UNSUPPORTED.items()}
+
+
 class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
     stream: bool | None = None
     return_token_ids: bool | None = None
@@ -188,11 +202,11 @@ class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    unsupported_fields: ClassVar = {"suffix": (None,)}
+    unsupported_fields: ClassVar = {**ENGINE_UNSUPPORTED, "suffix": (None,)}
 
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
-    logprobs: int | None = None
-    echo: bool | None = None
+    logprobs: Integer | None = None
+    echo: Flag | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -232,21 +246,24 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     for name, ignored in kind.unsupported_fields.items():
         value = values.pop(name, None)
         if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
-            raise ApiError(400, f"{name}={_shown(value)}: not supported; leave it out", param=name)
+            instead = replacement(name, kind.model_fields)
+            hint = f"use {instead} instead" if instead else "leave it out"
+            raise ApiError(400, f"{name}={_shown(value)}: not supported; {hint}", param=name)
     kind.check_values(values)
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False, include_context=False)) from None
+        raise _api_error(error.errors(include_url=False, include_context=False), kind) from None
     request.check()
     return request
 
 
-def _api_error(errors: Sequence[ErrorDetails]) -> ApiError:
+def _api_error(errors: Sequence[ErrorDetails], kind: type[Body]) -> ApiError:
     """Return the errors of the first invalid field. A field with several allowed types has an error for each type."""
     first = _path(errors[0])
     if errors[0]["type"] == "extra_forbidden":
-        return ApiError(400, f"{first}: unknown field", param=first)
+        hint = suggestion(first, kind.model_fields) if len(errors[0]["loc"]) == 1 else None
+        return ApiError(400, f"{first}: unknown field{f'; {hint}' if hint else ''}", param=first)
     if errors[0]["type"] == "missing":
         return ApiError(400, f"{first}: is missing", param=first)
     reasons = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _path(error) == first))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_backend.api.errors import closest_match, invalid_argument
+from paged_backend.api.errors import invalid_argument
 from paged_backend.api.limits import InputLimits
+from paged_backend.api.parameter_names import suggestion
 from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.wire.call import SequenceControl
 
@@ -40,8 +41,8 @@ def read_parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dic
             timeout_us = value
         elif name in _SEQUENCE or name == "id":
             continue  # see read_sequence and read_request_id
-        elif match := closest_match(name.lower().replace("-", "_"), _PARAMETERS, cutoff=0.8):
-            raise invalid_argument(name, value, f"unknown parameter; did you mean {match}?")
+        elif hint := suggestion(name.lower().replace("-", "_"), _PARAMETERS, cutoff=0.8):
+            raise invalid_argument(name, value, f"unknown parameter; {hint}")
         elif "-" not in name and name.lower() not in _HEADERS and not name.startswith("triton_"):
             raise invalid_argument(name, value, f"unknown parameter; known are {', '.join(sorted(_PARAMETERS))}")
     return sampling, timeout_us

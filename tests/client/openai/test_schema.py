@@ -126,6 +126,10 @@ class TestRequests:
     @pytest.mark.parametrize(
         ("path", "fields", "named"),
         [
+            ("/v1/completions", {"max_tokens": "1_0"}, "max_tokens"),
+            ("/v1/completions", {"temperature": "nan"}, "temperature"),
+            ("/v1/completions", {"ignore_eos": "maybe"}, "ignore_eos"),
+            ("/v1/completions", {"stop_token_ids": [None]}, "stop_token_ids"),
             ("/v1/completions", {"temprature": 1}, "temprature"),
             ("/v1/completions", {"x" * 3000: 1}, "x" * 77 + "..."),
             ("/v1/completions", {"messages": []}, "messages"),
@@ -135,7 +139,7 @@ class TestRequests:
             ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
             ("/v1/completions", {"prompt": [2**31]}, "prompt"),
             ("/v1/completions", {"logit_bias": [1]}, "logit_bias"),
-            ("/v1/completions", {"max_tokens": "3"}, "max_tokens"),
+            ("/v1/completions", {"max_tokens": "many"}, "max_tokens"),
             ("/v1/completions", {"max_tokens": 1.5}, "max_tokens"),
             ("/v1/completions", {"temperature": True}, "temperature"),
             ("/v1/completions", {"temperature": math.inf}, "temperature"),
@@ -174,6 +178,41 @@ class TestRequests:
         error = error_of(status, body)
         assert (status, error["param"]) == (400, named)
         assert error["message"].startswith(named)
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "message"),
+        [
+            ("/v1/completions", {"temprature": 1}, "temprature: unknown field; did you mean temperature?"),
+            ("/v1/completions", {"max_new_tokens": 1}, "max_new_tokens: unknown field; use max_tokens instead"),
+            ("/v1/completions", {"frobnicate": 1}, "frobnicate: unknown field"),
+            ("/v1/completions", {"num_beams": 2}, "num_beams: unknown field; use beam_width instead"),
+            (
+                "/v1/chat/completions",
+                {"use_beam_search": True},
+                "use_beam_search=true: not supported; use beam_width instead",
+            ),
+            ("/v1/chat/completions", {"detokenize": False}, "detokenize=false: not supported; leave it out"),
+        ],
+    )
+    def test_messages_name_the_field_to_use(self, front, path, fields, message):
+        status, body = front.ask(path, BODIES[path] | fields)
+        assert (status, error_of(status, body)["message"]) == (400, message)
+
+    @pytest.mark.parametrize("path", BODIES)
+    def test_unsupported_fields_without_effect_are_accepted(self, front, path):
+        assert front.ask(path, BODIES[path] | {"use_beam_search": False, "detokenize": True})[0] == 200
+
+    def test_numbers_and_flags_may_be_strings(self, front, fake):
+        """Like in requests to the server."""
+        given = {"max_tokens": "12", "temperature": "0.5", "top_k": 3.0, "ignore_eos": "true", "n": "1", "seed": "-1"}
+        lists = {"stop_token_ids": [1, "2"], "logit_bias": {"5": "1.5"}}
+        assert front.ask("/v1/completions", PROMPT | given | lists | {"logprobs": "2"})[0] == 200
+        sent = fake.sampling[-1]
+        values = {"max_tokens": 12, "temperature": 0.5, "top_k": 3, "ignore_eos": True, "n": 1, "seed": -1}
+        assert {name: sent[name] for name in (*values, "logprobs", *lists)} == values | lists | {"logprobs": 2}
+        assert sent["ignore_eos"] is True
+        assert front.ask("/v1/chat/completions", CHAT | {"max_completion_tokens": "12"})[0] == 200
+        assert fake.sampling[-1]["max_tokens"] == 12
 
     def test_missing_field_is_named(self, front):
         status, body = front.ask("/v1/completions", {"model": "paged_llm"})

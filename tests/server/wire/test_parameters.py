@@ -12,6 +12,14 @@ def test_a_misspelled_parameter_is_not_taken_for_a_header(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "instead"), [("guided_json", "json_schema"), ("num_beams", "beam_width"), ("max_new_tokens", "max_tokens")]
+)
+def test_name_of_another_engine_has_a_replacement(name, instead):
+    reason = rejection({name: "x"}, text_input=text("x"))
+    assert reason == f'{name}="x": unknown parameter; use {instead} instead'
+
+
+@pytest.mark.parametrize(
     ("parameters", "own", "control"),
     [
         ({}, (7, 0), (7, False, False)),
