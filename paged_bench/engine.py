@@ -205,7 +205,7 @@ def _peer_settings(what: str, run: Run, count: int) -> Iterator[Record]:
         numbers = {key: value for key, value in run.settings.items() if not isinstance(value, str)}
         yield Record(f"settings {what}: {words}", numbers.pop("page_size"), "tokens/page", peers=numbers)
     if run.requests < count:
-        yield Record(f"requests that there is memory for {what}", run.requests, "requests", limit=count)
+        yield Record(f"requests that fit into memory {what}", run.requests, "requests", limit=count)
 
 
 def _kv_usage(name: str, runs: dict[str, list[Run]]) -> Iterator[Record]:

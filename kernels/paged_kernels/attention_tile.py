@@ -218,7 +218,7 @@ def key_range(  # type: ignore[no-untyped-def]
     first_position, last_position, context_len, prefix_len, window,
     HAS_WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return, for a tile with queries at these positions: its first visible key, where its first step starts, the end.
+    """Return (first visible key, start of the first loop step, end of the keys) of a tile with these query positions.
 
     A step starts at the first visible key, unless steps have to lie within one block.
     """

@@ -120,7 +120,10 @@ class Table:
     buckets: dict[tuple[Any, ...], tuple[tuple[int, AnyTile], ...]]  # key without its last field -> (upper bound, tile)
 
     def find(self, key: AnyKey) -> AnyTile | None:
-        """Return the tile of the smallest bucket that holds the key's last field, else of the largest; None without."""
+        """Return the tile of the smallest bucket whose bound is at least the key's last field, or else of the largest.
+
+        None if the table has no entry for the key.
+        """
         prefix, last = _split_key(key)
         buckets = self.buckets.get(prefix, ())
         return next((tile for bound, tile in buckets if last <= bound), buckets[-1][1] if buckets else None)

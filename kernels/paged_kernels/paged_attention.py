@@ -44,7 +44,7 @@ class LaunchPlan:
 
     @property
     def partial(self) -> bool:
-        """Whether results are merged from several partial ones."""
+        """Whether a row has several partial results, which are merged."""
         return self.slots > 1
 
 

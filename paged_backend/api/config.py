@@ -115,8 +115,8 @@ class EngineConfig:
     )
     max_model_len: int | None = option(
         integer(2),
-        "Maximum length of prompt plus output. Default and maximum: the model's context length; with the rope types"
-        " `dynamic` and `longrope` the original length, because longer ones would change the angles of all positions.",
+        "Maximum length of prompt plus output. Default and maximum: the model's context length. For the rope types"
+        " `dynamic` and `longrope` it is the length before scaling, because scaling would change the cached keys.",
         None,
         optional=True,
         section="Scheduling",
@@ -178,8 +178,8 @@ class EngineConfig:
     )
     request_timeout: int = option(
         integer(0),
-        "Maximum duration of a request in seconds, also if it sets a longer timeout. It ends like a request past its"
-        " own timeout. 0: no limit; a server that is stopped then cuts open requests after its"
+        "Maximum duration of a request in seconds, also if it sets a longer timeout; it then ends with the finish"
+        " reason `timeout`. 0: no limit; a server that is stopped then cuts open requests after its"
         " `--exit-timeout-secs`.",
         0,
     )
@@ -192,8 +192,8 @@ class EngineConfig:
     )
     stall_timeout: int = option(
         integer(1),
-        "Seconds that a step, or sending a response to the server, may take before the model reports not ready. When a"
-        " step takes longer, open requests fail.",
+        "The model reports not ready if one step, or sending a response to the server, takes more than this many"
+        " seconds. When a step takes longer, open requests fail.",
         60,
     )
     chat_template_timeout: float = option(
@@ -269,7 +269,7 @@ class EngineConfig:
     prompt_lookup_max: int = option(integer(1, 32), "Longest n-gram that prompt lookup matches.", 4)
     enable_lora: bool = option(
         flag,
-        "Serve the LoRA adapters listed in the file `multi_lora.json` next to this one: `{name: directory}`.",
+        "Serve the LoRA adapters listed in `multi_lora.json`, in the directory of `model.json`: `{name: directory}`.",
         False,
         section="LoRA adapters",
     )

@@ -41,8 +41,8 @@ class InputLimits:
     )
     min_priority: int = option(
         integer(-(2**31), 2**31 - 1),
-        "Lowest `priority` that a request may ask for. The lowest value is served first, also before requests of other"
-        " tenants; set 0 if tenants do not trust each other.",
+        "Smallest number that a request may have as `priority`. Smaller numbers are served first, before requests of"
+        " all tenants; set 0 if tenants do not trust each other.",
         -(2**31),
     )
     max_logprobs: int = limit(20, "Highest value of `logprobs` and `prompt_logprobs`.", 0)

@@ -35,8 +35,8 @@ RULES = (
     Rule(
         "async_scheduling",
         lambda config: config.async_scheduling and config.num_speculative_tokens,
-        "with num_speculative_tokens={config.num_speculative_tokens} a step depends on how many draft tokens of the"
-        " previous one are accepted, so steps are scheduled one after the other; leave one of them out",
+        "cannot be combined with num_speculative_tokens={config.num_speculative_tokens}: the next step depends on how"
+        " many draft tokens were accepted; leave one of them out",
     ),
     Rule(
         "compile_level",

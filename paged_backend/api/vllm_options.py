@@ -1,4 +1,4 @@
-"""Engine arguments of vLLM that this engine does not have, and the values of them that a `model.json` may still set.
+"""vLLM engine arguments that this engine does not have, and the values that are accepted for them.
 
 A value is accepted if the engine behaves that way anyway: vLLM's default if that has no effect, or a value that
 describes what this engine does. Every other value is rejected, because the engine would silently ignore it. Options
@@ -20,7 +20,7 @@ class UnsupportedOption(NamedTuple):
     """An option of vLLM that exists here only for values without effect."""
 
     accepted: tuple[Any, ...]  # accepted values besides null
-    reason: str  # alternative that is possible
+    reason: str  # why other values are rejected, and what to set instead
 
 
 _OFF = (False,)
@@ -84,7 +84,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("set compile_level instead", {"compilation_config": (0, {}), "optimization_level": (2,)}),
     (
         "attention runs on this engine's own kernels, with cascade attention for shared prefixes; leave it out",
-        {"attention_backend": ("auto",), "attention_config": _EMPTY, "disable_cascade_attn": _EITHER},
+        {"attention_backend": ("auto",), "attention_config": _EMPTY, "disable_cascade_attn": _OFF},
     ),
     (
         "all layers keep the keys and values of all tokens, in blocks of one size; leave it out",
@@ -223,7 +223,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     (
         "structured outputs are compiled by llguidance; set structured_outputs_timeout or disable_any_whitespace",
         {
-            "guided_decoding_backend": ("auto", "guidance", "xgrammar"),
+            "guided_decoding_backend": ("auto", "guidance"),
             "guided_decoding_disable_fallback": _OFF,
             "guided_decoding_disable_any_whitespace": _OFF,
             "guided_decoding_disable_additional_properties": _OFF,

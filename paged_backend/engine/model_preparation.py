@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory i
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """A verified model over its pools, whose sizes are the same on all ranks."""
+    """A verified model with its block pools. Pool sizes are the same on all ranks."""
 
     loaded: LoadedModel
     runner: Runner

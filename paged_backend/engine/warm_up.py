@@ -177,7 +177,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
 
 
 def _free_bytes(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # a capture frees it as well, which would falsify the measurement
+    torch.cuda.empty_cache()  # a capture also empties the cache; do it now, so that the measurement does not include it
     return torch.cuda.mem_get_info(device)[0]
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: captured once for a set of sizes, then replayed with one launch in place of hundreds.
+"""CUDA graphs of steps: captured once for a set of sizes, then replayed with one launch instead of hundreds.
 
 A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
 rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
@@ -32,7 +32,8 @@ from paged_kernels.paging import Paging, SharedPrefixes
 log = logging.getLogger("paged_llm")
 
 MAX_ROWS = 512  # maximum rows of a captured step; with more, the device takes longer than the host's launches
-MEMORY_BOUND_ROWS = 192  # rows that take as long to compute as to read the weights: 790 TFLOP/s / 4.3 TB/s (H200)
+# Number of rows at which computing takes as long as reading the weights (H200: 790 TFLOP/s / 4.3 TB/s).
+MEMORY_BOUND_ROWS = 192
 ROW_STEP = 32  # difference between the sizes of steps with draft tokens of many sequences
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)

@@ -1,4 +1,4 @@
-"""Copies of whole blocks, within the device pool and between it and the host pool, that wait for as little as possible.
+"""Copies whole blocks within the device pool, and between device and host pool, with the fewest possible waits.
 
                 compute queue                          swap queue
 swap(outs, ins)  earlier steps ───────────────────────▶ outs   read what those steps wrote,

@@ -4,9 +4,9 @@ These are the virtual token counters of Sheng et al., "Fairness in Serving Large
 tenant and priority. The prompt tokens to be computed count on admission, and each output token as it is sampled.
 
 A tenant without waiting requests starts level with the tenant that was admitted last, so it gains no credit for the
-time that it was idle, and does not wait behind another tenant's queue. It starts at that tenant's count after the
-admission (at most MAX_HEAD_START tokens more): with the count before it, a series of new tenants could starve an old
-one.
+time that it was idle, and does not wait behind another tenant's queue. Its initial count is that tenant's count after
+the admission, but at most MAX_HEAD_START above the count before. Starting at the count before would let a series of new
+tenants starve an old one.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class BlockDemand:
         return sum(len(one.blocks) for one in group.sequences) - (self._shared(group) if group.forked else 0)
 
     def _shared(self, group: Group) -> int:
-        """Return the blocks to subtract from the sum over all samples, which counts the shared prompt blocks once per
-        sample."""
+        """Return how often shared prompt blocks are counted too much if each sample's blocks are summed."""
         return (len(group.sequences) - 1) * (group.leader.num_prompt // self._blocks.block_size)
 
     def _to_swap_in(self, group: Group) -> int:

@@ -13,7 +13,7 @@ from paged_backend.scheduling.sequence import Group, Sequence
 
 
 class BlockTables:
-    """Changes the block tables of groups, and alone counts their `block_usage`. The scheduler decides which group gets
+    """Changes the block tables of groups. Nothing else updates `block_usage`. The scheduler decides which group gets
     blocks."""
 
     def __init__(self, blocks: BlockManager, costs: Costs, preemption: str):

@@ -62,9 +62,8 @@ class _Lines:
 
     def __init__(self) -> None:
         self._lines: dict[_LineName, list[Group]] = {}
-        # A heap of (order, line), where the order is that of the line's head or an earlier one. The order of a line
-        # only increases, when its tenant is served or its head is removed. So the first entry is correct once it is up
-        # to date.
+        # A heap of (order, line) with lazy updates: an entry's order may be outdated, but is never greater than the
+        # line's current order, which only increases. Outdated first entries are replaced before use.
         self._heads: list[tuple[_Order, _LineName]] = []
 
     def add(self, group: Group) -> None:

@@ -1,8 +1,9 @@
 """Admission: reads, checks, tokenizes and queues each request, or rejects it.
 
-A request is rejected, in this order, if the engine does not respond (`Health`), if an input or a sampling parameter is
-invalid, if the waiting queue is full (`max_queue_size`, `QueueFull`), or if its tenant has too many open requests
-(`max_tenant_requests`). Its client gets the error; nothing is raised to the server.
+A request is rejected, in this order: if the engine does not respond (`Health`); if an input or a sampling parameter is
+invalid; if its session is busy; if the waiting queue is full (`max_queue_size`, `QueueFull`) or its tenant has too many
+open requests (`max_tenant_requests`); if its adapter is unknown, its text is too long, or two parameters exclude each
+other. Its client gets the error; nothing is raised to the server.
 """
 
 from __future__ import annotations

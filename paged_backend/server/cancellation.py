@@ -51,7 +51,7 @@ class Cancellation:
 
     def _time_out(self, stream: Stream, now: float) -> None:
         if stream.call.embedding:  # a partial embedding is of no use
-            reason = "the time limit passed before the embedding was there"
+            reason = "the deadline passed before the embedding was computed"
             stream.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, reason))
             self._engine.abort(stream.request.key)
             self._streams.send(stream)

@@ -107,7 +107,7 @@ class ServerChannel:
 
 
 class Failable(Protocol):
-    """What `send_error` can fail: a Channel, or a Job of trtllm/."""
+    """A request that `send_error` can end with an error: a Channel, or a Job of trtllm/."""
 
     def fail(self, error: RequestError) -> None: ...
 

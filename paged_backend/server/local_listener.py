@@ -76,7 +76,7 @@ class Listener:
         local_socket.remove(self._name)
         with self.changed:
             peers = list(self._peers)
-        for peer in peers:  # each on a thread: a peer that does not read blocks its sender
+        for peer in peers:  # one thread each, because sending blocks while a peer does not read
             threading.Thread(target=peer.send, args=[pack({"unloading": True})], name="unloading", daemon=True).start()
         with self.changed:
             if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
@@ -128,7 +128,7 @@ class Listener:
 
 
 class _Peer:
-    """A connection of another model. Its thread reads requests; responses are written by the threads that send them."""
+    """A connection of another model. One thread reads its requests. Any thread may write responses."""
 
     def __init__(self, listener: Listener, connection: Connection):
         self.connection = connection

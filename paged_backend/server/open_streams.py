@@ -20,7 +20,7 @@ log = logging.getLogger("paged_llm")
 
 
 class EngineControl(Protocol):
-    """What the responder asks of the engine. See `Engine` for each method."""
+    """The methods of `Engine` that the responder calls."""
 
     @property
     def busy_seconds(self) -> float: ...
@@ -162,6 +162,6 @@ def _send_error(stream: Stream) -> None:
 
 
 def _outcome(stream: Stream) -> str:
-    """Return the finish reason to count: of samples that ended differently, the one that comes last in FinishReason."""
+    """Return the finish reason for the metrics: of samples with different reasons, the last in FinishReason's order."""
     reasons = {sample.finish for sample in stream.returned_samples}
     return next(reason.value for reason in reversed(FinishReason) if reason in reasons)

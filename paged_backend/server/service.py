@@ -95,7 +95,7 @@ class Service:
         self._responder.start()
         self._engine.start()
         self._listener = self._listen(labels["model"])
-        # What loading allocated lives as long as the process: the garbage collector need not scan it while serving.
+        # Objects from loading live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
 

@@ -202,7 +202,11 @@ class Sessions:
         session.counted = nbytes
 
     def close(self, turn: Turn, *, forget: bool, put_back: Session | None = None) -> None:
-        """End a turn. forget: remove the session. put_back: the session that it had replaced."""
+        """End a turn.
+
+        forget: remove the session.
+        put_back: the session to restore, which this turn had replaced with sequence_start.
+        """
         with self._lock:
             turn.is_over = True
             session = put_back or turn.session

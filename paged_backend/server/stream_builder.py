@@ -37,7 +37,10 @@ class StreamBuilder:
         seed: int | None,
         max_seconds: float,
     ):
-        """seed: seed of the seeds for requests without one. max_seconds: maximum duration of any request."""
+        """seed: initializes the generator of seeds for requests without one.
+
+        max_seconds: maximum duration of any request.
+        """
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._limits = limits

@@ -42,7 +42,7 @@ class Interface(Protocol):
         """Yield the client's responses for one response of the engine."""
 
     def confirm_stop(self, channel: Channel) -> None:
-        """Answer a request that only ends others."""
+        """Answer a stop request."""
 
 
 class BatchInterface:
@@ -85,7 +85,7 @@ class LlmApiInterface:
         return llmapi.write(row_request, response)
 
     def confirm_stop(self, channel: Channel) -> None:
-        channel.fail(RequestError(ErrorCode.CANCELLED, "the requests of this id were asked to end"))
+        channel.fail(RequestError(ErrorCode.CANCELLED, "the requests with this id are being stopped"))
 
 
 def create_interface(name: str, *, streams: bool = True, limits: RelayLimits = DEFAULT_LIMITS) -> Interface:

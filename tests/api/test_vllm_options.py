@@ -50,7 +50,7 @@ REJECTED = {
     "decode_context_parallel_size": 2,
     "default_mm_loras": {"image": "adapter"},
     "disable_async_output_proc": True,
-    "disable_cascade_attn": "sometimes",
+    "disable_cascade_attn": True,
     "disable_chunked_mm_input": True,
     "disable_custom_all_reduce": "sometimes",
     "disable_hybrid_kv_cache_manager": "sometimes",
@@ -240,7 +240,7 @@ def test_rejections_say_what_is_possible(options, reason):
             {"num_speculative_tokens": 3, "prompt_lookup_max": 5, "speculative_model": None},
         ),
         (
-            {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
+            {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True}},
             {"disable_any_whitespace": True},
         ),
         ({"structured_outputs_config": {"backend": "guidance"}}, {"disable_any_whitespace": False}),

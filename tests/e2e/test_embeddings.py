@@ -140,7 +140,7 @@ def test_an_embedding_timeout_is_an_error(server):
         connection.send(text_input="x " * 8000, sampling_parameters={"max_tokens": 1})
         inputs = tensors({"embedding_request": {"input": "y " * 8000}})
         late.client.async_stream_infer(MODEL, inputs, timeout=1000)
-        assert "DEADLINE_EXCEEDED: the time limit passed before the embedding was there" in str(late.next().error)
+        assert "DEADLINE_EXCEEDED: the deadline passed before the embedding was computed" in str(late.next().error)
         connection.cancel()
     idle(server)
 

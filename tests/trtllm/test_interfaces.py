@@ -17,5 +17,5 @@ def test_only_the_llm_api_drops_the_parameter_of_its_own_client():
 def test_a_stop_is_confirmed_by_an_empty_response_or_an_error(name):
     client = Sent()
     create_interface(name).confirm_stop(client.channel())
-    error = "CANCELLED: the requests of this id were asked to end" if name == LLMAPI else None
+    error = "CANCELLED: the requests with this id are being stopped" if name == LLMAPI else None
     assert client.the_only() == ({}, error, True)

@@ -71,6 +71,6 @@ def _unknown(flag: str, own_flags: Collection[str], types: Collection[str]) -> s
     near = closest_match(flag, flags, cutoff=0.7)
     hint = f"did you mean {near}? " if near else ""
     return (
-        f"{flag}: unknown option; {hint}`paged serve --help` lists the options of the command and"
-        f" docs/reference/options.md those of the engine. Options of tritonserver follow after --: -- {flag}=…"
+        f"{flag}: unknown option; {hint}See `paged serve --help` and docs/reference/options.md. To pass it to"
+        f" tritonserver: paged serve MODEL -- {flag}=…"
     )

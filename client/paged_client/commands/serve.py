@@ -45,7 +45,8 @@ def serve(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')}: -o {name}=… is given too")
     named = options.pop("model", None)
     if (args.model is None) == (named is None):
-        raise UsageError("name the model once: MODEL or -o model=…")
+        problem = "no model is given" if args.model is None else "the model is given twice"
+        raise UsageError(f"{problem}: it is MODEL or -o model=…")
     model = args.model if named is None else named
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a string")

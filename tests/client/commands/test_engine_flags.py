@@ -36,7 +36,7 @@ def test_flags_are_engine_options(flags, options, others):
     [
         (["--max-model-le", "5"], "--max-model-le: unknown option; did you mean --max-model-len?"),
         (["--http-prt", "5"], "did you mean --http-port?"),
-        (["--log-verbose=1"], r"Options of tritonserver follow after --: -- --log-verbose=…"),
+        (["--log-verbose=1"], r"To pass it to tritonserver: paged serve MODEL -- --log-verbose=…"),
         (["--max-model-len"], "--max-model-len: needs a value"),
         (["--max-model-len", "--enforce-eager"], "--max-model-len: needs a value"),
         (["--seed", "1", "--seed", "1"], "--seed: given twice"),
