@@ -90,7 +90,7 @@ class Client:
             prompt: text or token ids to continue, without a chat template.
             messages: instead of `prompt`, the messages of a conversation, {"role": ..., "content": ...} each. The
                 server applies the model's chat template. `tools=[...]` (functions in the format of OpenAI's API)
-                are passed to the template too.
+                and `chat_template_kwargs={...}` (variables such as "enable_thinking") are passed to it too.
             request_id: id for the server's log and for `cancel`.
             timeout: time limit of the whole request in seconds; None is no limit.
             sampling: sampling parameters with vLLM's names, such as max_tokens=64 and stop=["\\n"]; also

@@ -16,6 +16,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_input": ("TYPE_STRING", (1,)),
     "messages": ("TYPE_STRING", (1,)),
     "tools": ("TYPE_STRING", (1,)),
+    "chat_template_kwargs": ("TYPE_STRING", (1,)),
     "input_ids": ("TYPE_INT32", (-1,)),
     "image": ("TYPE_STRING", (-1,)),
     "stream": ("TYPE_BOOL", (1,)),
@@ -70,6 +71,7 @@ Value = str | bool | int | list[int]
 Values = dict[str, Value]  # input name -> its element or list; also Triton's sequence parameters
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 RETURN_FLAGS = ("return_token_ids", "return_text_offsets")  # inputs that callers pass as sampling parameters
+JSON_INPUTS = ("tools", "chat_template_kwargs")  # the same, sent as JSON
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
 
 
@@ -85,8 +87,8 @@ def request_values(
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
     inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in RETURN_FLAGS}
-    tools = sampling.get("tools")
-    sampling = {name: value for name, value in sampling.items() if name not in (*inputs, "tools")}
+    in_json = {name: sampling[name] for name in JSON_INPUTS if sampling.get(name) is not None}
+    sampling = {name: value for name, value in sampling.items() if name not in (*inputs, *JSON_INPUTS)}
     values: Values = {
         "stream": stream,
         "sampling_parameters": _json_object(sampling),
@@ -106,9 +108,7 @@ def request_values(
         values["text_input"] = _check_text("prompt", prompt)
     else:
         values["input_ids"] = _token_ids(prompt)
-    if tools is not None:
-        values["tools"] = _json("tools", tools)
-    return values
+    return values | {name: _json(name, value) for name, value in in_json.items()}
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -71,7 +71,7 @@ class InputLimits:
         " in this number.",
     )
     max_tools: int = limit(128, "Functions in `tools`.")
-    max_tools_chars: int = limit(1 << 20, "Characters of `tools`, written without white space.")
+    max_tools_chars: int = limit(1 << 20, "Characters of `tools`, and of `chat_template_kwargs`, written as JSON.")
     max_tool_calls: int = limit(128, "`tool_calls` of one message.")
     max_queued_structures: int = limit(
         64,

@@ -175,7 +175,8 @@ class Admission:
             limits.check("max_json_chars", "messages", turn.num_chars, "characters")
         if call.prompt is not None:
             self._prompts.check_length(call.prompt_field, call.prompt)
-        num_chars = len(call.prompt or "") if messages is None else len(json.dumps([call.messages, call.tools]))
+        rendered = [call.messages, call.tools, call.template_variables]
+        num_chars = len(call.prompt or "") if messages is None else len(json.dumps(rendered))
         num_chars += turn.session.num_chars if turn else 0
         return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, num_chars)
 

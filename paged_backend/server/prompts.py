@@ -96,7 +96,9 @@ class PromptEncoder:
         text = call.prompt
         if text is None:
             assert arrival.messages is not None
-            text = render(self._tokenizer, arrival.messages, call.tools, seconds=self._template_timeout)
+            text = render(
+                self._tokenizer, arrival.messages, call.tools, self._template_timeout, call.template_variables
+            )
             self.check_length(call.prompt_field, text)
         # Special tokens only start a prompt; a chat template writes its own.
         special = sampling.add_special_tokens and call.prompt is not None and not earlier

@@ -74,6 +74,11 @@ INPUTS = {
         " whose `arguments` are objects, and the role `tool`. The model's calls are part of `text_output`; the OpenAI"
         " gateway parses them."
     ),
+    "chat_template_kwargs": _string(
+        'Variables for the chat template, with `messages`: a JSON object like `{"enable_thinking": false}`. They apply'
+        " to this request only, also in a session. Names that the template does not use have no effect. At most"
+        " 1,048,576 characters (`limits.max_tools_chars`)."
+    ),
     "input_ids": _int32s("The prompt as token ids. No special tokens are added."),
     "image": _strings("Not supported; rejected."),
     "stream": _flag("Send text as it is generated. Default: one response at the end."),

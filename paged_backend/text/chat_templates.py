@@ -30,9 +30,12 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     *,
+    variables: Mapping[str, Any] | None = None,
     seconds: float = RENDER_SECONDS,
 ) -> str:
     """Return the prompt for the messages, rendered with the tokenizer's chat template.
+
+    variables: further variables for the template (`chat_template_kwargs`).
 
     Raises TemplateTimeout after `seconds`, and TemplateRefusal if the template raises: many reject two user turns in a
     row, or fail on unexpected values.
@@ -40,7 +43,7 @@ def render(
     from jinja2 import TemplateError  # imported here because transformers imports it late as well
 
     try:
-        return apply(tokenizer, messages, tools, seconds=seconds)
+        return apply(tokenizer, messages, tools, variables=variables, seconds=seconds)
     except TemplateTimeout:
         raise
     except Exception as error:
@@ -53,13 +56,14 @@ def apply(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     *,
+    variables: Mapping[str, Any] | None = None,
     seconds: float = RENDER_SECONDS,
 ) -> str:
     """Like `render`, but raises the template's own errors instead of TemplateRefusal."""
 
     def call() -> str:
         given = {"tools": list(tools) if tools else None, "tokenize": False, "add_generation_prompt": True}
-        return str(tokenizer.apply_chat_template(list(messages), **given))
+        return str(tokenizer.apply_chat_template(list(messages), **given, **(variables or {})))
 
     return _Rendering(call).result(seconds)
 

@@ -1,4 +1,4 @@
-"""Checks the messages and tools of a chat request."""
+"""Checks the messages, tools and template variables of a chat request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ _MEDIA = {"image": "images are", "audio": "audio is", "video": "video is", "file
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
+# Variables that the server sets, and arguments of `apply_chat_template` in transformers that are no variables.
+RESERVED_TEMPLATE_VARIABLES = (
+    "messages", "tools", "add_generation_prompt", "conversation", "conversations", "chat_template",
+    "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
 
 
 def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
@@ -81,6 +87,21 @@ def check_tools(tools: Any, input_limits: InputLimits) -> list[Tool]:
     if not is_utf8_text(text):
         raise _invalid("tools: contain a lone surrogate; send UTF-8 text")
     return tools
+
+
+def check_template_variables(variables: Any, input_limits: InputLimits) -> dict[str, Any]:
+    """Return `variables`, the request's `chat_template_kwargs`, if they may be set; raise RequestError otherwise."""
+    name = "chat_template_kwargs"
+    if not isinstance(variables, dict):
+        raise _invalid(f'{name}: must be a JSON object like {{"enable_thinking": false}}')
+    text = json.dumps(variables, ensure_ascii=False)
+    input_limits.check("max_tools_chars", name, len(text), "characters")
+    if not is_utf8_text(text):
+        raise _invalid(f"{name}: contain a lone surrogate; send UTF-8 text")
+    for reserved in RESERVED_TEMPLATE_VARIABLES:
+        if reserved in variables:
+            raise _invalid(f"{name}: {reserved}: is set by the server; leave it out")
+    return variables
 
 
 def _is_function(value: Any) -> bool:

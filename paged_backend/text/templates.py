@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.text import chat_templates
@@ -39,7 +39,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None, seconds: float
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[Tool] | None,
+    seconds: float,
+    variables: dict[str, Any] | None = None,
 ) -> str:
     """Return the prompt for the messages, rendered with the model's chat template.
 
@@ -48,7 +52,7 @@ def render(
     if not tokenizer.chat_template:
         raise _invalid("this model has no chat template; use text_input")
     try:
-        return chat_templates.render(tokenizer, messages, tools, seconds=seconds)
+        return chat_templates.render(tokenizer, messages, tools, variables=variables, seconds=seconds)
     except TemplateTimeout as error:
         raise _invalid(f"the chat template {error} on them (chat_template_timeout)") from error
     except TemplateRefusal as error:

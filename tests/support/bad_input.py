@@ -118,6 +118,8 @@ def _conversation(rng: random.Random) -> dict[str, Any]:
     inputs = {"text_input": None, "messages": turns if isinstance(turns, str) else json.dumps(turns)}
     if rng.random() < 0.3:
         inputs["tools"] = json.dumps(rng.choice(TURNS))
+    if rng.random() < 0.1:
+        inputs["chat_template_kwargs"] = json.dumps(rng.choice(TURNS))
     return inputs
 
 

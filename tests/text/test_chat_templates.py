@@ -41,7 +41,7 @@ def test_templates_are_sandboxed(template):
         render(with_template(template), TURNS[:1], None, WAIT)
 
 
-def test_the_template_receives_tools_and_tool_calls():
+def test_the_template_receives_tools_tool_calls_and_variables():
     tokenizer = with_template(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"
         "{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
@@ -50,6 +50,10 @@ def test_the_template_receives_tools_and_tool_calls():
     turns = "user:How is it in Paris?;assistant:Paris;tool:Fine.;"
     assert render(tokenizer, TURNS, [WEATHER], WAIT) == "[weather]" + turns
     assert render(tokenizer, TURNS, None, WAIT) == turns
+    thinking = "{{ 'off' if enable_thinking is defined and not enable_thinking else 'on' }}"
+    tokenizer.chat_template = thinking
+    assert render(tokenizer, TURNS, None, WAIT) == "on"
+    assert render(tokenizer, TURNS, None, WAIT, {"enable_thinking": False, "unused": 1}) == "off"
     tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
     with pytest.raises(RequestError, match="messages: the chat template refuses them: no tools here"):
         render(tokenizer, TURNS, [WEATHER], WAIT)

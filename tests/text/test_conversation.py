@@ -1,11 +1,14 @@
 """Conversations with tools: what is passed on, and what is rejected."""
 
+import inspect
 import json
 import shutil
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from paged_backend.api.limits import InputLimits
+from paged_backend.text.conversation import RESERVED_TEMPLATE_VARIABLES
 from tests.support.callers import Caller, serving
 from tests.support.conversations import CALL, TURNS, WEATHER
 from tests.support.wire_requests import read, rejection, text
@@ -17,8 +20,9 @@ def sent(messages, **more):
 
 def test_messages_and_tools_are_passed_through():
     call = read(**sent(TURNS, tools=[WEATHER]))
-    assert (call.messages, call.tools) == (TURNS, [WEATHER])
+    assert (call.messages, call.tools, call.template_variables) == (TURNS, [WEATHER], None)
     assert read(**sent(TURNS)).tools is None
+    assert read(**sent(TURNS, chat_template_kwargs={"a": [1]})).template_variables == {"a": [1]}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,37 @@ def test_list_of_texts_is_rejected():
 def test_tools_without_messages_are_rejected():
     assert "tools: only supported together with messages" in rejection(text_input=text("x"), tools=text("[]"))
     assert "tools: not valid JSON" in rejection(**sent(TURNS) | {"tools": text("[")})
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ([], 'chat_template_kwargs: must be a JSON object like {"enable_thinking": false}'),
+        ("x", "chat_template_kwargs: must be a JSON object"),
+        ({"x": "a" * InputLimits.max_tools_chars}, "(max_tools_chars)"),
+        ({"x": "\ud800"}, "chat_template_kwargs: contain a lone surrogate"),
+    ],
+)
+def test_invalid_template_variables_are_rejected(variables, reason):
+    assert reason in rejection(**sent(TURNS, chat_template_kwargs=variables))
+
+
+@pytest.mark.parametrize("name", RESERVED_TEMPLATE_VARIABLES)
+def test_reserved_template_variables_are_rejected_by_name(name):
+    assert rejection(**sent(TURNS, chat_template_kwargs={"enable_thinking": False, name: 1})) == (
+        f"chat_template_kwargs: {name}: is set by the server; leave it out"
+    )
+
+
+def test_all_arguments_of_transformers_but_variables_are_reserved():
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    assert arguments - set(RESERVED_TEMPLATE_VARIABLES) <= {"documents", "kwargs"}
+
+
+def test_template_variables_without_messages_are_rejected():
+    reason = "chat_template_kwargs: only supported together with messages"
+    assert reason in rejection(text_input=text("x"), chat_template_kwargs=text("{}"))
+    assert "chat_template_kwargs: not valid JSON" in rejection(**sent(TURNS) | {"chat_template_kwargs": text("{")})
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ class ChatRequest(GenerateBody):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension
     tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

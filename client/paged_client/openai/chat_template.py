@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paged_backend.api.errors import RequestError
+from paged_backend.api.limits import InputLimits
 from paged_backend.text import chat_templates
 from paged_backend.text.chat_templates import TemplateRefusal, TemplateTimeout
-from paged_client.openai.errors import ApiError
+from paged_backend.text.conversation import check_template_variables
+from paged_client.openai.errors import ApiError, from_engine
+from paged_client.types import PagedError
 
 Message = dict[str, Any]
 
@@ -38,10 +42,21 @@ class ChatTemplate:
         """The source of the template."""
         return str(self._tokenizer.chat_template)
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """Render a conversation. Raises ApiError if the template rejects it or exceeds the time limit."""
+    def prompt(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation, with further `variables` for the template (`chat_template_kwargs`).
+
+        Raises ApiError for reserved variables, and if the template rejects the conversation or exceeds the time limit.
+        """
         try:
-            return chat_templates.render(self._tokenizer, messages, tools, seconds=self._seconds)
+            given = check_template_variables(variables or {}, InputLimits())
+            return chat_templates.render(self._tokenizer, messages, tools, variables=given, seconds=self._seconds)
+        except RequestError as error:
+            raise from_engine(PagedError.parse(str(error)), {}) from None
         except TemplateTimeout as error:
             reason = f"the chat template {error} on them (--chat-template-timeout)"
         except TemplateRefusal as error:

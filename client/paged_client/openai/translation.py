@@ -73,9 +73,10 @@ async def from_chat(
     sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
     if template is None:
-        tools = {"tools": use.prompt_tools} if use.prompt_tools else {}
-        return EngineRequest(None, messages, sampling | tools, names)
-    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools)
+        more = {"tools": use.prompt_tools or None, "chat_template_kwargs": request.chat_template_kwargs}
+        given = {name: value for name, value in more.items() if value is not None}
+        return EngineRequest(None, messages, sampling | given, names)
+    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.chat_template_kwargs)
     return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
 
 

@@ -45,6 +45,7 @@ class Call:
     embedding: EmbeddingCall | None = None  # the request for an embedding of the prompt instead of text
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     return_stop_reason: bool = False
+    template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
 
     @property
     def only_ends_session(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from paged_backend.server.wire.call import Call, SequenceControl
 from paged_backend.server.wire.parameters import read_parameters, read_request_id, read_sequence
 from paged_backend.server.wire.values import Tensors, boolean, decode, parse_json, scalar, text
 from paged_backend.server.wire.write import STREAM_WITH_INPUT
-from paged_backend.text.conversation import check_messages, check_tools
+from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
 
+T = TypeVar("T")
 _UNSUPPORTED = ("image",)
 # Inputs that may be sent together with an embedding_request.
 _WITH_EMBEDDING = frozenset(
@@ -72,8 +73,11 @@ def read_call(
         return_token_ids=boolean(tensors, "return_token_ids"),
         return_text_offsets=boolean(tensors, "return_text_offsets"),
         embedding=embedding,
-        tools=_tools(tensors, input_limits, chat=messages is not None),
+        tools=_with_messages("tools", check_tools, tensors, input_limits, chat=messages is not None),
         return_stop_reason=boolean(tensors, "return_stop_reason"),
+        template_variables=_with_messages(
+            "chat_template_kwargs", check_template_variables, tensors, input_limits, chat=messages is not None
+        ),
     )
 
 
@@ -100,13 +104,16 @@ def _prompt(
     return None, check_messages(parse_json("messages", messages, input_limits), input_limits), None
 
 
-def _tools(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> list[dict[str, Any]] | None:
-    tools = text(tensors, "tools")
-    if tools is None:
+def _with_messages(
+    name: str, check: Callable[[Any, InputLimits], T], tensors: Tensors, input_limits: InputLimits, *, chat: bool
+) -> T | None:
+    """Return a JSON input for the chat template, checked. Raises RequestError for one without messages."""
+    value = text(tensors, name)
+    if value is None:
         return None
     if not chat:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, "tools: only supported together with messages")
-    return check_tools(parse_json("tools", tools, input_limits), input_limits)
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: only supported together with messages")
+    return check(parse_json(name, value, input_limits), input_limits)
 
 
 def _embedding(tensors: Tensors, sequence: SequenceControl | None, input_limits: InputLimits) -> EmbeddingCall | None:

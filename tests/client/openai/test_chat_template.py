@@ -42,6 +42,21 @@ def test_tools_are_passed_to_the_template(tmp_path, fake):
     assert "tools" not in fake.requests[-1]
 
 
+def test_template_variables_are_passed_to_the_template(tmp_path, fake):
+    template = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    path = "/v1/chat/completions"
+    with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, TEMPLATE + template))) as front:
+        assert front.ask(path, CHAT | {"chat_template_kwargs": {"enable_thinking": False}})[0] == 200
+        assert fake.requests[-1]["text_input"] == "<s><user> x <assistant><think></think>"
+        assert "chat_template_kwargs" not in fake.requests[-1]
+        assert front.ask(path, CHAT | {"chat_template_kwargs": None})[0] == 200
+        assert fake.requests[-1]["text_input"] == "<s><user> x <assistant>"
+        status, body = front.ask(path, CHAT | {"chat_template_kwargs": {"tokenize": True}})
+    error = error_of(status, body)
+    assert (status, error["param"], error["code"]) == (400, "chat_template_kwargs", "invalid_argument")
+    assert error["message"] == "chat_template_kwargs: tokenize: is set by the server; leave it out"
+
+
 def test_template_errors_are_invalid_requests(tmp_path, fake):
     picky = TEMPLATE + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
     with gateway(fake.url, "--tokenizer", str(write_tokenizer(tmp_path, picky))) as front:

@@ -20,7 +20,8 @@ class TestRequests:
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
             {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Fine."}]},
         ]
-        client.chat.completions.create(model="paged_llm", messages=turns, tools=TOOLS)
+        more = {"chat_template_kwargs": {"enable_thinking": False}}
+        client.chat.completions.create(model="paged_llm", messages=turns, tools=TOOLS, extra_body=more)
         assert json.loads(fake.requests[-1]["messages"]) == [
             turns[0],
             {
@@ -31,6 +32,8 @@ class TestRequests:
             {"role": "tool", "tool_call_id": "c1", "content": "Fine."},
         ]
         assert json.loads(fake.requests[-1]["tools"]) == TOOLS
+        assert json.loads(fake.requests[-1]["chat_template_kwargs"]) == more["chat_template_kwargs"]
+        assert "chat_template_kwargs" not in fake.sampling[-1]
 
     def test_schema_errors_name_the_tools(self, front, says):
         with says(say=[], fail="INVALID_ARGUMENT: json_schema={}: is none"):
