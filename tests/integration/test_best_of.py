@@ -25,12 +25,26 @@ def inputs(returned=RETURNED, **sampling):
     return {"text_input": "The sea", "sampling_parameters": json.dumps(SAMPLED | sampling), **asked}
 
 
+def near(value):
+    """Return the value with tolerances for its floats: the last bits of log probabilities depend on the step's size."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    if isinstance(value, dict):
+        return {key: near(one) for key, one in value.items()}
+    return type(value)(near(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def parsed(outputs):
+    return outputs | {"logprobs": [json.loads(one) for one in outputs["logprobs"]]}
+
+
 def per_sample(outputs):
     """Return the outputs of each sample, the sum of its log probabilities first."""
     ids = iter(outputs["token_ids"])
     tokens = [[next(ids) for _ in range(count)] for count in outputs["num_output_tokens"]]
     names = ("cumulative_logprob", "text_output", "finish_reason", "logprobs")
-    return [(*one, own) for *one, own in zip(*(outputs[name] for name in names), tokens, strict=True)]
+    columns = [parsed(outputs)[name] for name in names]
+    return [(*one, own) for *one, own in zip(*columns, tokens, strict=True)]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"stop": ["a", "e", "i", "o"]}], ids=str)
@@ -38,7 +52,7 @@ def per_sample(outputs):
 def test_best_of_returns_most_likely_samples_in_order(service, n, sampling):
     every = per_sample(service.ask(**inputs(n=6, **sampling)))
     best = per_sample(service.ask(**inputs(n=n, best_of=6, **sampling)))
-    assert best == sorted(every, key=lambda one: one[0], reverse=True)[:n]
+    assert best == near(sorted(every, key=lambda one: one[0], reverse=True)[:n])
     assert best != every[:n]
 
 
@@ -50,7 +64,7 @@ def test_best_of_works_without_requesting_logprobs(service):
 
 def test_best_of_equal_to_n_keeps_order_and_streams(service):
     every = service.ask(**inputs(n=3))
-    assert service.ask(**inputs(n=3, best_of=3)) == every
+    assert parsed(service.ask(**inputs(n=3, best_of=3))) == near(parsed(every))
     pieces = service.call(**inputs(n=3, best_of=3), stream=True, exclude_input_in_output=True).all()
     whole = [b"".join(parts) for parts in zip(*(piece["text_output"] for piece in pieces), strict=True)]
     assert [b"The sea" + one for one in whole] == every["text_output"]

@@ -60,7 +60,7 @@ def test_health_check_generates_a_token(service):
     check = service["healthcheck"]
     command, program, *arguments = check["test"]
     assert (command, program) == ("CMD", "paged")
-    args = build_parser().parse_args(arguments)
+    args = build_parser()[0].parse_args(arguments)
     assert args.command == "probe"
     assert args.timeout < int(check["timeout"].rstrip("s"))
 
