@@ -29,9 +29,11 @@ from paged_backend.api.options import (
     one_of,
     option,
     power_of_two,
+    quantization,
     text,
     validate,
 )
+from paged_backend.api.sizes import count, in_bytes, in_gib, in_mib
 
 DTYPES = {
     "auto": "auto",
@@ -88,7 +90,7 @@ class EngineConfig:
         section="Computation",
     )
     quantization: str | None = option(
-        one_of("int8"),
+        quantization,
         "CPU only. `int8` rounds the weights of linear layers to 8 bits while loading. This halves their memory"
         " compared to 16 bits and is faster for small batches.",
         None,
@@ -114,7 +116,7 @@ class EngineConfig:
         flag, "Launch the kernels of each decode step instead of replaying CUDA graphs captured at load.", False
     )
     max_model_len: int | None = option(
-        integer(2),
+        count(integer(2)),
         "Maximum length of prompt plus output. Default and maximum: the model's context length. For the rope types"
         " `dynamic` and `longrope` it is the length before scaling, because scaling would change the cached keys.",
         None,
@@ -123,7 +125,7 @@ class EngineConfig:
     )
     max_num_seqs: int = option(integer(1, 65536), "Maximum number of sequences in one step.", 64)
     max_num_batched_tokens: int = option(
-        integer(1),
+        count(integer(1)),
         "Maximum number of tokens in one step; longer prompts are prefilled in chunks. Default: 512, or `max_num_seqs`"
         " if that is larger.",
         512,
@@ -171,7 +173,7 @@ class EngineConfig:
         1000,
     )
     max_response_mib: int = option(
-        integer(1, 1 << 20),
+        in_mib(integer(1, 1 << 20)),
         "Maximum MiB of all responses to one request; Triton keeps in memory what a client has not read. A longer"
         " output ends the request with `UNAVAILABLE`.",
         64,
@@ -211,7 +213,7 @@ class EngineConfig:
     block_size: int = option(power_of_two(256), "Tokens per block of the KV cache.", 16, section="KV cache")
     gpu_memory_utilization: float = option(fraction, "Fraction of the GPU's memory for weights and KV cache.", 0.9)
     kv_cache_memory_bytes: int | None = option(
-        integer(1),
+        in_bytes(integer(1)),
         "Bytes of the KV cache, on each GPU. Default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of"
         " the available memory but at most 4 GiB.",
         None,
@@ -230,7 +232,7 @@ class EngineConfig:
         "auto",
     )
     swap_space: float | None = option(
-        at_least_zero,
+        in_gib(at_least_zero),
         "GiB of host memory for preempted requests and for cached blocks evicted from the device. Default: 4 with a"
         " GPU, 0 on a CPU.",
         None,
@@ -249,7 +251,7 @@ class EngineConfig:
         optional=True,
     )
     disk_cache_gib: float = option(
-        above_zero, "Maximum GiB of all files in `disk_cache_dir`, including those of other models.", 10
+        in_gib(above_zero), "Maximum GiB of all files in `disk_cache_dir`, including those of other models.", 10
     )
     num_speculative_tokens: int = option(
         integer(0, 32),
@@ -289,7 +291,7 @@ class EngineConfig:
         0,
     )
     max_sessions_mib: int = option(
-        integer(1, 1 << 20),
+        in_mib(integer(1, 1 << 20)),
         "MiB of conversation that all sessions may store: messages as JSON, or tokens of 4 bytes. A turn that does not"
         " fit is rejected with `UNAVAILABLE`, unless it ends its session.",
         256,
@@ -325,7 +327,7 @@ class EngineConfig:
         Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises
         ConfigError for an option that is unknown, missing or invalid.
         """
-        values = parse_options(options, {spec.name: str(spec.type) for spec in fields(cls)})
+        values = parse_options(options, fields(cls))
         if "model" not in values:
             raise ConfigError("model: missing; give a Hugging Face model directory")
         if isinstance(most := values.get("max_num_seqs"), int):

@@ -8,6 +8,7 @@ from typing import Any
 
 from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import integer, option, validate
+from paged_backend.api.sizes import in_bytes
 
 UNBOUNDED_MAX_TOKENS = 2**31 - 1  # value of max_tokens: as many tokens as fit the context and the pool
 
@@ -23,6 +24,11 @@ class EmbeddingSpec:
 def limit(default: int, help: str, low: int = 1) -> Any:
     """Declare a limit as a dataclass field: an integer option of at least `low`."""
     return option(integer(low, 2**31 - 1), help, default)
+
+
+def byte_limit(default: int, help: str) -> Any:
+    """Declare a limit in bytes, whose value may have a unit."""
+    return option(in_bytes(integer(1, 2**31 - 1)), help, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +53,23 @@ class InputLimits:
     )
     max_logprobs: int = limit(20, "Highest value of `logprobs` and `prompt_logprobs`.", 0)
     max_stop_strings: int = limit(16, "Strings in `stop`.")
-    max_stop_bytes: int = limit(256, "Bytes of one string in `stop`.")
+    max_stop_bytes: int = byte_limit(256, "Bytes of one string in `stop`.")
     max_stop_token_ids: int = limit(256, "Token ids in `stop_token_ids`.")
     max_bad_words: int = limit(128, "Strings in `bad_words`.")
     max_biased_words: int = limit(128, "Words in `word_bias`.")
-    max_word_bytes: int = limit(256, "Bytes of one word in `bad_words` or `word_bias`.")
+    max_word_bytes: int = byte_limit(256, "Bytes of one word in `bad_words` or `word_bias`.")
     max_token_words: int = limit(1024, "Words in `stop_words_token_ids` or `bad_words_token_ids`.")
     max_token_word_ids: int = limit(64, "Token ids of one word in `stop_words_token_ids` or `bad_words_token_ids`.")
     max_allowed_token_ids: int = limit(16384, "Token ids in `allowed_token_ids`.")
     max_logit_biases: int = limit(1024, "Tokens in `logit_bias`, including the tokens of `word_bias`.")
-    max_structure_bytes: int = limit(
+    max_structure_bytes: int = byte_limit(
         65536, "Bytes of a JSON schema, a regular expression, a grammar, or a list of choices written as JSON."
     )
     max_choices: int = limit(1024, "Strings in `choice`.")
-    max_salt_bytes: int = limit(256, "Bytes of `cache_salt`.")
-    max_adapter_name_bytes: int = limit(256, "Bytes of `lora_name`.")
-    max_request_id_bytes: int = limit(256, "Bytes of a request id.")
-    max_sequence_id_bytes: int = limit(128, "Bytes of a `sequence_id`.")
+    max_salt_bytes: int = byte_limit(256, "Bytes of `cache_salt`.")
+    max_adapter_name_bytes: int = byte_limit(256, "Bytes of `lora_name`.")
+    max_request_id_bytes: int = byte_limit(256, "Bytes of a request id.")
+    max_sequence_id_bytes: int = byte_limit(128, "Bytes of a `sequence_id`.")
     max_json_chars: int = limit(8 << 20, "Characters of one JSON input, and of the messages of one session.")
     max_messages: int = limit(
         2048,
@@ -79,8 +85,8 @@ class InputLimits:
         " `UNAVAILABLE`.",
     )
     max_remembered_structures: int = limit(256, "Compiled schemas, expressions and grammars in the cache (LRU).")
-    max_remembered_structure_bytes: int = limit(1 << 20, "Bytes of the source texts of all cached structures.")
-    max_frame_bytes: int = limit(
+    max_remembered_structure_bytes: int = byte_limit(1 << 20, "Bytes of the source texts of all cached structures.")
+    max_frame_bytes: int = byte_limit(
         64 << 20, "Bytes of one request or response between the TensorRT-LLM-compatible models and the engine."
     )
     max_local_connections: int = limit(

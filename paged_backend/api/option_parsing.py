@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from paged_backend.api import vllm_options
 from paged_backend.api.errors import ConfigError, closest_match
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.options import invalid_option, parse_string
+from paged_backend.api.sizes import Quantity
 
 log = logging.getLogger("paged_llm")
 
-LIMIT_NAMES = tuple(spec.name for spec in fields(InputLimits))
+_LIMITS = {spec.name: spec for spec in fields(InputLimits)}
+LIMIT_NAMES = tuple(_LIMITS)
 _PREFIX = "limits."
 
 
-def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+def parse_options(options: Mapping[str, Any], specs: Iterable[Field[Any]]) -> dict[str, Any]:
     """Return values by option name. Options that are null are omitted and so get their default.
 
     Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises ConfigError
@@ -30,17 +32,18 @@ def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[
 
     Args:
         options: JSON values by name.
-        types: type annotation of every option, by name.
+        specs: the fields of EngineConfig.
     """
+    known = {spec.name: spec for spec in specs}
     values: dict[str, Any] = {}
     ignored = []
     for name, value in nest_limits(vllm_options.translate(options)).items():
         if name == "limits":
             values[name] = _parse_limits(value)
-        elif name in types:
-            values[name] = value if types[name].startswith("str") else parse_string(value)
+        elif name in known:
+            values[name] = _parse_value(known[name], value)
         elif name not in vllm_options.UNSUPPORTED:
-            raise ConfigError(f"{name}: unknown engine option; {_suggest(str(name), types)}")
+            raise ConfigError(f"{name}: unknown engine option; {_suggest(str(name), known)}")
         elif problem := vllm_options.check(name, value):
             raise invalid_option(name, value, problem)
         else:
@@ -48,6 +51,13 @@ def parse_options(options: Mapping[str, Any], types: Mapping[str, str]) -> dict[
     if ignored:
         log.info("ignoring vLLM options that change nothing here: %s", ", ".join(ignored))
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _parse_value(spec: Field[Any], value: Any) -> Any:
+    """Return the value with strings converted to the type of the option. An invalid value may stay as it is."""
+    if isinstance(check := spec.metadata["check"], Quantity):
+        return check.parse(value)
+    return value if str(spec.type).startswith("str") else parse_string(value)
 
 
 def merge_options(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +107,8 @@ def _parse_limits(values: Mapping[str, Any]) -> InputLimits:
             near = closest_match(name, LIMIT_NAMES)
             hint = f"did you mean {_PREFIX}{near}?" if near else f"known limits are {', '.join(LIMIT_NAMES)}"
             raise ConfigError(f"{_PREFIX}{name}: unknown limit; {hint}")
-    return InputLimits(**{name: parse_string(value) for name, value in values.items() if value is not None})
+    given = {name: value for name, value in values.items() if value is not None}
+    return InputLimits(**{name: _parse_value(_LIMITS[name], value) for name, value in given.items()})
 
 
 def _suggest(name: str, options: Iterable[str]) -> str:

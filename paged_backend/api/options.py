@@ -98,6 +98,13 @@ def one_of(*allowed: Any) -> Check:
     return lambda value: None if any(value == one and type(value) is type(one) for one in allowed) else problem
 
 
+def quantization(value: Any) -> str | None:
+    """Check the format to which weights are converted. vLLM's users name the format of the model's files here."""
+    if value == "int8":
+        return None
+    return 'must be "int8"; a model whose weights are quantized needs no option, because config.json names their format'
+
+
 def instance_of(kind: type) -> Check:
     return lambda value: None if isinstance(value, kind) else f"must be {kind.__name__}"
 

@@ -32,7 +32,13 @@ OPTIONS = """\
 Set options in `model_repository/paged_llm/1/model.json`, or as flags of `paged serve`: `--max-model-len 512`, which is
 the same as `-o max_model_len=512`. Names are vLLM's where vLLM has the option. An unknown name or an invalid value
 fails the load with a message that names it. `null` selects the default, and the strings `"true"` and `"2"` count as
-`true` and `2`. [Tune](../guides/tune.md) and [secure](../guides/secure.md) describe which ones matter."""
+`true` and `2`.
+Sizes in bytes, MiB or GiB may have a unit: `"500MB"` (powers of 1000: `kB`, `MB`, `GB`, `TB`), `"2GiB"` (powers of
+1024: `KiB`, `MiB`, `GiB`, `TiB`). A letter alone is read as in vLLM, `k`, `m`, `g` and `t` as powers of 1000, and `K`,
+`M`, `G` and `T` as powers of 1024, also in `max_model_len` and `max_num_batched_tokens`: `"32k"` is 32,000. A size that
+must be whole is rounded down.
+
+[Tune](../guides/tune.md) and [secure](../guides/secure.md) describe which options matter."""
 LIMITS = """\
 The option `limits` is an object: `{"limits": {"max_tools": 8, "max_messages": 100}}`. On the command line set one limit
 with `-o limits.max_tools=8`, or several with `-o limits='{"max_tools": 8, "max_messages": 100}'`. Limits on the command

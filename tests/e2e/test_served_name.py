@@ -5,13 +5,15 @@ import shutil
 
 import pytest
 
+from paged_client import Client
 from paged_client.cli import main
 from paged_client.serving.server_files import REPOSITORY_ROOT
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from tests.support.gateway import gateway
 from tests.support.triton import idle, post
 
-OPTIONS = {"dtype": "float32", "served_model_name": "foo.bar-1"}
+BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, head size, float32
+OPTIONS = {"dtype": "float32", "served_model_name": "foo.bar-1", "kv_cache_memory_bytes": "4MiB", "swap_space": "1MB"}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,11 @@ def test_endpoints_have_the_name(named):
     assert post(named, body, model="foo.bar-1")[0] == 200
     assert post(named, body, model="ensemble")[0] == 200  # it forwards to the engine's model
     assert post(named, body, model="paged_llm")[0] == 404
+
+
+def test_sizes_of_options_have_units(named):
+    with Client(named.grpc_url, named.model_name) as client:
+        assert client.pool_map().num_blocks == (4 << 20) // BLOCK_BYTES
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from paged_backend.api.sizes import parse_quantity
 from paged_client.discovery import find_model
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS, Client
@@ -38,6 +39,14 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1")
     return int(text)
+
+
+def size(text: str) -> int:
+    """Parse a size of at least 1 byte, such as 4096, 500MB or 2GiB."""
+    value = int(text) if text.isascii() and text.isdecimal() else int(parse_quantity(text) or 0)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, at least 1, or a size like 20MB or 2GiB")
+    return value
 
 
 def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, object]:

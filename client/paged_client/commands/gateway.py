@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from paged_backend.text.chat_templates import RENDER_SECONDS
-from paged_client.commands.arguments import port, positive_int, seconds
+from paged_client.commands.arguments import port, positive_int, seconds, size
 from paged_client.sync_client import DEFAULT_URLS
 
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
@@ -54,10 +54,10 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--max-request-bytes",
-        type=positive_int,
+        type=size,
         default=10 << 20,
-        metavar="N",
-        help="maximum size of a request body (default: 10 MiB)",
+        metavar="SIZE",
+        help="maximum size of a request body, in bytes or with a unit like 20MB (default: 10MiB)",
     )
     add(
         "--max-prompts",

@@ -2,6 +2,8 @@
 
 import pytest
 
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import InputLimits
 from paged_client.cli import main
 from paged_client.serving import launch
 
@@ -58,6 +60,11 @@ def test_engine_options_are_flags(serve_calls, capsys):
     ("arguments", "named"),
     [
         (["--max-model-le", "5"], "did you mean --max-model-len?"),
+        (["--swap-space", "2GX"], '--swap-space="2GX": must be a number of at least 0, or with a unit like "500MB"'),
+        (
+            ["--quantization", "awq"],
+            '--quantization="awq": must be "int8"; a model whose weights are quantized needs no',
+        ),
         (["--seed", "1", "-o", "seed=2"], "--seed: -o seed=… is given too"),
         (["--name", "a", "-o", "served_model_name=b"], "--name a: served_model_name=b is given too"),
         (["--name", "a/b"], "served_model_name='a/b': must be letters, digits"),
@@ -68,6 +75,18 @@ def test_invalid_flags_are_rejected(serve_calls, capsys, arguments, named):
     assert main(["serve", "demo", *arguments]) == 2
     assert named in capsys.readouterr().err
     assert serve_calls == []
+
+
+def test_sizes_have_units(serve_calls):
+    sizes = ["--kv-cache-memory-bytes", "25.3G", "--swap-space", "2GiB", "-o", "limits.max_structure_bytes=128KiB"]
+    assert main(["serve", "demo", *sizes]) == 7
+    ((_, options),) = [call[0] for call in serve_calls]
+    assert EngineConfig.from_options({"model": "m", **options}) == EngineConfig(
+        model="m",
+        kv_cache_memory_bytes=int(25.3 * 2**30),
+        swap_space=2.0,
+        limits=InputLimits(max_structure_bytes=128 << 10),
+    )
 
 
 def test_model_may_be_given_as_an_option(serve_calls):
