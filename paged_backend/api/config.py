@@ -6,6 +6,8 @@ it. To add an option, declare a field of EngineConfig and run `make reference`, 
 docs/reference/options.md.
 """
 
+# Over 350 lines: one entry for each option.
+
 from __future__ import annotations
 
 import json
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.generation_defaults import overrides
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.option_parsing import parse_options
 from paged_backend.api.option_rules import check_rules
@@ -81,6 +84,20 @@ class EngineConfig:
         one_of("auto", "safetensors", "dummy"),
         "`dummy` fills the weights with random values and needs only `config.json`.",
         "auto",
+    )
+    generation_config: str = option(
+        text,
+        "Defaults of sampling parameters that a request does not set. `auto`: those in `generation_config.json` in the"
+        " model's directory, if there is this file. `vllm`: the engine's own. Otherwise a directory with such a file."
+        " See [requests](../guides/requests.md#defaults-of-sampling-parameters).",
+        "auto",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        overrides,
+        'Defaults of sampling parameters that replace those of `generation_config`, like `{"temperature": 0.5}`. Keys:'
+        " `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`.",
+        None,
+        optional=True,
     )
     dtype: str = option(
         one_of(*DTYPES),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from paged_backend.api.errors import invalid_argument
@@ -104,8 +104,18 @@ class InputLimits:
 
 
 @dataclass(frozen=True)
+class SamplingDefaults:
+    """Defaults of sampling parameters that a model sets, in place of those of SamplingParams."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)  # by name, parsed
+    # The default of `max_tokens`, whose entry in `values` is UNBOUNDED_MAX_TOKENS: `fit_max_tokens` applies it, because
+    # the context and the KV cache may have room for fewer tokens.
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class EngineLimits:
-    """The limits set by the loaded model, the block pool and the operator."""
+    """The limits set by the loaded model, the block pool and the operator, and the model's sampling defaults."""
 
     max_model_len: int
     vocab_size: int
@@ -114,3 +124,4 @@ class EngineLimits:
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings
     input_limits: InputLimits = InputLimits()
+    sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -161,7 +161,8 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
         raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the KV cache, which has"
                       f" {limits.num_blocks}")  # fmt: skip
     if output == UNBOUNDED_MAX_TOKENS:
-        sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits)))
+        default = limits.sampling_defaults.max_tokens or UNBOUNDED_MAX_TOKENS
+        sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits), default))
         sampling.check_min_tokens()
         return sampling
     needed = max_blocks_needed(prompt, output, count, limits.block_size)

@@ -30,7 +30,7 @@ class SamplingParams:
         parsers.max_tokens,
         16,
         "Maximum number of output tokens, including the end-of-sequence token. `null`: as many as `max_model_len` and"
-        " the KV cache have room for. May be 0 with `prompt_logprobs` or `echo`.",
+        " the KV cache have room for, or the model's `max_new_tokens`. May be 0 with `prompt_logprobs` or `echo`.",
         section="Length",
     )
     min_tokens: int = parameter(
@@ -248,6 +248,7 @@ class SamplingParams:
     def parse(cls, values: Mapping[str, Any], limits: EngineLimits) -> SamplingParams:
         """Build the parameters from JSON values by name.
 
+        Parameters that are not given have the model's defaults; in a beam search, only those that have an effect there.
         Raises RequestError, which names the first parameter that is unknown, has a wrong type or is out of range.
         """
         known = {spec.name: spec.metadata["parse"] for spec in fields(cls)}
@@ -260,6 +261,10 @@ class SamplingParams:
                 raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
             elif value is not None or name in _NULL_IS_A_VALUE:
                 parsed[name] = known[name](name, value, limits)
+        searches = parsed.get("beam_width", 1) > 1
+        for name, value in limits.sampling_defaults.values.items():
+            if cls.__dataclass_fields__[name].metadata["with_beams"] or not searches:
+                parsed.setdefault(name, value)
         params = cls(**parsed)
         params._check(limits)
         return params

@@ -159,10 +159,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         },
     ),
     (
-        "sampling parameters have vLLM's defaults; set others with each request",
-        {"generation_config": ("auto", "vllm"), "override_generation_config": _EMPTY},
-    ),
-    (
         "a model generates text and embeddings; leave it out",
         {
             "runner": ("auto", "generate", "pooling"),

@@ -170,6 +170,7 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
         max_num_seqs=config.max_num_seqs,
         embedding=loaded.spec.embedding,
         input_limits=config.limits,
+        sampling_defaults=loaded.spec.sampling_defaults,
     )
 
 

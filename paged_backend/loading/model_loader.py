@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.limits import EmbeddingSpec
+from paged_backend.api.generation_defaults import BUILT_IN
+from paged_backend.api.limits import EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
+from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_quantization,
@@ -45,6 +47,7 @@ class ModelSpec:
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
+    sampling_defaults: SamplingDefaults
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
 
 
@@ -80,6 +83,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     dtype = pick_dtype(config.dtype, model_dtype, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
     tokenizer = load_tokenizer(config, root, path)
+    sampling_defaults = read_sampling_defaults(config, root, path)
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
     model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -98,6 +102,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(path, model, tokenizer, text_config.vocab_size),
         embedding=embedding,
+        sampling_defaults=sampling_defaults,
     )
     lora = _create_lora(config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
@@ -139,6 +144,8 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         dtype=str(spec.dtype).removeprefix("torch."),
         revision=None,
         tokenizer=None,
+        generation_config=BUILT_IN,
+        override_generation_config=None,
         max_model_len=spec.max_model_len,
         enable_lora=False,
     )

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ErrorCode, QueueFull, RequestError, internal_error, invalid_argument
+from paged_backend.api.limits import SamplingDefaults
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
 from paged_backend.engine.engine import Engine
@@ -64,6 +65,7 @@ class Admission:
     ):
         limits, loaded = assembly.limits, assembly.loaded
         self._limits = limits
+        self._plain_limits = replace(limits, sampling_defaults=SamplingDefaults())
         self._adapters = assembly.adapters
         self._max_queue_size = config.max_queue_size
         self._has_prefix_cache = assembly.scheduler.blocks.caching
@@ -142,7 +144,8 @@ class Admission:
         if call.embedding:
             checked = call.embedding.checked(limits)
             call = replace(call, embedding=checked, input_ids=checked.ids)
-        sampling = (parse_embedding_sampling if call.embedding else SamplingParams.parse)(call.sampling, limits)
+        parse = parse_embedding_sampling if call.embedding else SamplingParams.parse
+        sampling = parse(call.sampling, self._plain_limits if channel.has_own_defaults else limits)
         turn = self._begin_turn(call, sampling) if call.sequence else None
         if call.only_ends_session and turn:
             turn.finish([], "")

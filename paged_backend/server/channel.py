@@ -36,6 +36,7 @@ class Channel(Protocol):
     from another thread as well. Sending and polling may wait for another process, so the engine's thread does neither.
     """
 
+    has_own_defaults: bool  # whether the interface of the client has its own defaults of sampling parameters
     closed: bool  # whether the final response has been sent
     stopped: bool  # whether the client has asked to end the request with the output so far
 
@@ -54,6 +55,8 @@ class Channel(Protocol):
 
 class ServerChannel:
     """A request of Triton's Python backend."""
+
+    has_own_defaults = False
 
     def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = error_text):
         """error_text: from an error to the text that the client gets."""

@@ -21,7 +21,9 @@ log = logging.getLogger("paged_llm")
 
 
 class LocalChannel:
-    """A request that came through the socket."""
+    """A request that came through the socket, from one of the models of trtllm/."""
+
+    has_own_defaults = True
 
     def __init__(self, peer: _Peer, request_id: int, received: Received):
         self._peer = peer

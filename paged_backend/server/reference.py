@@ -52,9 +52,9 @@ PARAMETERS = """\
 
 Send them as a JSON object in the tensor `sampling_parameters`, or as request parameters, which Triton limits to single
 values. Some are also [tensors](request_tensors.md#inputs). Names, meanings and defaults are vLLM's where vLLM has the
-parameter. `null` selects the default, except for `max_tokens`. Numbers and flags may be strings: `"12"` is 12 and
-`"true"` is true. An unknown name or an invalid value is an error. Limits in parentheses are
-[options](options.md#limits).
+parameter; a model may set [other defaults](../guides/requests.md#defaults-of-sampling-parameters). `null` selects the
+default, except for `max_tokens`. Numbers and flags may be strings: `"12"` is 12 and `"true"` is true. An unknown name
+or an invalid value is an error. Limits in parentheses are [options](options.md#limits).
 
 Logits are changed in this order: structured outputs and `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`
 and `word_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`. In a beam search, the first four apply to log

@@ -1,5 +1,6 @@
-"""A model with a chat template that has a variable, as Qwen3's does."""
+"""A model with a variable in its chat template and sampling parameters in its generation_config.json, like Qwen3."""
 
+import json
 import shutil
 
 import pytest
@@ -16,6 +17,11 @@ TEMPLATE = (
 )
 MESSAGES = [{"role": "user", "content": "x"}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+# With top_k=1 sampling is greedy, so that outputs can be compared.
+DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_k": 1, "repetition_penalty": 1.4, "max_new_tokens": 7}
+LIKE_DEFAULTS = {"temperature": 0, "repetition_penalty": 1.4, "max_tokens": 7}
+PLAIN = {"temperature": 0, "repetition_penalty": 1.0, "max_tokens": 7}
+PROMPT = {"prompt": "abcabc", "ignore_eos": True}
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
 
 
@@ -24,6 +30,7 @@ def model(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("settings") / "model"
     shutil.copytree(tiny[0], directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "generation_config.json").write_text(json.dumps(DEFAULTS))
     return directory
 
 
@@ -86,3 +93,44 @@ class TestTemplateVariables:
             status, answer = ask(chat_template_kwargs={"messages": []})
         assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
         assert answer["error"]["message"] == "chat_template_kwargs: messages: is set by the server; leave it out"
+
+
+class TestSamplingDefaults:
+    def test_client(self, client):
+        expected = client.generate(**PROMPT, **LIKE_DEFAULTS)
+        assert expected.num_output_tokens == 7
+        assert client.generate(**PROMPT) == expected
+        assert client.generate(**PROMPT, max_tokens=None, temperature=None, repetition_penalty=None) == expected
+
+    def test_given_parameters_win(self, client):
+        plain = client.generate(**PROMPT, **PLAIN)
+        assert plain.text != client.generate(**PROMPT).text
+        assert client.generate(**PROMPT, repetition_penalty=1.0) == plain
+        assert client.generate(**PROMPT, max_tokens=20).num_output_tokens == 20
+
+    def test_max_new_tokens_is_cut_to_what_fits(self, client):
+        assert client.generate("x" * 250, ignore_eos=True).num_output_tokens == 6
+
+    def test_beam_search_and_embeddings(self, client):
+        search = client.generate(**PROMPT, beam_width=2)
+        assert search == client.generate(**PROMPT, beam_width=2, max_tokens=7)
+        assert len(client.embed("x").values) == 64
+
+    def test_tensorrt_llm_interface_keeps_its_defaults(self, served, client):
+        body = {"text_input": PROMPT["prompt"], "max_tokens": 7, "end_id": -1, "exclude_input_in_output": True}
+        status, text = post(served, body, model="ensemble")
+        assert status == 200
+        assert json.loads(text)["text_output"] == client.generate(**PROMPT, **PLAIN).text
+
+    def test_gateway(self, served, client):
+        expected = client.generate(**PROMPT).text
+        with gateway(served.grpc_url) as front:
+            own = {"model": "paged_llm", "ignore_eos": True}
+            (choice,) = front.ask("/v1/completions", own | {"prompt": PROMPT["prompt"]})[1]["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (expected, "length")
+            answer = front.ask("/v1/chat/completions", own | {"messages": MESSAGES})[1]
+            assert answer["usage"]["completion_tokens"] == 7
+
+    def test_start_up_log_lists_them(self, served):
+        shown = "temperature=0.6, top_k=1, repetition_penalty=1.4, max_tokens=7"
+        assert f"default sampling parameters from generation_config.json: {shown}" in served.log()

@@ -1,0 +1,71 @@
+"""Defaults of sampling parameters from a model's `generation_config.json`.
+
+The keys are those that vLLM reads. `max_new_tokens` is the default of `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
+from paged_backend.api.limits import SamplingDefaults
+from paged_backend.loading import model_files
+
+startup_log = logging.getLogger("paged_llm.startup")
+
+
+def read_sampling_defaults(config: EngineConfig, root: Path, model_path: Path) -> SamplingDefaults:
+    """Return the defaults that the options and the model's files set, and log them.
+
+    root: where a relative path in the options is looked up first. Raises ConfigError for a file that is missing, or has
+    an invalid value.
+    """
+    file = _find_file(config.generation_config, root, model_path)
+    values: dict[str, Any] = {} if file is None else _read_file(file)
+    sources = [file.name if config.generation_config == AUTO else str(file)] if file and values else []
+    overrides = config.override_generation_config or {}
+    sources += ["override_generation_config"] if overrides else []
+    defaults = to_defaults({**values, **overrides})
+    if defaults.values:
+        shown = {name: defaults.max_tokens if name == "max_tokens" else one for name, one in defaults.values.items()}
+        listed = ", ".join(f"{name}={json.dumps(value)}" for name, value in shown.items())
+        startup_log.info("default sampling parameters from %s: %s", " and ".join(sources), listed)
+    return defaults
+
+
+def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
+    """Return the file to read, or None for the engine's own defaults."""
+    if option == BUILT_IN:
+        return None
+    if option == AUTO:
+        file = model_path / model_files.GENERATION  # not a file if the model is one, in GGUF
+        return file if file.is_file() else None
+    candidates = [base / Path(option).expanduser() / model_files.GENERATION for base in (root, Path.cwd())]
+    for file in candidates:
+        if file.is_file():
+            model_files.check_text_files(file.parent)
+            return file
+    raise ConfigError(
+        f"generation_config={json.dumps(option)}: no {model_files.GENERATION} in {candidates[0].parent}; give"
+        f' "{AUTO}", "{BUILT_IN}" or a directory with this file'
+    )
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """Return the values that set a default. With `do_sample: false` the model is not meant to be sampled from with
+    these parameters, which have no effect in transformers then."""
+    found = model_files.read_object(file)
+    values = {key: found[key] for key in KEYS if found.get(key) is not None}
+    for key, value in values.items():
+        if problem := parse_default(key, value)[1]:
+            hint = f'; correct it, or set generation_config to "{BUILT_IN}"'
+            raise ConfigError(f"{file}: {key}={json.dumps(value)}: {problem}{hint}")
+    unused = [key for key in SAMPLING_KEYS if key in values] if found.get("do_sample") is False else []
+    if unused:
+        startup_log.info("%s has do_sample=false: its %s is not used", file.name, ", ".join(unused))
+    return {key: value for key, value in values.items() if key not in unused}
