@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.loading import conversion
 from paged_backend.models import rope
 from paged_backend.utils.machine import available_memory
 
@@ -122,9 +123,19 @@ def _weight_files(model_path: Path) -> list[tuple[Path, set[str] | None]]:
 def _no_weights(model_path: Path) -> str:
     pickles = sorted(path.name for path in model_path.iterdir() if path.suffix in PICKLES)
     error = f"{model_path}: no weights: neither {WEIGHTS} nor {INDEX} exists"
+    if model_path.parent.name == "snapshots":  # of the hub's cache, which gets no pickles
+        name = model_path.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+        command = conversion.from_hub(name, name.rpartition("/")[2])
+        return f"{error}; convert the model and serve the new directory: {command}"
     if not pickles:
         return error
-    return f"{error}; {pickles[0]} is a pickle file, which can execute code and is not read; save it as {SUFFIX}"
+    if named := [name for name in pickles if name.startswith(conversion.PREFIX)]:
+        hint = f"convert it: {conversion.in_place(model_path)}"
+    elif len(pickles) == 1:
+        hint = f"convert it, if it maps names to tensors: {conversion.of_tensors(model_path / pickles[0])}"
+    else:
+        hint = f"save it as {SUFFIX}"
+    return f"{error}; {(named or pickles)[0]} is a pickle file, which can execute code and is not read; {hint}"
 
 
 def _shards(index: Path) -> list[tuple[Path, set[str] | None]]:

@@ -33,6 +33,7 @@ Set options in `model_repository/paged_llm/1/model.json`, or as flags of `paged 
 the same as `-o max_model_len=512`. Names are vLLM's where vLLM has the option. An unknown name or an invalid value
 fails the load with a message that names it. `null` selects the default, and the strings `"true"` and `"2"` count as
 `true` and `2`.
+
 Sizes in bytes, MiB or GiB may have a unit: `"500MB"` (powers of 1000: `kB`, `MB`, `GB`, `TB`), `"2GiB"` (powers of
 1024: `KiB`, `MiB`, `GiB`, `TiB`). A letter alone is read as in vLLM, `k`, `m`, `g` and `t` as powers of 1000, and `K`,
 `M`, `G` and `T` as powers of 1024, also in `max_model_len` and `max_num_batched_tokens`: `"32k"` is 32,000. A size that
