@@ -2,6 +2,7 @@
 
 from paged_client.async_client import AsyncClient
 from paged_client.async_stream import AsyncStream
+from paged_client.request_body import http_body
 from paged_client.sync_client import Client
 from paged_client.sync_stream import Stream
 from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
@@ -18,4 +19,5 @@ __all__ = [
     "PoolMap",
     "Stream",
     "TokenLogprob",
+    "http_body",
 ]

@@ -41,12 +41,20 @@ class Timing:
         )
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a conversation: its two messages, or none if there is no reply to continue from."""
+
+    messages: tuple[Message, ...] = ()
+    interrupted: bool = False  # whether Ctrl-C has ended the reply
+
+
 class TerminalSession:
     """Sends the requests of one command and prints their output.
 
     Args:
         client: client of the server.
-        sampling: sampling parameters of every request.
+        sampling: sampling parameters of every request; the attribute `sampling` may be changed.
         timeout: time limit of each request in seconds; None is no limit.
         stats: print token counts and throughput to standard error.
     """
@@ -60,7 +68,7 @@ class TerminalSession:
         stats: bool = False,
     ) -> None:
         self._client = client
-        self._sampling = sampling
+        self.sampling = dict(sampling)
         self._timeout = timeout
         self._stats = stats
         self._timing = Timing(time.perf_counter())  # times of the current request
@@ -75,38 +83,33 @@ class TerminalSession:
         with self._send(messages=[*history, _message("user", text)]) as responses:
             self._print(responses)
 
-    def chat(self, history: Sequence[Message]) -> None:
-        """Run a conversation on the terminal. Ctrl-C cancels the current reply, Ctrl-D ends the conversation."""
-        conversation = list(history)
-        while (text := _read_line()) is not None:
-            if text.strip():
-                conversation += self._turn(conversation, text)
-
-    def _turn(self, conversation: Sequence[Message], text: str) -> list[Message]:
-        """Run one turn. Return its two messages, or none if there is no reply to continue from."""
+    def turn(self, conversation: Sequence[Message], text: str) -> Turn:
+        """Send a message and print the reply; an error is printed as well. Ctrl-C stops the reply."""
         question = _message("user", text)
         try:
             with self._send(messages=[*conversation, question]) as responses:
-                reply = self._print_until_interrupted(responses)
-        except PagedError as error:
+                reply, interrupted = self._print_until_interrupted(responses)
+        except (PagedError, UsageError) as error:
             print(f"paged: {error}", file=sys.stderr)
-            return []
-        return [question, _message("assistant", reply)] if reply else []
+            return Turn()
+        messages = (question, _message("assistant", reply)) if reply else ()
+        return Turn(messages, interrupted)
 
     def _send(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
         self._timing = Timing(time.perf_counter())
         try:
-            return self._client.stream(prompt, messages=messages, timeout=self._timeout, **self._sampling)
+            return self._client.stream(prompt, messages=messages, timeout=self._timeout, **self.sampling)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def _print_until_interrupted(self, responses: Stream) -> str:
+    def _print_until_interrupted(self, responses: Stream) -> tuple[str, bool]:
+        """Return the reply, and whether Ctrl-C has ended it."""
         try:
-            return self._print(responses)
+            return self._print(responses), False
         except KeyboardInterrupt:
             responses.cancel()
             print()
-            return self._finish(responses)
+            return self._finish(responses), True
 
     def _print(self, responses: Stream, *, stream: bool = True) -> str:
         try:
@@ -137,18 +140,6 @@ class TerminalSession:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _read_line() -> str | None:
-    """Read a line from the terminal: empty after Ctrl-C, None after Ctrl-D."""
-    try:
-        return input("> ")
-    except KeyboardInterrupt:
-        print()
-        return ""
-    except EOFError:
-        print()
-        return None
 
 
 def read_stdin() -> str:

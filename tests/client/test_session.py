@@ -27,7 +27,8 @@ def test_piped_input_is_a_single_turn(command_fake, monkeypatch, capsys):
 def converse(command_fake, monkeypatch, lines, *flags):
     """Enter `lines` at a terminal, then Ctrl-D. A line that is an exception is raised instead."""
     standard_input(monkeypatch, "", terminal=True)
-    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace())
+    names = ("read_history_file", "set_history_length", "write_history_file")
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(**{name: lambda _: None for name in names}))
     left = iter([*lines, EOFError()])
 
     def read(prompt):

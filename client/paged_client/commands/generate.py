@@ -6,10 +6,13 @@ import argparse
 import re
 import sys
 import uuid
+from typing import Any
 
 from paged_client.commands.arguments import add_server_options, make_client, parse_pairs
+from paged_client.discovery import DEFAULT_MODEL
+from paged_client.request_body import curl_command, http_body
 from paged_client.session import TerminalSession, UsageError, read_stdin
-from paged_client.sync_client import Client
+from paged_client.sync_client import DEFAULT_URLS, Client
 from paged_client.types import PagedError
 
 DEFAULT_MAX_TOKENS = 256
@@ -23,6 +26,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("generate", help="generate a completion from a running server")
     parser.add_argument("prompt", nargs="?", help="prompt text; read from standard input if omitted or '-'")
     _add_request_options(parser)
+    parser.add_argument(
+        "--show-request", action="store_true", help="print the request as a curl command instead of sending it"
+    )
     parser.add_argument("--no-stream", action="store_true", help="print the output once it is complete")
     parser.set_defaults(run=generate)
 
@@ -71,24 +77,43 @@ def sampling_params_of(args: argparse.Namespace) -> dict[str, object]:
 def generate(args: argparse.Namespace) -> int:
     sampling = sampling_params_of(args)
     prompt = read_stdin() if args.prompt in (None, "-") else args.prompt
-    _session(args, sampling).generate(prompt, stream=not args.no_stream)
+    if args.show_request:
+        print(_curl_command(args, prompt, sampling))
+        return 0
+    with make_client(args) as client:
+        session = TerminalSession(client, sampling, timeout=args.timeout, stats=args.stats)
+        session.generate(prompt, stream=not args.no_stream)
     return 0
+
+
+def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> str:
+    """Return the request of `paged generate` as a curl command, for the HTTP port of the server.
+
+    With gRPC this is Triton's default port on the host of --url.
+    """
+    url = args.url or DEFAULT_URLS["http"]
+    if args.protocol == "grpc":
+        url = f"{url.rpartition(':')[0] or url}:{DEFAULT_URLS['http'].rpartition(':')[2]}"
+    try:
+        body = http_body(prompt, stream=not args.no_stream, **sampling)
+        return curl_command(url, args.model or DEFAULT_MODEL, body, args.timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def chat(args: argparse.Namespace) -> int:
-    session = _session(args, sampling_params_of(args))
+    sampling = sampling_params_of(args)
     history = [{"role": "system", "content": args.system}] if args.system else []
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  gives input() editing and history
+    question = None if sys.stdin.isatty() else read_stdin()
+    with make_client(args) as client:
+        session = TerminalSession(client, sampling, timeout=args.timeout, stats=args.stats)
+        if question is not None:
+            session.chat_once(history, question)
+        else:
+            from paged_client.chat import Chat
 
-        session.chat(history)
-    else:
-        session.chat_once(history, read_stdin())
+            Chat(session, history, f"{args.model} at {args.url or DEFAULT_URLS[args.protocol]}").run()
     return 0
-
-
-def _session(args: argparse.Namespace, sampling: dict[str, object]) -> TerminalSession:
-    return TerminalSession(make_client(args), sampling, timeout=args.timeout, stats=args.stats)
 
 
 def probe(args: argparse.Namespace) -> int:
