@@ -189,7 +189,7 @@ def test_streaming_with_the_prompt_is_rejected_with_the_upstream_message(client)
         ({"text_input": PROMPT, "sampling_parameters": {"temperature": "hot"}}, 'temperature="hot": must be a number'),
         ({"text_input": PROMPT, "sampling_parameters": {"frobnicate": 1}}, "frobnicate=1: unknown sampling parameter"),
         ({"text_input": PROMPT, "sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
-        ({"text_input": PROMPT, "image": "AA=="}, "image: not supported yet"),
+        ({"text_input": PROMPT, "image": "AA=="}, "image: images are not supported; leave it out"),
         ({"stream": True}, "text_input"),
     ],
 )

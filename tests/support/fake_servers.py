@@ -199,13 +199,14 @@ class HttpServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def grpc_server() -> Iterator[FakeServerState]:
+def grpc_server(port: int = 0) -> Iterator[FakeServerState]:
+    """Run a gRPC server at this port; 0 chooses a free one."""
     seen = FakeServerState()
     service = GrpcService(seen)
     unlimited = [("grpc.max_receive_message_length", -1)]
     service.server = server = grpc.server(ThreadPoolExecutor(32), options=unlimited)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
-    seen.url = f"localhost:{server.add_insecure_port('localhost:0')}"
+    seen.url = f"localhost:{server.add_insecure_port(f'localhost:{port}')}"
     server.start()
     try:
         yield seen

@@ -18,7 +18,6 @@ from paged_backend.server.wire.write import STREAM_WITH_INPUT
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
 
 T = TypeVar("T")
-_UNSUPPORTED = ("image",)
 # Inputs that may be sent together with an embedding_request.
 _WITH_EMBEDDING = frozenset(
     ("embedding_request", "sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens",
@@ -41,9 +40,8 @@ def read_call(
     `timeout_us`, `sequence_id`, `flags` and `request_id` are fields of the Triton request; over the generate endpoints
     they come in `parameters`. Raises RequestError for input that is missing, malformed, contradictory or unsupported.
     """
-    for name in _UNSUPPORTED:
-        if name in tensors:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not supported yet; leave it out")
+    if "image" in tensors:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "image: images are not supported; leave it out")
     stream = boolean(tensors, "stream")
     sequence = read_sequence(parameters, sequence_id, flags, input_limits)
     embedding = _embedding(tensors, sequence, input_limits)

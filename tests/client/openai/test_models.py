@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from paged_client.serving.ports import choose_ports
 from tests.support.client_calls import pool_of
-from tests.support.fake_servers import SERVERS
+from tests.support.fake_servers import SERVERS, grpc_server
 from tests.support.gateway import BODIES, error_of, gateway, recording_server
 
 ADAPTERS = [
@@ -37,6 +38,13 @@ def test_context_length_is_read_once_there_is_a_server(own):
     fake.maps = ["UNAVAILABLE: the engine has stopped"]
     assert lengths(front) == [256, 256], "remembered"
     assert front.ask("/v1/models/fr")[1]["max_model_len"] == 256
+
+
+def test_server_is_started_after_the_gateway():
+    (port,) = choose_ports(port=0)
+    with gateway(f"localhost:{port}") as front, grpc_server(port) as fake:
+        fake.maps = [json.dumps(pool_of("..") | {"max_model_len": 512})]
+        assert lengths(front) == [512]
 
 
 def test_older_server_sends_no_context_length(own):

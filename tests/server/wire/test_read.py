@@ -113,7 +113,7 @@ def test_the_prompt_is_echoed_unless_excluded_or_streaming(echo, stream, expecte
         ({"text_input": text("x"), "sampling_parameters": text("{")}, "sampling_parameters: not valid JSON"),
         ({"text_input": text("x"), "sampling_parameters": text("[1]")}, "sampling_parameters: must be a JSON object"),
         ({"text_input": text("x"), "stop": np.array([b"a", b"\xff"], dtype=object)}, "stop: byte 0 is not valid UTF-8"),
-        ({"text_input": text("x"), "image": text("AA==")}, "image: not supported yet"),
+        ({"text_input": text("x"), "image": text("AA==")}, "image: images are not supported; leave it out"),
         ({"text_input": text("x"), "embedding_request": text("{}")}, "text_input: has no effect with"),
         ({"embedding_request": text("{")}, "embedding_request: not valid JSON"),
         ({"embedding_request": text("[]")}, "embedding_request=[]: must be a JSON object"),
