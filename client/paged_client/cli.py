@@ -59,6 +59,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     own, rest = split_passthrough(argv)
     parser, commands = build_parser()
+    if own[:1] and own[0] not in commands and (near := get_close_matches(own[0], commands, 1)):
+        raise UsageError(f"unknown command; did you mean paged {near[0]}?")
     engine_options: dict[str, object] = {}
     if own[:1] == ["serve"]:
         own, engine_options = split_engine_flags(own, commands["serve"]._option_string_actions)

@@ -20,6 +20,11 @@ def test_argparse_errors(arguments, capsys):
     assert "usage: paged" in capsys.readouterr().err
 
 
+def test_unknown_command_suggests_a_similar_one(capsys):
+    assert main(["serv", "demo"]) == 2
+    assert capsys.readouterr().err == "paged serv: unknown command; did you mean paged serve?\n"
+
+
 def test_unknown_argument_suggests_a_similar_one(capsys):
     assert main(["chat", "--sytem", "x"]) == 2
     assert "--sytem: unknown argument; did you mean --system?" in capsys.readouterr().err
