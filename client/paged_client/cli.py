@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     own, rest = split_passthrough(argv)
     parser, commands = build_parser()
-    if own[:1] and own[0] not in commands and (near := get_close_matches(own[0], commands, 1)):
+    if own[:1] and own[0] not in commands and (near := get_close_matches(own[0], commands, 1, 0.75)):
         raise UsageError(f"unknown command; did you mean paged {near[0]}?")
     engine_options: dict[str, object] = {}
     if own[:1] == ["serve"]:

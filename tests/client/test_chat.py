@@ -47,6 +47,17 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
+    def interrupt_prompt(self):
+        """Press Ctrl-C at the prompt, once the process waits for input.
+
+        readline shows its prompt before it waits, and a signal in between has no effect until the next key.
+        """
+        stat, asleep = Path(f"/proc/{self.process.pid}/stat"), 0
+        while asleep < 10:
+            asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+            time.sleep(0.02)
+        self.type("\x03")
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -128,15 +139,15 @@ def test_ctrl_c_stops_a_reply_and_input_during_it_is_not_shown(chat, grpc_fake):
     assert messages(grpc_fake, 1) == ["one", "Hello there", "two"]
     terminal.type("\x03")
     terminal.wait_for("> ")
-    terminal.type("\x03")  # the second in a row
+    terminal.interrupt_prompt()  # the second in a row
     assert terminal.process.wait(WAIT) == 0
 
 
 def test_ctrl_c_twice_at_the_prompt_exits(chat):
     terminal = chat()
-    terminal.type("\x03")
+    terminal.interrupt_prompt()
     terminal.wait_for("Press Ctrl-C again or Ctrl-D to exit.\n> ")
-    terminal.type("\x03")
+    terminal.interrupt_prompt()
     assert terminal.process.wait(WAIT) == 0
 
 
